@@ -35,7 +35,9 @@ def interpret() -> None:
     """From now on kernels of this process are interpreted, also where torch has imported Triton already."""
     os.environ["TRITON_INTERPRET"] = "1"
     # What is compiled of it cannot be imported twice, and need not be.
-    for name in [it for it in sys.modules if it.split(".")[0] == "triton" and not it.startswith("triton._C")]:
+    for name in [
+        module for module in sys.modules if module.split(".")[0] == "triton" and not module.startswith("triton._C")
+    ]:
         del sys.modules[name]
 
 

@@ -31,8 +31,8 @@ class Tape(TorchDispatchMode):
         kwargs, name = kwargs or {}, func._overloadpacket.__name__
         assert name not in ASKING, f"the host waits for {func}"
         found = func(*args, **kwargs)
-        given = {place(it) for it in _tensors((args, kwargs))}
-        made = [it for it in _tensors(found) if place(it) not in given]
+        given = {place(tensor) for tensor in _tensors((args, kwargs))}
+        made = [tensor for tensor in _tensors(found) if place(tensor) not in given]
         if name not in EMPTY:
             self.calls.append((func, args, kwargs, made))
         else:
@@ -48,8 +48,8 @@ class Tape(TorchDispatchMode):
         """The memory from before the recording that it reads or writes: whatever a replay finds there, it takes."""
         made, found = set[int](), set[int]()
         for _, args, kwargs, its in self.calls:
-            found |= {place(it) for it in _tensors((args, kwargs))} - made
-            made |= {place(it) for it in its}
+            found |= {place(tensor) for tensor in _tensors((args, kwargs))} - made
+            made |= {place(tensor) for tensor in its}
         return found
 
     def replay(self) -> None:
@@ -58,8 +58,8 @@ class Tape(TorchDispatchMode):
             for func, args, kwargs, made in self.calls:
                 if func is None:
                     continue
-                given = {place(it) for it in _tensors((args, kwargs))}
-                again = [it for it in _tensors(func(*args, **kwargs)) if place(it) not in given]
+                given = {place(tensor) for tensor in _tensors((args, kwargs))}
+                again = [tensor for tensor in _tensors(func(*args, **kwargs)) if place(tensor) not in given]
                 assert len(again) == len(made)
                 for target, value in zip(made, again, strict=True):
                     assert target.stride() == value.stride()
@@ -93,7 +93,7 @@ class FromHost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func._overloadpacket.__name__ not in ASKING, f"the host waits for {func}"
         found = func(*args, **(kwargs or {}))
-        devices = {it.device.type for it in _tensors((args, kwargs, found))}
+        devices = {tensor.device.type for tensor in _tensors((args, kwargs, found))}
         assert devices <= {"meta"} or "meta" not in devices, f"{func} takes from the host what it computes with"
         return found
 
@@ -118,4 +118,4 @@ def place(tensor: Tensor) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (it for it in tree_leaves(tree) if isinstance(it, Tensor))
+    return (tensor for tensor in tree_leaves(tree) if isinstance(tensor, Tensor))

@@ -119,7 +119,11 @@ def test_public_names_are_documented_and_typed(path: Path):
                 assert ast.get_docstring(node), f"{node.name} has no docstring"
             if isinstance(node, functions):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                untyped = [it.arg for it in arguments if it.annotation is None and it.arg not in ("self", "cls")]
+                untyped = [
+                    argument.arg
+                    for argument in arguments
+                    if argument.annotation is None and argument.arg not in ("self", "cls")
+                ]
                 assert untyped == [], f"{node.name} has untyped arguments"
                 assert node.returns is not None, f"{node.name} does not say what it returns"
 
@@ -132,7 +136,9 @@ def is_public(node: ast.stmt) -> bool:
 def test_fields_of_the_configuration_are_documented(path: Path):
     undocumented = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(it) for it in node.decorator_list):
+        if isinstance(node, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(decorator) for decorator in node.decorator_list
+        ):
             for place, field in enumerate(node.body):
                 if isinstance(field, ast.AnnAssign):
                     after = node.body[place + 1] if place + 1 < len(node.body) else None

@@ -88,7 +88,7 @@ def test_one_checkpoint_of_a_run_is_downloaded(here, tmp_path):
         local_copy(f"{url}/step-00000004")
     with pytest.raises(UserError, match=r"step=4.*no complete checkpoint"):
         local_copy(url, step=4)
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match="contains no checkpoint"):
         local_copy(f"file://{tmp_path}/nothing")
     shutil.rmtree(here / "runs/.cache")
     file = share / "step-00000002/__0_0.distcp"
@@ -131,5 +131,5 @@ def test_ranks_share_a_download_and_its_failure(tmp_path):
     found = set(run_ranks(2, fetched, url, str(tmp_path / "cache")))
     assert len(found) == 1
     assert saved_state(found.pop()) is not None
-    with pytest.raises(AssertionError, match="holds no checkpoint"):
+    with pytest.raises(AssertionError, match="contains no checkpoint"):
         run_ranks(2, fetched, f"{url}/nothing", str(tmp_path / "cache"))

@@ -29,7 +29,10 @@ def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, t
         parallelize(model, mesh, ResolvedLayout.of(made), made.activation_checkpoint, made.compile)
         materialize_parameters(model, CPU)
         load_hf_sharded(model, kind(name), Path(folder))
-        own = sum(it.to_local().numel() if isinstance(it, DTensor) else it.numel() for it in model.parameters())
+        own = sum(
+            parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+            for parameter in model.parameters()
+        )
         whole = {
             name: value.full_tensor() if isinstance(value, DTensor) else value.detach()
             for name, value in model.named_parameters()

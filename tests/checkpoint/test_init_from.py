@@ -69,7 +69,7 @@ def test_all_mismatches_are_listed(tmp_path):
     assert "missing in the checkpoint: adapter.000.weight, " in text
     assert "adapter.011.weight and 188 more" in text
     assert names[3] in text.split("not in the model: ")[1]
-    assert f"of another shape: {mixed.reshaped} (saved " in text
+    assert f"with another shape: {mixed.reshaped} (saved " in text
     assert "here 3×" in text
     assert "that match nothing: nothing.*" in text
     assert "adapter.*" in text.split("exclude these: ")[1]

@@ -45,8 +45,8 @@ def ended(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Checkpointer, "__init__", init)
     yield
-    for one in made:
-        one.close()
+    for upload in made:
+        upload.close()
 
 
 def remote_run(url: str) -> RemoteRun:
@@ -197,7 +197,7 @@ def test_interrupted_download_resumes(tmp_path, s3):
     s3.seen = lambda method, path: asked.append(f"{method} {path}")
     assert started(tmp_path / "there", "s3://bucket/runs").folder.complete_steps() == [10]
     assert f"GET /{RUN}/step-00000010/.metadata" in asked
-    assert not [one for one in asked if "GET" in one and "__0_0.distcp" in one], "that was here already"
+    assert not [request for request in asked if "GET" in request and "__0_0.distcp" in request], "that was here already"
     assert not wanted.exists()
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.cli.main import main
-from titan_exp.cli.plan import options_among
+from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.verb_options import PlanOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
@@ -146,13 +147,14 @@ def test_a_recorded_pass_is_not_modelled():
 
 
 def test_options_are_told_from_overrides():
-    options, rest = options_among(["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json", "--full"])
-    assert (options.ranks, options.device, options.json, rest) == ((0, 15), "h200", True, ["model=llama3_8b"])
+    arguments = ["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json", "--full"]
+    options, rest = take_options(PlanOptions, arguments)
+    assert (options.pipeline_ranks, options.device, options.json, rest) == ((0, 15), "h200", True, ["model=llama3_8b"])
     assert options.full
-    with pytest.raises(UserError, match="as in --ranks 0,15"):
-        options_among(["--ranks", "first"])
-    with pytest.raises(UserError, match="--device takes a value"):
-        options_among(["--device"])
+    with pytest.raises(UserError, match="ranks=first: must be numbers separated by commas, as in 0,15"):
+        take_options(PlanOptions, ["--ranks", "first"])
+    with pytest.raises(UserError, match="--device needs a value"):
+        take_options(PlanOptions, ["--device"])
 
 
 def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):

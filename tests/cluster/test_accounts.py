@@ -19,7 +19,7 @@ def test_sacct_gives_the_end_of_forgotten_jobs(
     """Nobody lived to close the attempt: not of an array's tasks, nor of a job over two nodes."""
     stand_in("hang")
     plans = [accounted.plan(f"experiment.seed={seed}") for seed in (0, 1)]
-    assert [it.outcome for it in accounted.submit(*plans)] == ["submitted"] * 2
+    assert [submission.outcome for submission in accounted.submit(*plans)] == ["submitted"] * 2
     alone = accounted.plan("experiment.seed=2", "cluster.processes_per_node=1", "parallelism.dp_shard=2")
     accounted.submit(alone)
     folders = [plan.folder for plan in (*plans, alone)]
@@ -43,7 +43,7 @@ def test_sacct_gives_the_end_of_forgotten_jobs(
     assert [(row["state"], row["reason"]) for row in rows] == [("lost", by_whom)] * 3
     # What was lost is started again, though SLURM knows none of it.
     stand_in("succeed")
-    assert [it.outcome for it in accounted.submit(*plans)] == ["submitted"] * 2
+    assert [submission.outcome for submission in accounted.submit(*plans)] == ["submitted"] * 2
     accounted.ended(folders[0], "done")
 
 

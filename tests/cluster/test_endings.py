@@ -187,13 +187,13 @@ def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
     numbers = [
         [
             {key: row.get(key) for key in ("step", "loss", "grad_norm", "lr", "tokens")}
-            for row in read_metrics(it.metrics)
+            for row in read_metrics(run.metrics)
         ]
-        for it in (folder, undisturbed)
+        for run in (folder, undisturbed)
     ]
     assert len(numbers[0]) == STEPS
     assert numbers[0] == numbers[1]
-    states = [final_state(it.checkpoints) for it in (folder, undisturbed)]
+    states = [final_state(run.checkpoints) for run in (folder, undisturbed)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 

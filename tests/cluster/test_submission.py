@@ -36,7 +36,7 @@ def test_a_sweep_over_tensor_parallelism_asks_for_the_nodes_of_each_run(cluster:
     # Of a job that waits, `1-1`: at least and at most.
     nodes = [job["NumNodes"].partition("-")[0] for job in jobs]
     assert [*zip(nodes, (job["NumTasks"] for job in jobs), strict=True)] == [("1", "1"), ("1", "2"), ("2", "4")]
-    assert {it.outcome for it in cluster.submit(*plans)} <= {"queued", "running", "done"}
+    assert {submission.outcome for submission in cluster.submit(*plans)} <= {"queued", "running", "done"}
     for plan in plans:
         cluster.ended(plan.folder, "done")
     assert "3 done" in sweep()
@@ -49,13 +49,13 @@ def test_equal_resources_are_one_array(cluster: Submitting, stand_in: StandIn):
     plans = [cluster.plan(f"experiment.seed={seed}") for seed in (0, 1, 2)]
     submissions = cluster.submit(*plans)
     array = (submissions[0].job_id or "").partition("_")[0]
-    assert [it.job_id for it in submissions] == [f"{array}_{index}" for index in range(3)]
+    assert [submission.job_id for submission in submissions] == [f"{array}_{index}" for index in range(3)]
     cluster.ended(plans[0].folder, "done")
     assert cluster.ended(plans[1].folder, "failed") == "rank 0: RuntimeError: seed 1 is unlucky"
     cluster.ended(plans[2].folder, "done")
     # Only the one that failed is submitted again, and alone.
     again = cluster.submit(*plans)
-    assert [it.outcome for it in again] == ["done", "submitted", "done"]
+    assert [submission.outcome for submission in again] == ["done", "submitted", "done"]
     assert (again[1].job_id or "_").isdigit()
     cluster.wait_until(lambda: ends(plans[1].folder) == [1, 1], lambda: cluster.story(plans[1].folder))
 
@@ -107,11 +107,11 @@ def test_the_submitting_process_is_killed_in_the_middle(
     if moment == "before":
         # sbatch is an orphan that may still make the job: neither is a second one made, nor is this one forgotten.
         refused = cluster.submit(*plans)
-        assert [it.outcome for it in refused] == ["refused", "refused"]
+        assert [submission.outcome for submission in refused] == ["refused", "refused"]
         assert "still waits for SLURM" in (refused[0].reason or "")
     (tmp_path / "go").touch()
     time.sleep(1)
-    assert {it.outcome for it in cluster.submit(*plans)} <= {"queued", "running", "done"}
+    assert {submission.outcome for submission in cluster.submit(*plans)} <= {"queued", "running", "done"}
     for plan in plans:
         cluster.ended(plan.folder, "done")
     assert [ends(plan.folder) for plan in plans] == [[0], [0]]

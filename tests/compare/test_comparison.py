@@ -265,9 +265,9 @@ def test_scaling_efficiency_over_the_smallest_world_size(tmp_path: Path):
     (series,) = scaling(compared(tmp_path))
     assert series.kind == "strong"
     assert series.fixed == "lr=0.1"
-    assert [(it.label, it.world_size) for it in series.points] == [("tp=1", 1), ("tp=2", 2), ("tp=4", 4)]
-    assert [it.speedup for it in series.points] == pytest.approx([1.0, 1.8, 2.4])
-    assert [it.efficiency for it in series.points] == pytest.approx([1.0, 0.9, 0.6])
+    assert [(point.label, point.world_size) for point in series.points] == [("tp=1", 1), ("tp=2", 2), ("tp=4", 4)]
+    assert [point.speedup for point in series.points] == pytest.approx([1.0, 1.8, 2.4])
+    assert [point.efficiency for point in series.points] == pytest.approx([1.0, 0.9, 0.6])
 
 
 def test_growing_batch_is_weak_scaling(tmp_path: Path):
@@ -276,21 +276,21 @@ def test_growing_batch_is_weak_scaling(tmp_path: Path):
         make_run(tmp_path, values, metrics=rows(2.0, speed=900.0 * shards), world_size=shards)
     (series,) = scaling(compared(tmp_path))
     assert series.kind == "weak"
-    assert [it.efficiency for it in series.points] == pytest.approx([1.0, 1.0])
+    assert [point.efficiency for point in series.points] == pytest.approx([1.0, 1.0])
 
 
 def test_pareto_front(tmp_path: Path):
     for lr, loss, seconds in ((0.1, 3.0, 10.0), (0.2, 2.5, 20.0), (0.3, 2.6, 30.0), (0.4, 2.0, 40.0)):
         make_run(tmp_path, {"optimizer.lr": lr}, metrics=rows(loss), seconds=seconds)
     points = pareto(compared(tmp_path))
-    assert [(it.row, it.is_on_front) for it in points] == [(0, True), (1, True), (2, False), (3, True)]
+    assert [(point.row, point.is_on_front) for point in points] == [(0, True), (1, True), (2, False), (3, True)]
     assert points[0].gpu_hours == pytest.approx(10 / 3600)
 
 
 def test_pareto_front_ignores_rounding(tmp_path: Path):
     for tp, loss in ((1, 2.0), (2, 2.0 - 1e-7)):
         make_run(tmp_path, {"parallelism.tp": tp}, metrics=rows(loss), seconds=10.0 * tp)
-    assert [it.is_on_front for it in pareto(compared(tmp_path))] == [True, False]
+    assert [point.is_on_front for point in pareto(compared(tmp_path))] == [True, False]
 
 
 @pytest.mark.parametrize(

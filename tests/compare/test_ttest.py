@@ -99,7 +99,7 @@ def test_holm_as_published():
         return Delta(1.0, 0.0, 2.0, 3, "paired", p)
 
     found = holm([delta(0.04), None, delta(0.01), delta(None), delta(0.03), delta(0.005)])
-    corrected = [None if it is None else it.p_holm for it in found]
+    corrected = [None if test is None else test.p_holm for test in found]
     assert corrected == pytest.approx([0.06, None, 0.03, None, 0.06, 0.02])
 
 

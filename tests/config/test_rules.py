@@ -744,7 +744,7 @@ def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_layers=[1,2,3]"], "pp_layers", "2 stages"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp=3"], "pp_schedule", "2 rows"),
         ("0F0,0B0\n1F0,1I0", [], "pp_schedule", "1F0, 1I0"),
-        ("0F0,0B0,1F0,1B0\n,,", [], "pp_schedule", "row 2 holds no action"),
+        ("0F0,0B0,1F0,1B0\n,,", [], "pp_schedule", "row 2 has no action"),
         ("0F0,zero\n1F0,1B0", [], "pp_schedule", "cell 2 of row 1 is 'zero'"),
         ("0B0,0F0\n1F0,1B0", [], "pp_schedule", "deadlocks"),
         ("0F0,0I0,0W0\n1F0,1I0,1W0", ["activation_checkpoint=selective"], "mode", "twice"),

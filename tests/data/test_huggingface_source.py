@@ -109,7 +109,7 @@ def test_a_validation_split_replaces_held_out_documents(corpus: Path, streaming:
     )
     validation = ValidationLoader(run.data, run.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
-    assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : 2 * ROWS]) - 1
+    assert labels == sum(len(document) + 1 for document in TEXTS[ROWS : 2 * ROWS]) - 1
     with Ranks(run, 1, 8) as ranks:
         rows = [row for batch in ranks.global_batches(60) for row in batch]
         assert ranks.loaders[0].epochs() > 1
@@ -119,7 +119,7 @@ def test_a_validation_split_replaces_held_out_documents(corpus: Path, streaming:
     few = replace(run, data=replace(run.data, validation_documents=2))
     validation = ValidationLoader(few.data, few.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
-    assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : ROWS + 2]) - 1
+    assert labels == sum(len(document) + 1 for document in TEXTS[ROWS : ROWS + 2]) - 1
 
 
 def test_the_fingerprint_follows_content_not_location(corpus: Path, tmp_path: Path):

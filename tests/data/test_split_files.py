@@ -116,7 +116,7 @@ def test_one_file_is_trained_and_evaluated_on_in_every_layout(tmp_path: Path, do
 
     validation = ValidationLoader(run.data, run.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     evaluated = [token for batch in validation for row in rows_of(batch) for token in row[:-1]]
-    expected = [token for each in held_out for token in [*each.encode(), 256]]
+    expected = [token for document in held_out for token in [*document.encode(), 256]]
     assert evaluated[: len(expected) - 1] == expected[:-1]
 
     with Ranks(run, 1, 8) as ranks:
@@ -127,5 +127,5 @@ def test_one_file_is_trained_and_evaluated_on_in_every_layout(tmp_path: Path, do
     trained = bytes(token for batch in reference for row in batch for token in (*row, 32) if token < 256)
     # Every word names its document; the first and the last word of a row may be cut.
     numbers = {word[:4] for word in trained.decode().split() if len(word) == 7}
-    assert {each[:4] for each in held_out}.isdisjoint(numbers)
+    assert {document[:4] for document in held_out}.isdisjoint(numbers)
     assert len(numbers) == 60 - len(held_out)

@@ -131,10 +131,10 @@ def test_the_state_is_the_consumed_position_whatever_is_prefetched():
 
 def test_the_seed_orders_the_data_and_the_layout_of_validation_does_not():
     first, again, other = (loader(experiment(seed=seed)) for seed in (0, 0, 1))
-    batches = [[rows_of(batch) for batch in islice(each, 3)] for each in (first, again, other)]
+    batches = [[rows_of(batch) for batch in islice(stream, 3)] for stream in (first, again, other)]
     assert batches[0] == batches[1] != batches[2]
-    for each in (first, again, other):
-        each.close()
+    for stream in (first, again, other):
+        stream.close()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -211,7 +211,7 @@ def test_an_incomplete_or_torn_state_is_refused():
     with pytest.raises(UserError, match="4 of 8 virtual shards"):
         other.load_state_dict(half)
     whole["5"] = {**whole["5"], "rows": whole["5"]["rows"] + 1}
-    with pytest.raises(UserError, match="torn"):
+    with pytest.raises(UserError, match="inconsistent"):
         other.load_state_dict(whole)
     with pytest.raises(UserError, match="no data state"):
         other.load_state_dict({})

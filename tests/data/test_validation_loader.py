@@ -82,12 +82,12 @@ def streamed_labels(run: Experiment) -> list[int]:
 
 def test_a_stream_holds_out_by_text_hash_and_is_limited():
     run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=1000)
-    held_out = [each for each in map(text, range(9 * 13)) if unit_hash(each) < 0.2]
+    held_out = [document for document in map(text, range(9 * 13)) if unit_hash(document) < 0.2]
     assert len(held_out) > 4
-    everything = [token for each in held_out for token in [*each.encode(), 256]]
+    everything = [token for document in held_out for token in [*document.encode(), 256]]
     assert sorted(streamed_labels(run)) == sorted(everything[1:])
     run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=2)
-    expected = [token for each in held_out[:2] for token in [*each.encode(), 256]]
+    expected = [token for document in held_out[:2] for token in [*document.encode(), 256]]
     assert sorted(streamed_labels(run)) == sorted(expected[1:])
 
 

@@ -60,7 +60,7 @@ def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sconds", "3"], "--sconds: there is no such flag"),
+        (["--sconds", "3"], "--sconds: unknown flag"),
         (["runs/first"], "runs/first: unknown argument"),
         (["--seconds", "soon"], "seconds=soon: must be a number"),
         (["--seconds=0"], "at least 1"),

@@ -80,7 +80,7 @@ def exit_7(path: str) -> None:
 
 
 def user_error(path: str) -> None:
-    raise UserError("data.paths: there is no such folder. Give one that exists.")
+    raise UserError("data.paths: no such folder. Give one that exists.")
 
 
 def wait_for_ever(path: str) -> None:

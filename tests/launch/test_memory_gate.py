@@ -104,12 +104,12 @@ def test_existing_folder_gets_the_newest_prediction(home: Path, foretold, monkey
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     first = [gate_run(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
-    for one in first:
-        create_run_folder(replace(one, prediction="{}"))
+    for plan in first:
+        create_run_folder(replace(plan, prediction="{}"))
     backend = LocalExecutor("local")
-    assert [one.outcome for one in backend.submit(first, SubmitOptions(jobs=2))] == ["done", "done"]
-    for one in first:
-        assert read_predicted_metrics(one.folder).tokens_per_second == 2048.0
+    assert [submission.outcome for submission in backend.submit(first, SubmitOptions(jobs=2))] == ["done", "done"]
+    for plan in first:
+        assert read_predicted_metrics(plan.folder).tokens_per_second == 2048.0
 
 
 def test_unpredictable_runs_share_one_line(home: Path, foretold):
@@ -184,9 +184,9 @@ def test_status_shows_predicted_beside_measured(home: Path, foretold, capsys: py
     other = planned("training.seq_len=128")
     create_run_folder(other)
     row = {"step": 10, "tokens": 100, "loss": 2.0, "tokens_per_second": 1024.0, "memory": 2.5, "attempt": 1}
-    for each in (found, other):
-        each.folder.write_state(RunState("done", 10, 0.0, 1, None))
-        each.folder.metrics.write_text(json.dumps(row) + "\n")
+    for plan in (found, other):
+        plan.folder.write_state(RunState("done", 10, 0.0, 1, None))
+        plan.folder.metrics.write_text(json.dumps(row) + "\n")
     assert main(["status", str(found.folder.path), str(other.folder.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"/predicted", "GiB/predicted"} <= set(lines[0].split())

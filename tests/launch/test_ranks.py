@@ -105,7 +105,7 @@ def test_any_other_exit_code_is_a_failure(tmp_path: Path) -> None:
 def test_user_error_has_no_traceback(tmp_path: Path) -> None:
     run = Launch(tmp_path, "user_error")
     code, _, err = run.finish()
-    assert (code, err) == (2, "data.paths: there is no such folder. Give one that exists.\n")
+    assert (code, err) == (2, "data.paths: no such folder. Give one that exists.\n")
     assert "UserError" in (run.folder.read_attempts()[0].reason or "")
 
 

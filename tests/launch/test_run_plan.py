@@ -107,7 +107,7 @@ def test_concurrent_commits_create_one_folder(tmp_path: Path) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(one,)) for one in plans]
+    threads = [threading.Thread(target=work, args=(plan,)) for plan in plans]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -64,7 +64,7 @@ def states() -> list[str]:
 
 
 def attempts() -> list[int]:
-    return [len(one.folder.read_attempts()) for one in find_runs(["mine"], Path("runs"))]
+    return [len(run.folder.read_attempts()) for run in find_runs(["mine"], Path("runs"))]
 
 
 def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +148,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     code, out, _ = finish(sweep)
     assert (code, "Stopping: every run saves first" in out) == (130, True)
     assert ranks_of(home) == []
-    labels = [(one.label, one.removed) for one in find_runs(["mine"], Path("runs"))]
+    labels = [(run.label, run.removed) for run in find_runs(["mine"], Path("runs"))]
     assert labels[:2] == [("steps=2 seed=1", False), ("steps=3 seed=1", False)]
     assert ("steps=2 seed=0", True) in labels
 

@@ -62,7 +62,7 @@ def test_they_are_torchs_flash_kernel_to_rounding(backend: str):
     heads = [torch.randn(2, n, 256, 128, device=GPU, dtype=torch.bfloat16, generator=random) for n in (8, 2, 2)]
     found = {}
     for name in ("flash", backend):
-        inputs = [it.clone().requires_grad_() for it in heads]
+        inputs = [tensor.clone().requires_grad_() for tensor in heads]
         core = CausalAttention(choose_backend(name, GPU, head_dim=128, bf16=True, documents=False))
         output = core(*inputs)
         found[name] = [output.detach(), *torch.autograd.grad(output.square().sum(), inputs)]

@@ -142,7 +142,7 @@ def test_shapes_are_known_without_numbers(device: str):
         x = torch.empty(20, 16, device=where, requires_grad=True)
         weight = torch.empty(4, 24, 16, device=where, requires_grad=True)
         output = grouped_linear(x, weight, torch.empty(4, dtype=torch.int32, device=where))
-        return [tuple(it.shape) for it in (output, *torch.autograd.grad(output.sum(), [x, weight]))]
+        return [tuple(tensor.shape) for tensor in (output, *torch.autograd.grad(output.sum(), [x, weight]))]
 
     if device == "meta":
         found = shapes()

@@ -25,7 +25,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 def exact(scale: float, z_loss: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Objective and gradients in fp64, from the definition."""
     hidden, weight, labels = problem(dtype)
-    hidden, weight = (it.detach().double().requires_grad_() for it in (hidden, weight))
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = (hidden @ weight.T).flatten(0, 1)
     labels = labels.flatten()
     log_z = logits.logsumexp(-1)
@@ -136,7 +136,7 @@ class LargestOutput(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if any(isinstance(it, Tensor) and it.numel() >= self.elements for it in tree_leaves(out)):
+        if any(isinstance(leaf, Tensor) and leaf.numel() >= self.elements for leaf in tree_leaves(out)):
             self.large.append(str(func))
         return out
 

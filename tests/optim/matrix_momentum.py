@@ -31,19 +31,23 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> Any:
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             groups, self._found = self.param_groups, []
-            for group in (it for it in groups if it["role"] == "matrix"):
+            for group in (group for group in groups if group["role"] == "matrix"):
                 for weight in group["params"]:
                     state = self.state[weight]
                     momentum = state.setdefault("momentum", torch.zeros_like(weight))
                     momentum.mul_(config.momentum).add_(weight.grad)
                     weight.add_(momentum, alpha=-group["lr"])
                     self._found.append(momentum)
-            self.param_groups = [it for it in groups if it["role"] != "matrix"]
+            self.param_groups = [group for group in groups if group["role"] != "matrix"]
             super().step(closure)
             self.param_groups = groups
 
         def metrics(self) -> dict[str, torch.Tensor]:
-            return {"largest_momentum": torch.stack([local_tensor(it).abs().amax() for it in self._found]).amax()}
+            return {
+                "largest_momentum": torch.stack(
+                    [local_tensor(momentum).abs().amax() for momentum in self._found]
+                ).amax()
+            }
 
     groups = parameter_groups(parameters, config, by_role=True)
     return MatrixMomentum(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)

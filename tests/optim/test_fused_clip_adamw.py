@@ -88,7 +88,7 @@ def both_trained(device: str, steps: int) -> tuple[list[torch.Tensor], list[torc
         == {key: (value.shape, value.dtype) for key, value in reference.state[b].items()}
         for a, b in zip(mine, theirs, strict=True)
     )
-    return [it.detach().cpu() for it in mine], [it.detach().cpu() for it in theirs], same_states
+    return [tensor.detach().cpu() for tensor in mine], [tensor.detach().cpu() for tensor in theirs], same_states
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,8 +115,8 @@ def with_moments_in_bf16(device: str) -> tuple[list[list[torch.Tensor]], list[li
 
     def of(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
         return [
-            [it.detach().cpu(), *(optimizer.state[it][key].cpu() for key in ("exp_avg", "exp_avg_sq"))]
-            for it in parameters
+            [parameter.detach().cpu(), *(optimizer.state[parameter][key].cpu() for key in ("exp_avg", "exp_avg_sq"))]
+            for parameter in parameters
         ]
 
     return of(mine, optimizer), of(theirs, reference)
@@ -171,7 +171,7 @@ def divided(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             optimizer = ours(parameters)
             for step in (1, 2, 3):
                 one_step(optimizer, parameters, step)
-        return [it.detach().full_tensor().cpu() for it in shards], [it.detach().cpu() for it in whole]  # type: ignore[attr-defined]
+        return [tensor.detach().full_tensor().cpu() for tensor in shards], [tensor.detach().cpu() for tensor in whole]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("device", DEVICES)

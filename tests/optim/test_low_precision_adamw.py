@@ -77,4 +77,4 @@ def test_it_is_torchaos_in_the_same_blocks():
     assert (state["exp_avg"] == moments[0].codes.view(torch.uint8)).float().mean() > 0.99
     assert sum(state[key].nbytes for key in state if key.startswith("exp_avg")) == 2.25 * parameter.numel()
     # Neither a vector nor rows of 40 are in blocks.
-    assert {optimizer.state[it]["exp_avg"].dtype for it in found[1:]} == {torch.float32}
+    assert {optimizer.state[parameter]["exp_avg"].dtype for parameter in found[1:]} == {torch.float32}

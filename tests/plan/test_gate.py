@@ -74,7 +74,7 @@ def test_parameters_are_counted_from_the_shape(model: str):
         built = build_model(config, seq_len=64, attention_backend="math")
     specified = model_spec(config)
     assert specified is not None
-    assert specified.parameters == sum(each.numel() for each in built.parameters())
+    assert specified.parameters == sum(parameter.numel() for parameter in built.parameters())
 
 
 @pytest.mark.parametrize("name", ["one device", "fsdp 2, accumulated", "tp 2", "pp 2, 1F1B", "cp 2, ring"])
@@ -95,7 +95,7 @@ def test_the_bound_is_above_a_large_attention_without_a_fused_kernel(tmp_path: P
 
 
 def test_the_bound_of_a_cuda_graph_counts_its_private_pool():
-    plain, recorded = (upper_bound(resolved(f"compile.cuda_graphs={it}")) for it in ("false", "true"))
+    plain, recorded = (upper_bound(resolved(f"compile.cuda_graphs={graphs}")) for graphs in ("false", "true"))
     assert plain is not None
     assert recorded is not None
     assert plain < recorded < 2 * plain
@@ -196,7 +196,7 @@ def test_equal_runs_are_predicted_once(tmp_path: Path):
     ]
     broken = replace(rates[0], optimizer=replace(rates[0].optimizer, name="nowhere.Lion"))
     said: list[str] = []
-    found = predict_many([PredictionRequest(one, None) for one in (*rates, broken)], tmp_path, said.append)
+    found = predict_many([PredictionRequest(run, None) for run in (*rates, broken)], tmp_path, said.append)
     assert said == ["Predicting the memory of 2 runs ..."]
     assert isinstance(found[0], Prediction)
     assert found[0] == found[1] == found[2]
@@ -248,7 +248,7 @@ def test_the_cheapest_changes_that_fit_are_suggested(tmp_path: Path, stub_predic
     assert all(suggestion.memory_check.fits for suggestion in found)
     assert len(found) == suggestions_module.MAX_SUGGESTIONS
     # Nothing that is offered has all of what another offer has, and more.
-    assert not any(set(one.overrides) < set(other.overrides) for one in found for other in found)
+    assert not any(set(suggestion.overrides) < set(other.overrides) for suggestion in found for other in found)
     assert len(asked) < 20
 
 

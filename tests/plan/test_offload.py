@@ -166,7 +166,7 @@ def test_offload_saves_exactly_the_state(layout: str):
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_code_runs_on_the_fake_gpu(backend: str):
     words = [*SMALL, "parallelism.dp_shard=2", "compile=blocks", f"compile.backend={backend}"]
-    here, there = (as_typed(*words, it) for it in ("parallelism.cpu_offload=false", OFFLOADED))
+    here, there = (as_typed(*words, override) for override in ("parallelism.cpu_offload=false", OFFLOADED))
     state = sum(here["peak_by_category"][name] for name in ("parameters", "optimizer"))
     batch = here["peak_by_category"]["other"] - there["peak_by_category"]["other"]
     assert here["peak_allocated_bytes"] - there["peak_allocated_bytes"] == state + batch > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import experiment_of
-from titan_exp.cli.plan_commands.options import device_for
+from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.calibrated_constants import Constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.cli.test_plan import planned
 from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
-from titan_exp.cli.plan import options_among
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -208,8 +207,6 @@ def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
     assert drawn["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
     assert drawn["messages"] == []
     assert [row.name for row in tmp_path.iterdir()] == ["plan.html"]
-    with pytest.raises(UserError, match=r"--html takes a value, as in --html plan\.html"):
-        options_among(["model=llama_debug", "--html"])
 
 
 def test_every_memory_category_has_a_sentence_and_a_colour():

@@ -135,11 +135,11 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
 
     rows, columns = parts(1), parts(0)
     torch.testing.assert_close(rows[0][0] + rows[1][0], expected[0], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(torch.cat([it[1] for it in rows], -1), expected[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([it[2] for it in rows], 1), expected[2], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(torch.cat([it[0] for it in columns], -1), expected[0], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(torch.cat([results[1] for results in rows], -1), expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([results[2] for results in rows], 1), expected[2], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(torch.cat([results[0] for results in columns], -1), expected[0], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(columns[0][1] + columns[1][1], expected[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([it[2] for it in columns], 0), expected[2], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(torch.cat([results[2] for results in columns], 0), expected[2], rtol=1e-4, atol=1e-3)
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):

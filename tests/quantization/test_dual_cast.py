@@ -95,7 +95,7 @@ def products(device: str, rowwise: bool) -> tuple[list[Tensor], list[Tensor]]:
         its_weight = weight.clone().requires_grad_()
         output = float8_linear(x, its_weight, None, dataclasses.replace(recipe, dual_cast=dual_cast))
         results.append(
-            [output.detach().cpu(), *(it.cpu() for it in torch.autograd.grad(output, [x, its_weight], gradient))]
+            [output.detach().cpu(), *(grad.cpu() for grad in torch.autograd.grad(output, [x, its_weight], gradient))]
         )
     return results[0], results[1]
 
@@ -118,7 +118,9 @@ def compiled(device: str) -> tuple[list[Tensor], list[Tensor]]:
         product = lambda x, weight: float8_linear(x, weight, None, recipe)  # noqa: E731
         call = torch.compile(product, backend="aot_eager", fullgraph=True) if compile_ else product
         output = call(x, weight)
-        results.append([output.detach().cpu(), *(it.cpu() for it in torch.autograd.grad(output.sum(), [x, weight]))])
+        results.append(
+            [output.detach().cpu(), *(grad.cpu() for grad in torch.autograd.grad(output.sum(), [x, weight]))]
+        )
     return results[0], results[1]
 
 

@@ -30,7 +30,7 @@ def curve(recipe: str, *, bf16: bool = True) -> list[float]:
     model = Mixture(replace(llama(*overrides), vocab_size=64, layers=2))
     draw(model)
     quantize(model, run.quantization, layers=2, device=torch.device("cpu"))
-    products = {type(it.linear_impl) for it in model.modules() if isinstance(it, GroupedLinear)}
+    products = {type(module.linear_impl) for module in model.modules() if isinstance(module, GroupedLinear)}
     assert (products == {GroupedLinearImpl}) == (recipe == "none")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
     random = torch.Generator().manual_seed(0)

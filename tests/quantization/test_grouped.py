@@ -74,7 +74,7 @@ def one_by_one(product, ends: tuple[int, ...], multiple: int, *tensors: Tensor) 
     for expert, end in enumerate(ends):
         rows, zeros = slice(start, end), -(end - start) % multiple
         if end > start:
-            mine, its = (F.pad(it[rows], (0, 0, 0, zeros)) for it in (x, gradient))
+            mine, its = (F.pad(tensor[rows], (0, 0, 0, zeros)) for tensor in (x, gradient))
             found = passes(product, mine, weight[expert], its)
             output[rows], of_x[rows], of_weight[expert] = found[0][: end - start], found[1][: end - start], found[2]
         start = end
@@ -184,7 +184,7 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     def emulated(*overrides: str) -> set[str]:
         found = taken("quantization=float8_rowwise", *overrides)
         assert len(found) == 8
-        assert {type(it) for it in found.values()} <= {GroupedLinearImpl, EmulatedGroupedLinear}
+        assert {type(implementation) for implementation in found.values()} <= {GroupedLinearImpl, EmulatedGroupedLinear}
         return {name for name, it in found.items() if isinstance(it, EmulatedGroupedLinear)}
 
     assert len(emulated()) == 8
@@ -194,7 +194,7 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     assert emulated("quantization.smallest_gemm=65") == set()
     model = llama("model=llama_debug")
     assert len(emulated(f"quantization.smallest_gemm={min(model.dim, model.ffn_dim)}")) == 8
-    assert {type(it) for it in taken("quantization=none").values()} == {GroupedLinearImpl}
+    assert {type(implementation) for implementation in taken("quantization=none").values()} == {GroupedLinearImpl}
 
 
 def test_the_summary_counts_experts():
@@ -232,7 +232,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, *capability: int) -> torch.device:
 def test_torchao_s_kernels_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPatch):
     gpu, small = hopper(monkeypatch, 9, 0), "quantization.smallest_gemm=0"
     rowwise = taken("quantization=float8_rowwise", small, device=gpu)
-    assert {type(it) for it in rowwise.values()} == {NativeGroupedLinear}
+    assert {type(implementation) for implementation in rowwise.values()} == {NativeGroupedLinear}
     for overrides in (
         ["quantization=float8_tensorwise"],
         ["quantization=float8_rowwise_gw_hp"],
@@ -240,13 +240,17 @@ def test_torchao_s_kernels_are_taken_where_there_are_any(monkeypatch: pytest.Mon
         ["quantization=float8_rowwise", "quantization.power_of_two_scales=false"],
         ["quantization=float8_rowwise", "quantization.emulate=true"],
     ):
-        assert {type(it) for it in taken(*overrides, small, device=gpu).values()} == {EmulatedGroupedLinear}
+        assert {type(implementation) for implementation in taken(*overrides, small, device=gpu).values()} == {
+            EmulatedGroupedLinear
+        }
     # Capability 12 has float8, and torch's grouped matmul of it is not for it.
     found = taken("quantization=float8_rowwise", small, device=hopper(monkeypatch, 12, 0))
-    assert {type(it) for it in found.values()} == {EmulatedGroupedLinear}
+    assert {type(implementation) for implementation in found.values()} == {EmulatedGroupedLinear}
     blackwell = hopper(monkeypatch, 10, 0)
     found = taken("quantization=mxfp8", small, device=blackwell)
-    assert {type(it) for it in found.values()} == {EmulatedGroupedLinear}, "torchao here is built without its kernels"
+    assert {type(implementation) for implementation in found.values()} == {EmulatedGroupedLinear}, (
+        "torchao here is built without its kernels"
+    )
     from torchao.prototype.moe_training import mxfp8_grouped_mm
 
     monkeypatch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", True)

@@ -40,9 +40,9 @@ class RunConsole:
         self.sink = ConsoleSink(total, title="first", console=console, clock=self.clock)
 
     def log(self, *rows: Row, seconds: float = 10.0) -> None:
-        for each in rows:
+        for row in rows:
             self.clock.now += seconds
-            self.sink.log(each)
+            self.sink.log(row)
 
     def lines(self) -> list[str]:
         return self.text.getvalue().splitlines()

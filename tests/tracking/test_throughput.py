@@ -16,8 +16,8 @@ def meter(clock: Clock, **options) -> Throughput:
 
 
 def run(clock: Clock, throughput: Throughput, seconds: list[float]) -> None:
-    for each in seconds:
-        clock.now += each
+    for duration in seconds:
+        clock.now += duration
         throughput.step(1000)
 
 

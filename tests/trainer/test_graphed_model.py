@@ -262,7 +262,7 @@ def test_a_capture_uses_only_memory_that_the_model_keeps(chunk: int | None, dtyp
         model._tokens,
         *model._sums.values.values(),
     ]
-    assert recorder.tapes[0].taken() == {place(it) for it in kept}
+    assert recorder.tapes[0].taken() == {place(tensor) for tensor in kept}
 
 
 def test_what_comes_from_the_host_is_seen():
@@ -278,7 +278,7 @@ def test_rounded_weights_are_put_back_after_an_error():
     before = dict(module.named_parameters())
 
     def fail() -> None:
-        assert {it.dtype for it in module.parameters()} == {torch.bfloat16}
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
         raise RuntimeError
 
     with pytest.raises(RuntimeError), SingleRankPrecision(module, torch.bfloat16).in_use():

@@ -49,7 +49,7 @@ def refuse() -> None:
 )
 def test_a_step_asks_for_nothing(tmp_path: Path, layout: str):
     """Ranks fail where one does."""
-    words = [it for word in layout.split() for it in (LINES if word == "documents" else [word])]
+    words = [override for word in layout.split() for override in (LINES if word == "documents" else [word])]
     assert len(train(tmp_path, "training.steps=2", *words, mutate=refuse).loss) == 2
 
 
@@ -73,7 +73,7 @@ def waited_for(path: str) -> list[str]:
                 result = step(*args, **kwargs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        said.extend(str(it.message) for it in caught if "synchronizing" in str(it.message))
+        said.extend(str(warning.message) for warning in caught if "synchronizing" in str(warning.message))
         return result
 
     module.train_step = watched

@@ -48,4 +48,4 @@ def test_options_are_a_line_each(lines: list[str], caplog: pytest.LogCaptureFixt
     log_slow_options(
         experiment("optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu")
     )
-    assert [it.partition(":")[0] for it in caplog.messages] == ["slower than without"] * 2
+    assert [message.partition(":")[0] for message in caplog.messages] == ["slower than without"] * 2

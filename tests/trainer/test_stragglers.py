@@ -45,7 +45,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     for _ in range(ROWS + 1):
         assert stragglers.find(times(1.0, 1.0, 3.0, 3.0)) == []
     found = [stragglers.find(times(1.0, 1.0, 3.0, 6.0)) for _ in range(ROWS)][-1]
-    assert [each.rank for each in found] == [3]
+    assert [straggler.rank for straggler in found] == [3]
     alone = Stragglers(1, "cpu")
     for _ in range(ROWS + 1):
         assert alone.find(times(1.0, 5.0)) == []
@@ -55,7 +55,7 @@ def test_a_slow_device_is_named_in_every_layout():
     stragglers = Stragglers(1, "cpu")
     row = times(1.0, 5.0, 1.0, probe=(1e-4, 1e-4, 2e-4))
     found = [stragglers.find(row) for _ in range(ROWS)][-1]
-    assert [each.rank for each in found] == [2]
+    assert [straggler.rank for straggler in found] == [2]
     assert "2.0 times as long as the others' for the same small matmul" in found[0].reason
 
 

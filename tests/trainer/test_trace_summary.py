@@ -103,7 +103,7 @@ def test_the_text_says_what_the_numbers_are():
     assert "20.0 %  idle: no kernel ran\n" in text
     assert "another 10.0 % overlapped." in text
     assert found.line().startswith("GEMM 60.0 %, attention 0.0 %, communication 20.0 %")
-    assert [(each.name, each.seconds, each.calls) for each in found.longest] == [
+    assert [(kernel.name, kernel.seconds, kernel.calls) for kernel in found.longest] == [
         ("sm90_gemm", 0.6, 1),
         ("ncclDevKernel", 0.3, 1),
     ]

@@ -71,7 +71,7 @@ def _explain_mismatch(
     if unexpected:
         lines.append(f"  not in the model: {_list(unexpected)}")
     if reshaped:
-        lines.append(f"  of another shape: {_list(reshaped)}")
+        lines.append(f"  with another shape: {_list(reshaped)}")
     if unused:
         lines.append(f"  patterns of checkpoint.initial_exclude that match nothing: {_list(unused)}")
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]

@@ -15,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
     found = guides()
     if topic not in found:
         offer = did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."
-        raise UserError(f"titan-exp help {topic}: there is no such guide. {offer[:1].upper()}{offer[1:]}")
+        raise UserError(f"titan-exp help {topic}: unknown guide. {offer[:1].upper()}{offer[1:]}")
     text = found[topic].read_text(encoding="utf-8")
     if not sys.stdout.isatty():
         print(text, end="")

@@ -14,14 +14,14 @@ Task = Callable[[Any, Sequence[str]], int]
 """Function of the composed configuration and the typed overrides; returns an exit code."""
 
 
-def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
-    """Compose configurations from `words` and call the task with each; returns the highest exit code.
+def run_with_hydra(argv: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
+    """Compose configurations from `argv` and call the task with each; returns the highest exit code.
 
     `nested` are overrides that Hydra sees only per point of a study. `where` is the study file, for error messages.
     """
     from titan_exp.config.command_line.hydra_args import read_arguments
 
-    arguments = read_arguments(words)
+    arguments = read_arguments(argv)
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -46,7 +46,7 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
 
     added = arguments.value_of("--config-dir", "-cd")
     if added is not None and not os.path.isdir(added):
-        raise UserError(f"--config-dir {added}: there is no such folder. It must hold groups, as {CONF_DIR} does.")
+        raise UserError(f"--config-dir {added}: no such folder. It must hold groups, as {CONF_DIR} does.")
     search_current_directory()
     register_resolvers()
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *arguments.overrides]
@@ -77,7 +77,7 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
     from titan_exp.launch.sweep.options import use_sweep_options
 
     with use_sweep_options(args.options):
-        return run_with_hydra(args.words, task, nested=args.nested, where=args.where)
+        return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
 
 
 def command_name() -> str:

@@ -62,7 +62,7 @@ def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
         known = f"it has ranks {ranks[0]} to {ranks[-1]}" if ranks else f"attempt {number} has no logs yet"
         state = folder.read_state()
         reason = f"\n  {state.reason}" if state is not None and state.reason else ""
-        raise UserError(f"{path}: there is no such log; {known}.{reason}")
+        raise UserError(f"{path}: no such log; {known}.{reason}")
     print(f"==> {path} <==")
     print(path.read_text(encoding="utf-8", errors="replace"), end="")
 

@@ -1,6 +1,6 @@
 """Command line entry point: dispatches `titan-exp VERB ...` to the module of the verb.
 
-A verb is a module of this package with a function `run(words) -> int`; the first line of its docstring is its help
+A verb is a module of this package with a function `run(argv) -> int`; the first line of its docstring is its help
 line. Heavy imports are avoided here, so that help, completion and `--cfg` are fast.
 """
 
@@ -36,10 +36,9 @@ Start here
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 0 done, 2 for a UserError, else the run's own."""
-    words = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        return _dispatch(words)
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         if with_traceback:
             raise
@@ -63,22 +62,22 @@ def verbs() -> dict[str, str]:
     return found
 
 
-def run_verb(verb: str, words: Sequence[str]) -> int:
+def run_verb(verb: str, argv: Sequence[str]) -> int:
     """Run a verb, or print its `HELP_TEXT`; returns its exit code."""
     module = importlib.import_module(f"titan_exp.cli.{verb}")
-    if {"--help", "-h"} & set(words) and hasattr(module, "HELP_TEXT"):
+    if {"--help", "-h"} & set(argv) and hasattr(module, "HELP_TEXT"):
         print(module.HELP_TEXT, end="")
         return 0
-    return module.run(list(words))
+    return module.run(list(argv))
 
 
-def _dispatch(words: Sequence[str]) -> int:
-    if words and words[0] in ("--shell-completion", "-sc"):
+def _dispatch(argv: Sequence[str]) -> int:
+    if argv and argv[0] in ("--shell-completion", "-sc"):
         from titan_exp.cli.completion import complete
 
-        return complete(words, verbs())
-    verb, *rest = words or ["--help"]
-    if verb in ("--help", "-h") or words == ["help"]:
+        return complete(argv, verbs())
+    verb, *rest = argv or ["--help"]
+    if verb in ("--help", "-h") or argv == ["help"]:
         lines = "\n".join(f"  {name:<10} {text}" for name, text in verbs().items())
         print(USAGE.format(verbs=lines, guides=", ".join(guides())), end="")
         return 0
@@ -89,8 +88,8 @@ def _dispatch(words: Sequence[str]) -> int:
         return run_verb(verb, rest)
     if verb.startswith("-") or "=" in verb:
         raise UserError(
-            f"A verb comes first: titan-exp train {' '.join(words)}\n  The verbs are {listed(verbs(), 'and')}."
+            f"A verb comes first: titan-exp train {' '.join(argv)}\n  The verbs are {listed(verbs(), 'and')}."
         )
     offer = nearest(verb, verbs(), 1)
     suggestion = f"Did you mean titan-exp {' '.join([*offer, *rest])}? " if offer else ""
-    raise UserError(f"{verb}: there is no such verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")
+    raise UserError(f"{verb}: unknown verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")

@@ -3,96 +3,58 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
-from titan_exp.cli.plan_commands.options import device_for, take_options
+from titan_exp.cli.plan_commands.device import device_for
+from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
+from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.verb_options import PlanOptions
 from titan_exp.config.errors.did_you_mean import nearest
 from titan_exp.config.errors.user_error import UserError
 
-HELP = """\
+USAGE = """\
 titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [key=value ...]
-titan-exp plan search ...   rank all layouts of a cluster by speed; see titan-exp plan search --help
+titan-exp plan search ...                  rank all layouts of a cluster by speed; --help there
+titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; --help there
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
   Traces the trainer's own build and two of its steps on fake tensors, for every pipeline rank, and prints the peak
   memory with its breakdown, FLOPs, communication and an estimate of the step time. Takes the overrides of train. Needs
-  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches.
-
-  --device NAME  device: a100, h100, h200, b200, mi300x; default: cluster.gpu_type
-  --ranks LIST   pipeline ranks to predict, as in --ranks 0,15; default: all
-  --html FILE    also write a page: the shards of every rank, the pipeline schedule and memory over a step
-  --full         trace every layer and micro-batch of every rank, which takes minutes for a large run
-  --json         print JSON, in bytes and seconds
-
-titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; see --help there"""
+  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches."""
 
 VERBS = ("search", "calibrate")
 """Sub-verbs of `titan-exp plan`."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `titan-exp plan`."""
-
-    device: str | None = None
-    """Key of the device table."""
-    ranks: tuple[int, ...] | None = None
-    """Pipeline ranks to predict; None is all."""
-    html: str | None = None
-    """Path of the HTML page."""
-    full: bool = False
-    """True to trace every layer and micro-batch."""
-    json: bool = False
-    """True to print JSON."""
-    help: bool = False
-    """True to print the help."""
-
-
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if words[:1] == ["search"]:
-        from titan_exp.cli.plan_commands.search import HELP as SEARCH_HELP
-        from titan_exp.cli.plan_commands.search import search_command, search_options
+    if argv[:1] == ["search"]:
+        from titan_exp.cli.plan_commands.search import run_search
 
-        search, rest = search_options(words[1:])
-        if search.help:
-            print(SEARCH_HELP)
-            return 0
-        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, search, typed))
-    if words[:1] == ["calibrate"]:
+        return run_search(argv[1:])
+    if argv[:1] == ["calibrate"]:
         from titan_exp.cli.plan_commands.calibrate import calibrate_command
 
-        return calibrate_command(words[1:])
-    options, others = options_among(words)
-    if options.help:
-        print(HELP)
+        return calibrate_command(argv[1:])
+    if set(argv) & set(HELP):
+        print(options_help(USAGE, PlanOptions), end="")
         return 0
-    require_no_verb(others)
-    return run_with_hydra(others, lambda cfg, _: plan_command(cfg, options))
+    options, overrides = take_options(PlanOptions, argv, others=(*SWITCHES, *VALUED))
+    require_no_verb(overrides)
+    return run_with_hydra(overrides, lambda cfg, _: plan_command(cfg, options))
 
 
-def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Split command-line words into options and overrides. Raises UserError if an option lacks its value."""
-    given, rest = take_options(words, {"device": "h100", "ranks": "0,15", "html": "plan.html"}, ("json", "full"))
-    if "ranks" in given:
-        if not all(number.isdecimal() for number in given["ranks"].split(",")):
-            raise UserError(f"--ranks {given['ranks']}: must be numbers separated by commas, as in --ranks 0,15")
-        given["ranks"] = tuple(map(int, given["ranks"].split(",")))
-    return Options(**given), rest
-
-
-def require_no_verb(words: Sequence[str]) -> None:
+def require_no_verb(overrides: Sequence[str]) -> None:
     """Raise UserError if the first override is a sub-verb of `plan`, or a misspelling of one."""
-    for word in words[:1]:
+    for word in overrides[:1]:
         meant = nearest(word, VERBS, 1) if word.isalpha() else []
         if meant:
             raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
 
 
-def plan_command(cfg: Any, options: Options) -> int:
+def plan_command(cfg: Any, options: PlanOptions) -> int:
     """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
     cannot be predicted."""
     from titan_exp.config.layout.resolved_layout import resolve_layout
@@ -105,9 +67,10 @@ def plan_command(cfg: Any, options: Options) -> int:
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     check_supported(experiment)
     device = device_for(experiment, options.device)
-    if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
+    ranks = options.pipeline_ranks
+    if ranks is not None and max(ranks) >= experiment.parallelism.pp:
         raise UserError(
-            f"--ranks {max(options.ranks)}: no such pipeline rank, since parallelism.pp={experiment.parallelism.pp}. "
+            f"--ranks {max(ranks)}: no such pipeline rank, since parallelism.pp={experiment.parallelism.pp}. "
             f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
@@ -120,7 +83,7 @@ def plan_command(cfg: Any, options: Options) -> int:
 
         visualization = Visualization(options.html)
     on_rank = None if visualization is None else visualization.add_rank
-    plan = predict(experiment, device, options.ranks, on_rank, full=options.full)
+    plan = predict(experiment, device, ranks, on_rank, full=options.full)
     if options.json:
         print(json.dumps(plan_to_json(plan), indent=2))
     else:

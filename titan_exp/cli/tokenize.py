@@ -51,7 +51,7 @@ def options_among(argv: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
             remedy = "leave it out; text and tokenizer are keys of data"
             wrong.append(Violation(key, value, "tokenize does not read it", remedy))
         elif equals and "." not in key and group not in groups and nearest(key, names, 1):
-            wrong.append(Violation(key, value, "there is no such option", did_you_mean(key, names)))
+            wrong.append(Violation(key, value, "unknown option", did_you_mean(key, names)))
     if options.check and len(argv) > 1 and not wrong:
         others = listed([f"{word.partition('=')[0]}=" for word in argv if not word.startswith("check=")], "and")
         wrong.append(Violation("check", options.check, "it takes no other arguments", f"leave {others} out"))
@@ -116,7 +116,7 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
         return 0
     print(f"{options.out}: {_summary(manifest)}")
     if not manifest.documents["validation"]:
-        print("No documents were held out: train with training.evaluate_every=0, or remake the store with some.")
+        print("No documents were held out: train with training.evaluate_every=0, or rebuild the store with some.")
     print(f"To train from it: titan-exp train data=tokens data.paths='[{options.out}]'")
     return 0
 

@@ -118,7 +118,7 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
         yield f"Intervals are {100 * LEVEL:.0f} % by Student's t, over {how}."
     if len(with_interval) > 1:
         yield (
-            f"Verdicts are corrected for all {len(with_interval)} comparisons of a metric (Holm); intervals are not."
+            f"Significance is corrected for all {len(with_interval)} comparisons of a metric (Holm); intervals are not."
         )
     if len(with_interval) < len(known):
         rows = "one seed" if not with_interval else "one common seed in some rows"

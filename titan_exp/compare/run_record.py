@@ -141,7 +141,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no configuration.")
+        raise UserError(f"{path} contains no configuration.")
     return values
 
 

@@ -29,18 +29,18 @@ class Selection:
     """Remarks about missing, unreadable or omitted runs."""
 
 
-def select(words: Sequence[str], runs: Path) -> Selection:
+def select(names: Sequence[str], runs: Path) -> Selection:
     """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern.
 
     Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or
     no matching run can be read.
     """
-    if not words:
+    if not names:
         raise UserError(f"compare takes a study, or run folders, ids or patterns. {_offer(runs)}")
-    found = [folder for word in words for folder in _folders(word, runs)]
+    found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
-    whole = len(words) == 1 and _study_folder(words[0], runs) is not None
+    whole = len(names) == 1 and _study_folder(names[0], runs) is not None
     study = read_study_record(parents[0]) if len(parents) == 1 else None
     notes: list[str] = []
     if whole and study is not None and study.points:
@@ -136,7 +136,7 @@ def _name(parents: Sequence[Path], runs: Path) -> str:
 def _offer(runs: Path, word: str = "") -> str:
     studies = [path.name for path in sorted(runs.glob("*")) if _runs_in(path)]
     if not studies:
-        return f"{runs} holds no runs; paths.runs=FOLDER looks elsewhere."
+        return f"{runs} contains no runs; paths.runs=FOLDER looks elsewhere."
     return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}; paths.runs=FOLDER looks elsewhere."
 
 

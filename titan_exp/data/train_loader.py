@@ -148,7 +148,7 @@ def _read_batches(
 
 def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, dict):
-        raise UserError("The checkpoint holds no data state.")
+        raise UserError("The checkpoint contains no data state.")
     violations = [
         Violation(key, present.get(key), f"the checkpoint was made with {saved.get(key)}", "that one, or a new run")
         for key in sorted({*saved, *present})

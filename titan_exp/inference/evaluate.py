@@ -205,7 +205,7 @@ def _compose_groups(groups: list[str]) -> DictConfig:
         option = override.partition("=")[2]
         if option not in options:
             remedy = did_you_mean(option, options) or f"choose {listed(options)}"
-            raise UserError("This cannot be evaluated.", [Violation("data", option, "there is no such option", remedy)])
+            raise UserError("This cannot be evaluated.", [Violation("data", option, "unknown option", remedy)])
     return OmegaConf.create(to_dict(to_experiment(compose(groups))))
 
 

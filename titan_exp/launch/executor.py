@@ -118,7 +118,7 @@ def executor_for(kind: str) -> Executor:
         return import_dotted(kind, "cluster.kind")(kind)
     kind = LOCAL if kind == BY_HAND else kind
     if kind not in executor_names():
-        raise UserError(f"cluster.kind={kind}: no such executor. Built in: {', '.join(executor_names())}.")
+        raise UserError(f"cluster.kind={kind}: unknown executor. Built in: {', '.join(executor_names())}.")
     return import_dotted(f"titan_exp.launch.{kind}.executor.{kind.capitalize()}Executor", "cluster.kind")(kind)
 
 

@@ -44,7 +44,7 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
     if not is_file(name):
         if name not in SCHEDULES:
             offer = did_you_mean(name, SCHEDULES) or f"there is {listed(SCHEDULES, 'and')}."
-            yield Violation(SCHEDULE, name, "there is no such schedule", f"{offer} A file of yours ends in .csv")
+            yield Violation(SCHEDULE, name, "unknown schedule", f"{offer} A file of yours ends in .csv")
         return
     if ranks == 1:
         return
@@ -56,7 +56,7 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
             remedy = f"parallelism.pp={max(1, len(actions))}, or a file with {ranks} rows"
             yield Violation(SCHEDULE, name, reason, remedy)
         elif idle:
-            yield Violation(SCHEDULE, name, f"row {idle[0] + 1} holds no action", "give every rank a stage")
+            yield Violation(SCHEDULE, name, f"row {idle[0] + 1} has no action", "give every rank a stage")
         else:
             check_complete(actions)
             timeline(actions)

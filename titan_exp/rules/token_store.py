@@ -30,7 +30,7 @@ def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
         damaged = list(islice(manifests[-1].damaged(), _NAMED))
         if damaged:
             problems = "; ".join(f"{name}: {trouble}" for name, trouble in damaged)
-            remedy = f"titan-exp tokenize check={path} checks all of it; then copy it, or make it, again"
+            remedy = f"titan-exp tokenize check={path} checks all of it; then copy or rebuild it"
             yield Violation("data.paths", path, f"this store is damaged: {problems}", remedy)
     tokenizers = {manifest.tokenizer: manifest.path for manifest in manifests}
     if len(tokenizers) > 1:
@@ -52,7 +52,7 @@ def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Itera
             yield Violation(
                 "training.evaluate_every",
                 training.evaluate_every,
-                f"{listed(without, 'and')} was made without documents to evaluate on",
+                f"{listed(without, 'and')} was built without validation documents",
                 "training.evaluate_every=0; or titan-exp tokenize with a data.validation_fraction, into a new store",
             )
 
@@ -89,13 +89,13 @@ STORE_OPTIONS = rules(
     Refuse(
         "data.tokenizer",
         lambda data: _reads_stores(data) and data.tokenizer != "store",
-        "the tokens in a store are those of the tokenizer that it was made with",
-        "data.tokenizer=store, or tokenize anew",
+        "the tokens in a store are those of the tokenizer that it was built with",
+        "data.tokenizer=store, or tokenize again",
     ),
     Refuse(
         "data.validation_fraction",
         lambda data: _reads_stores(data) and data.validation_fraction,
-        "the validation split was fixed when the store was made",
+        "the validation split was fixed when the store was built",
         "data.validation_fraction=0 takes that; or titan-exp tokenize with this fraction, into a new store",
     ),
     Refuse(

@@ -46,7 +46,7 @@ def test_a_store_holds_every_document_once_in_order(tmp_path: Path):
         expected = [text(number) for number in np.flatnonzero(wanted).tolist() if text(number)]
         assert documents(manifest, split) == expected
         assert manifest.documents[split] == len(expected)
-        assert manifest.tokens[split] == sum(len(each) + 1 for each in expected)
+        assert manifest.tokens[split] == sum(len(document) + 1 for document in expected)
     assert len(manifest.splits["train"]) > 4
     assert not (manifest.path / UNFINISHED).exists()
 
@@ -69,7 +69,7 @@ def test_shuffle_permutes_the_documents(tmp_path: Path):
     assert len(neighbours & set(zip(orders["one"], orders["one"][1:], strict=False))) < 8
     with pytest.raises(UserError, match=r"shuffle=1: .*stream"):
         make_store(TokenizeOptions(str(tmp_path / "stream"), workers=1, shuffle=1), experiment(source=STREAM))
-    with pytest.raises(UserError, match="was made with shuffle 1, and now it is 2"):
+    with pytest.raises(UserError, match="was built with shuffle 1, and now it is 2"):
         make_store(TokenizeOptions(str(tmp_path / "one"), workers=1, parts=4, shard_tokens=400, shuffle=2), run)
 
 
@@ -78,8 +78,8 @@ def test_a_stream_holds_out_the_documents_that_training_holds_out(tmp_path: Path
 
     manifest = make(tmp_path / "store", source=STREAM)
     texts = [text(number) for number in range(60) if text(number)]
-    assert documents(manifest, "train") == [each for each in texts if unit_hash(each) >= 0.2]
-    assert documents(manifest, "validation") == [each for each in texts if unit_hash(each) < 0.2]
+    assert documents(manifest, "train") == [document for document in texts if unit_hash(document) >= 0.2]
+    assert documents(manifest, "validation") == [document for document in texts if unit_hash(document) < 0.2]
 
 
 @pytest.mark.parametrize("source", [TEXTS, STREAM])
@@ -156,12 +156,12 @@ def test_a_huggingface_table_resumes_inside_a_file(streaming: bool, tmp_path: Pa
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     texts = [text(number) for number in range(60)]
     for part in range(2):
-        lines = [json.dumps({"text": each}) for each in texts[30 * part : 30 * part + 30]]
+        lines = [json.dumps({"text": document}) for document in texts[30 * part : 30 * part + 30]]
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
     data: dict[str, Any] = {"source": "huggingface", "dataset": "json", "streaming": streaming}
     data |= {"data_files": (str(tmp_path / "*.jsonl"),), "validation_fraction": 0.0}
     reference = make(tmp_path / "reference", **data)
-    assert documents(reference, "train") == [each for each in texts if each]
+    assert documents(reference, "train") == [document for document in texts if document]
     original, left = PartTokenizer._write_cut, [3]
 
     def cut(self: PartTokenizer, *given: Any) -> bool:
@@ -198,7 +198,7 @@ def test_a_store_contains_its_tokenizer(tmp_path: Path):
     tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
     assert (tokens == own.end_of_text).sum() == store.splits["train"][0].documents
     (store.path / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="not the one it was made with"):
+    with pytest.raises(UserError, match="not the one it was built with"):
         build_tokenizer(over(store).data)
 
 

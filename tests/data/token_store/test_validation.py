@@ -20,7 +20,7 @@ def batches(run: Experiment, dp_rank: int = 0, dp_degree: int = 1) -> Validation
 
 def listed(loader: ValidationLoader | SplitBatches) -> list[list[Any]]:
     def lists(batch: Batch) -> list[Any]:
-        optional = [None if each is None else each.tolist() for each in (batch.positions, batch.documents)]
+        optional = [None if tensor is None else tensor.tolist() for tensor in (batch.positions, batch.documents)]
         return [batch.tokens.tolist(), batch.labels.tolist(), *optional]
 
     return [lists(batch) for batch in loader]
@@ -50,5 +50,5 @@ def test_each_source_of_a_mixture_has_its_own_validation_split(tmp_path: Path):
 
 def test_a_store_without_validation_documents_is_refused(tmp_path: Path):
     store = make(tmp_path / "store", validation_fraction=0.0)
-    with pytest.raises(UserError, match="made without validation documents"):
+    with pytest.raises(UserError, match="built without validation documents"):
         batches(over(store))

@@ -136,8 +136,8 @@ def test_row_order_depends_on_the_seed_and_the_store(stores: list[Manifest], mon
     for number in (0, 1):
         windows, found = ShuffledWindows(stores[0], 24, 0, number), []
         monkeypatch.setattr(TokenSplit, "read", lambda self, begin, window, found=found: found.append(begin))
-        for each in range(10):
-            windows.read(each, np.empty(25, dtype=np.int64))
+        for index in range(10):
+            windows.read(index, np.empty(25, dtype=np.int64))
         begins.append(np.diff(found).tolist())
     assert begins[0] != begins[1]
 

@@ -92,13 +92,13 @@ def test_a_shard_without_a_turn_takes_the_whole_part(pool: DaemonThreadPool):
 
 
 def test_held_out_documents_are_never_read(pool: DaemonThreadPool):
-    found = [each for stream in streams(pool, MANY, held_out=0.2) for each in read(stream, epoch=0)]
-    assert sorted(found) == sorted(each for each in map(text, range(180)) if unit_hash(each) >= 0.2)
+    found = [document for stream in streams(pool, MANY, held_out=0.2) for document in read(stream, epoch=0)]
+    assert sorted(found) == sorted(document for document in map(text, range(180)) if unit_hash(document) >= 0.2)
     assert len(found) < 170
 
 
 def test_empty_parts_are_skipped_and_an_empty_corpus_is_refused(pool: DaemonThreadPool):
-    found = [each for stream in streams(pool, (0, 5, 0, 5), shards=2) for each in read(stream, epoch=0)]
+    found = [document for stream in streams(pool, (0, 5, 0, 5), shards=2) for document in read(stream, epoch=0)]
     assert sorted(found) == [text(number) for number in range(10)]
     with pytest.raises(UserError, match="no text to train on"):
         streams(pool, (0, 0))[0].tokens()

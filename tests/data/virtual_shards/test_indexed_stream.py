@@ -82,7 +82,7 @@ def test_seek_reaches_any_position_by_reading_one_document():
 
 def test_empty_documents_are_skipped():
     source = OwnTable(CONFIG, documents=20, empty=range(0, 20, 2))
-    found = [each for stream in streams(source, 4) for each in read(stream, epoch=0)]
+    found = [document for stream in streams(source, 4) for document in read(stream, epoch=0)]
     assert sorted(found) == sorted(source[index].encode() for index in range(1, 20, 2))
 
 

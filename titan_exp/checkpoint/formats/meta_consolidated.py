@@ -90,7 +90,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
     for file, piece in zip(files, pieces, strict=True):
         missing = [name for name in (embedding, gate) if name not in piece]
         if missing:
-            raise UserError(f"{file} holds no {' and no '.join(missing)}: it is not a file of Meta's Llama.")
+            raise UserError(f"{file} contains no {' and no '.join(missing)}: it is not a file of Meta's Llama.")
     first = pieces[0]
     vocab_size = first[embedding].shape[0]
     if len(pieces) > 1 and first[embedding].shape[1] == params.get("dim"):

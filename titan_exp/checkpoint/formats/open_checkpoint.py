@@ -106,7 +106,7 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     steps = checkpoints.complete_steps()
     if not steps:
         raise UserError(
-            f"{path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
+            f"{path} contains no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
         )
     if step and step not in steps:
         raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")

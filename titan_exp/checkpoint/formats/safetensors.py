@@ -40,7 +40,7 @@ class SafetensorsReader:
         try:
             listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is damaged: it holds no weight_map. Download the folder again.") from error
+            raise UserError(f"{index} is damaged: it has no weight_map. Download the folder again.") from error
         missing = sorted({file for file in listed.values() if not (self.folder / Path(file).name).is_file()})
         if missing:
             raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")

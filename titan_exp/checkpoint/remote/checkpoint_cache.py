@@ -132,7 +132,7 @@ def _find_checkpoint(path_or_url: str, step: int) -> _Manifest:
             raise UserError(f"{path_or_url} is no complete checkpoint: {CHECKSUMS_FILE}, uploaded last, is missing.")
         files = _files_to_download(remote, listing.files)
     if not files:
-        raise UserError(f"{path_or_url} holds no checkpoint, or does not exist.")
+        raise UserError(f"{path_or_url} contains no checkpoint, or does not exist.")
     cached = {f"{root}/{name}/{file}": (file, entry) for file, entry in files.items()}
     return _Manifest(remote.url, f"{root}/{name}", cached)
 
@@ -145,7 +145,7 @@ def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str]
         raise UserError(
             f"step={step}: {remote.url} has no complete checkpoint of it. Found: {', '.join(steps) or 'none'}."
         )
-    raise UserError(f"{remote.url} holds no complete checkpoint.")
+    raise UserError(f"{remote.url} contains no complete checkpoint.")
 
 
 def _step_manifest(

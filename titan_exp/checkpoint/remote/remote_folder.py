@@ -273,7 +273,7 @@ def _to_remote_error(error: Exception, url: str) -> RemoteError:
     elif isinstance(error, PermissionError):
         reason = f"permission was denied ({text})"
     elif isinstance(error, FileNotFoundError):
-        reason = f"there is no such bucket or folder ({text})"
+        reason = f"no such bucket or folder ({text})"
     elif isinstance(error, ImportError):
         reason = f"a package is missing ({text})"
     elif isinstance(error, NotImplementedError):

@@ -52,13 +52,13 @@ class _Measured:
     memory: float | None
 
 
-def calibrate_command(words: Sequence[str]) -> int:
+def calibrate_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code. Raises UserError if a name matches no run, or the runs are too few or on
     several kinds of device."""
-    if {"--help", "-h"} & set(words):
+    if {"--help", "-h"} & set(argv):
         print(HELP, end="")
         return 0
-    flags, rest = take_flags(words, ("--dry-run",), verb="plan calibrate")
+    flags, rest = take_flags(argv, ("--dry-run",), verb="plan calibrate")
     runs, named = split_runs_folder(rest)
     left_out: dict[str, int] = {}
     measured = _measured(find_runs(named, runs), runs / ".cache", left_out)

@@ -4,14 +4,19 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.plan_commands.options import device_for, take_options
+from titan_exp.cli.hydra_command import run_with_hydra
+from titan_exp.cli.plan_commands.device import device_for
+from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
+from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.verb_options import PlanSearchOptions
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
+from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.tracking.number_format import format_bytes
@@ -20,55 +25,33 @@ if TYPE_CHECKING:
     from titan_exp.plan.cuda.devices import Device
     from titan_exp.plan.search.search import SearchResult
 
-HELP = """\
+USAGE = """\
 titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] ...
   for example: titan-exp plan search model=llama3_405b cluster=slurm_h100 --gpus 512 --global-batch-size 512 \\
       training.seq_len=8192 training.mixed_precision=bf16 --tokens 15e12
 
   Ranks every layout that fits by predicted speed: parallel degrees, pipeline schedules, micro-batch sizes and
-  activation checkpointing. Keys that are typed stay fixed, as in parallelism.tp=8; all other overrides are as in train.
-
-  --gpus N               number of GPUs; default: all of the cluster group
-  --tokens N             tokens of the run, for GPU-hours and days; also as 15e12
-  --global-batch-size N  same as training.global_batch_size=N
-  --limit K              number of layouts to print; default: 10
-  --device NAME          device: a100, h100, h200, b200, mi300x; default: cluster.gpu_type
-  --json                 print JSON, in bytes and seconds"""
-
-_EXAMPLES = {"gpus": "512", "tokens": "15e12", "global-batch-size": "1024", "limit": "10", "device": "h100"}
+  activation checkpointing. Typed keys stay fixed, as in parallelism.tp=8; all other overrides are as in train."""
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options of `titan-exp plan search`."""
-
-    gpus: int | None = None
-    """Number of GPUs."""
-    tokens: int | None = None
-    """Tokens of the whole run."""
-    limit: int = 10
-    """Layouts to print."""
-    device: str | None = None
-    """Key of the device table."""
-    json: bool = False
-    """True to print JSON."""
-    help: bool = False
-    """True to print the help."""
+def run_search(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if set(argv) & set(HELP):
+        print(options_help(USAGE, PlanSearchOptions), end="")
+        return 0
+    options, overrides = search_options(argv)
+    return run_with_hydra(overrides, lambda cfg, typed: search_command(cfg, options, typed))
 
 
-def search_options(words: Sequence[str]) -> tuple[SearchOptions, list[str]]:
-    """Split command-line words into options and overrides. Raises UserError if an option lacks its value or has a wrong
-    one."""
-    given, rest = take_options(words, _EXAMPLES, ("json",))
-    for name in ("gpus", "tokens", "global-batch-size", "limit"):
-        if (key := name.replace("-", "_")) in given:
-            given[key] = _whole_number(name, given[key])
-    if "global_batch_size" in given:
-        rest.append(f"training.global_batch_size={given.pop('global_batch_size')}")
-    return SearchOptions(**given), rest
+def search_options(argv: Sequence[str]) -> tuple[PlanSearchOptions, list[str]]:
+    """Split the arguments into options of `plan search` and overrides. Raises UserError about an invalid option."""
+    options, overrides = take_options(PlanSearchOptions, argv, others=(*SWITCHES, *VALUED), verb="plan search")
+    if options.global_batch_size is not None:
+        overrides.append(f"training.global_batch_size={options.global_batch_size}")
+    return options, overrides
 
 
-def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> int:
+def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -> int:
     """Search the layouts of a composed run and print them; returns the exit code. Raises UserError if the run cannot be
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
@@ -102,22 +85,13 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
         result = LayoutSearch(space, device, options.limit, show).run()
     if not result.rows:
         raise UserError(_explain_no_fit(result, device, gpus))
-    more = {} if options.tokens is None else {"training.steps": steps_for(experiment.training, options.tokens)}
+    tokens = None if options.tokens is None else int(options.tokens)
+    more = {} if tokens is None else {"training.steps": steps_for(experiment.training, tokens)}
     if options.json:
-        print(json.dumps(search_json(result, space, typed, more, options.tokens), indent=2))
+        print(json.dumps(search_json(result, space, typed, more, tokens), indent=2))
     else:
-        print_search(result, space, device, typed=typed, more=more, tokens=options.tokens)
+        print_search(result, space, device, typed=typed, more=more, tokens=tokens)
     return 0
-
-
-def _whole_number(name: str, value: str) -> int:
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if number < 1 or number != int(number):
-        raise UserError(f"--{name} {value}: must be a whole number of at least 1, as in --{name} {_EXAMPLES[name]}")
-    return int(number)
 
 
 def _check_homogeneous(experiment: Experiment) -> None:
@@ -146,8 +120,7 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
             f"more than its {capacity} in every layout. Use more GPUs (--gpus), or optimizer.state_precision=bf16."
         )
     smallest = result.smallest.candidate.experiment
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-    degrees = " ".join(f"{name}={getattr(smallest.parallelism, name)}" for name in names)
+    degrees = " ".join(f"{name}={getattr(smallest.parallelism, name)}" for name in DEGREES)
     fixes = ["more GPUs (--gpus)"]
     if smallest.training.loss_chunk_tokens is None:
         fixes.append("training.loss_chunk_tokens=2048")

@@ -10,6 +10,7 @@ from titan_exp.config.command_line.verb_options import (
     EvaluateOptions,
     GenerateOptions,
     LogsOptions,
+    PlanOptions,
     StatusOptions,
     TokenizeOptions,
 )
@@ -23,6 +24,7 @@ OPTIONS: dict[str, type] = {
     "tokenize": TokenizeOptions,
     "evaluate": EvaluateOptions,
     "logs": LogsOptions,
+    "plan": PlanOptions,
     "status": StatusOptions,
 }
 """Option dataclasses of verbs that take only some config groups or none."""

@@ -39,20 +39,23 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
     if rest:
         known, pairs = f"the options are {listed(names, 'and')}", [word.partition("=") for word in rest]
         raise _refused(
-            [
-                Violation(key, value, "there is no such option", did_you_mean(key, names) or known)
-                for key, _, value in pairs
-            ]
+            [Violation(key, value, "unknown option", did_you_mean(key, names) or known) for key, _, value in pairs]
         )
     return options
 
 
 def take_options(
-    kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = (), others: Sequence[str] = ()
+    kind: type[Options],
+    argv: Sequence[str],
+    *,
+    positional: Sequence[str] = (),
+    others: Sequence[str] = (),
+    verb: str = "",
 ) -> tuple[Options, list[str]]:
-    """Parse the arguments that are options into a dataclass, named after its verb; returns it and the other arguments.
+    """Parse the arguments that are options into a dataclass; returns it and the other arguments.
 
-    `others` are flags of another parser, which are returned unparsed.
+    `others` are flags of another parser, which are returned unparsed. The dataclass is named after its `verb`, unless
+    given.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -61,9 +64,8 @@ def take_options(
     fields = hints(kind)
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
     valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
-    found, unread = take_flags(
-        argv, switches, valued, others=others, verb=kind.__name__.removesuffix("Options").lower()
-    )
+    verb = verb or kind.__name__.removesuffix("Options").lower()
+    found, unread = take_flags(argv, switches, valued, others=others, verb=verb)
     values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
     for word in unread:
@@ -135,7 +137,7 @@ def _unknown(word: str, own: Sequence[str], foreign: Iterable[str], verb: str) -
         return f"{word}: keys are set without dashes: {key if '=' in key else key + '=...'}"
     flags = sorted({flag for flag in own if flag.startswith("--")})
     known = f"titan-exp {verb} has {listed(flags or ['none'], 'and')}"
-    return f"{word}: there is no such flag; {offer or known}"
+    return f"{word}: unknown flag; {offer or known}"
 
 
 def _read(name: str, value: str, kind: type) -> str | int:

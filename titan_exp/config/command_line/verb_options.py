@@ -13,6 +13,11 @@ def entity_and_project(path: str) -> bool:
     return not path or (path.count("/") == 1 and all(path.split("/")))
 
 
+def rank_list(ranks: str) -> bool:
+    """numbers separated by commas, as in 0,15"""
+    return not ranks or all(rank.isdecimal() for rank in ranks.split(","))
+
+
 WandbPlace = Annotated[str, Predicate(entity_and_project)]
 """ENTITY/PROJECT, or empty."""
 
@@ -148,6 +153,45 @@ class CompareOptions:
         """Requested formats: True prints, a string is the file."""
         values = {name: getattr(self, name) for name in ("markdown", "csv", "latex", "json")}
         return {name: target == "true" or target for name, target in values.items() if target not in (False, "false")}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `titan-exp plan`."""
+
+    device: str | None = None
+    """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
+    ranks: Annotated[str, Predicate(rank_list)] = ""
+    """Pipeline ranks to predict, as in 0,15; by default all."""
+    html: str | None = None
+    """File of a page with the shards of every rank, the pipeline schedule and memory over a step."""
+    full: bool = False
+    """Trace every layer and micro-batch of every rank, which takes minutes for a large run."""
+    json: bool = False
+    """Print JSON, in bytes and seconds."""
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...] | None:
+        """Pipeline ranks to predict; None is all."""
+        return tuple(map(int, self.ranks.split(","))) if self.ranks else None
+
+
+@dataclass(frozen=True)
+class PlanSearchOptions:
+    """Options of `titan-exp plan search`."""
+
+    gpus: PositiveInt | None = None
+    """Number of GPUs; by default all of the cluster group."""
+    tokens: PositiveFloat | None = None
+    """Tokens of the run, for GPU-hours and days, as in 15e12."""
+    global_batch_size: PositiveInt | None = None
+    """Same as training.global_batch_size."""
+    limit: PositiveInt = 10
+    """Number of layouts to print."""
+    device: str | None = None
+    """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
+    json: bool = False
+    """Print JSON, in bytes and seconds."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class _Names:
         value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
         if not parents and isinstance(override.value(), str) and (groups := nearest(key, self.names)):
             offers = listed([f"{group}={value}" for group in groups])
-            yield Violation(key, value, "there is no such group", f"did you mean {offers}?")
+            yield Violation(key, value, "unknown group", f"did you mean {offers}?")
             return
         leaves = flatten(self.tree)
         found = nearest(key, dict.fromkeys([*leaves, *value_keys()]))
@@ -138,9 +138,7 @@ class _Names:
             return
         offer = f"did you mean {found[0]}? It comes with {homes}." if homes else did_you_mean(key, found)
         inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
-        yield Violation(
-            key, value, "there is no such key", offer or inside or "titan-exp train --cfg job prints every key"
-        )
+        yield Violation(key, value, "unknown key", offer or inside or "titan-exp train --cfg job prints every key")
 
     def _options_with(self, key: str) -> list[str]:
         """Options of a key's group that have the key: `cluster=slurm`."""

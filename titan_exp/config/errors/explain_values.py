@@ -32,7 +32,7 @@ def unknown_keys(
             candidates = fields if isinstance(values[name], Mapping) else _reachable(prefix, fields)
             offer = did_you_mean(f"{prefix}{name}", candidates)
             known = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
-            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or known)
+            yield Violation(f"{prefix}{name}", values[name], "unknown key", offer or known)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:
@@ -104,7 +104,7 @@ def _choice(value: Any, annotation: Any) -> tuple[str, str]:
     options = [shown(option) for option in choices_of(annotation)]
     offer = did_you_mean(str(value), options)
     remedy = f"{offer} The choices are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
-    return "there is no such choice", remedy
+    return "unknown choice", remedy
 
 
 def _about(field: str, meaning: str) -> str:

@@ -17,22 +17,42 @@ class Axis:
     """Key of the degree, in group `parallelism`."""
     degree: Callable[[ParallelismConfig], int]
     """Number of ranks along the axis."""
-    splits: str
-    """Dimension split over its ranks."""
+    meaning: str
+    """Sentence for readers of the planner's page: what the ranks of a group share."""
     collectives: str
     """Communication along the axis."""
     shards_parameters: bool = False
     """True if FSDP shards parameters over the axis, flattened with other such axes."""
 
 
+_CONTEXT = (
+    "Context parallelism: the tokens of every sequence are sharded. Ranks of the group exchange keys and values, so "
+    "that a token attends to all earlier ones."
+)
+
 AXES = (
-    Axis("pp", "pp", lambda degrees: degrees.pp, "layers", "point-to-point sends of activations and their gradients"),
-    Axis("dp_replicate", "dp_replicate", lambda degrees: degrees.dp_replicate, "sequences", "all-reduce of gradients"),
+    Axis(
+        "pp",
+        "pp",
+        lambda degrees: degrees.pp,
+        "Pipeline parallelism: the layers are split into consecutive stages, through which micro-batches pass forward "
+        "and then backward.",
+        "point-to-point sends of activations and their gradients",
+    ),
+    Axis(
+        "dp_replicate",
+        "dp_replicate",
+        lambda degrees: degrees.dp_replicate,
+        "Replicated data parallelism: each rank of the group belongs to another replica of the model, which computes "
+        "other sequences.",
+        "all-reduce of gradients",
+    ),
     Axis(
         "dp_shard",
         "dp_shard",
         lambda degrees: degrees.dp_shard,
-        "sequences, parameters",
+        "Sharded data parallelism (FSDP): each rank of the group computes other sequences and keeps a shard of every "
+        "weight, its gradient and its optimizer state. Weights are gathered when a layer computes.",
         "all-gather of parameters, reduce-scatter of gradients",
         shards_parameters=True,
     ),
@@ -40,7 +60,7 @@ AXES = (
         "cp_across",
         "cp",
         lambda degrees: degrees.cp // degrees.ulysses_degree,
-        "tokens, parameters",
+        _CONTEXT,
         "ring or all-gather of keys and values",
         shards_parameters=True,
     ),
@@ -48,7 +68,7 @@ AXES = (
         "cp_within",
         "cp",
         lambda degrees: degrees.ulysses_degree,
-        "tokens, parameters; heads inside attention",
+        _CONTEXT,
         "all-to-all between tokens and heads",
         shards_parameters=True,
     ),
@@ -56,7 +76,8 @@ AXES = (
         "tp",
         "tp",
         lambda degrees: degrees.tp,
-        "weight matrices, heads; tokens with sequence_parallel",
+        "Tensor parallelism: weight matrices are sharded. Each rank of the group multiplies with its shard, and they "
+        "combine results twice in every layer, so they need the fastest links.",
         "all-reduce, or all-gather and reduce-scatter, of activations",
     ),
 )

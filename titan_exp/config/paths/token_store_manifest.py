@@ -113,7 +113,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         return _manifest(path, values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _refusal(folder, f"its {MANIFEST} lacks or garbles {error}", "tokenize into a new store") from error
+        raise _refusal(folder, f"its {MANIFEST} has no valid {error}", "tokenize into a new store") from error
 
 
 def store_names(paths: Sequence[str]) -> list[str]:
@@ -145,10 +145,10 @@ def _manifest(path: Path, values: Mapping[str, Any]) -> Manifest:
 
 def _absent(path: Path) -> tuple[str, str]:
     if not path.is_dir():
-        return "there is no such folder", "titan-exp tokenize data=text data.paths='[notes]' out=stores/mine writes one"
+        return "no such folder", "titan-exp tokenize data=text data.paths='[notes]' out=stores/mine writes one"
     if (path / UNFINISHED).is_dir():
         return "this store is not complete yet", "rerun the titan-exp tokenize command that began it"
-    return f"it holds no {MANIFEST}, so it is no token store", "a folder that titan-exp tokenize wrote"
+    return f"it has no {MANIFEST}, so it is no token store", "a folder that titan-exp tokenize wrote"
 
 
 def _refusal(folder: str | Path, reason: str, remedy: str) -> UserError:

@@ -45,7 +45,7 @@ def load_experiment(path: str | Path) -> Experiment:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no configuration; a run's is config.yaml in its folder.")
+        raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
     return _build(values, [], f"The configuration in {path} cannot be read.")
 
 

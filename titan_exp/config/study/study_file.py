@@ -39,13 +39,13 @@ def find_study(name: str) -> Path:
         path = Path(name).expanduser()
         if path.is_file():
             return path
-        raise UserError(f"{name}: there is no such file. A study is a YAML file, such as those in {SWEEPS_DIR}.")
+        raise UserError(f"{name}: no such file. A study is a YAML file, such as those in {SWEEPS_DIR}.")
     files = study_files()
     if name in files:
         return files[name]
     offer = did_you_mean(name, files)
     raise UserError(
-        f"{name}: there is no such study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}"
+        f"{name}: unknown study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}"
         f"The studies are {listed(files or ['none'], 'and')}; your own go into sweeps/ where you type the command."
     )
 
@@ -63,7 +63,7 @@ def read_study(path: Path) -> Study:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no study. A study has {listed(FIELDS, 'and')}.")
+        raise UserError(f"{path} contains no study. A study has {listed(FIELDS, 'and')}.")
     reader = _Reader()
     study = reader.study(path, content)
     if reader.found:
@@ -140,7 +140,7 @@ class _Reader:
         for key in content:
             if key not in names:
                 offer = did_you_mean(str(key), names) or f"{what} has {listed(names, 'and')}"
-                self.report(f"{prefix}{key}", "", "there is no such key", offer)
+                self.report(f"{prefix}{key}", "", "unknown key", offer)
 
     def _mapping(self, field: str, value: Any, example: str) -> Mapping[Any, Any]:
         if value is None or isinstance(value, dict):

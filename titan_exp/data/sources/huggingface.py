@@ -113,7 +113,7 @@ def _digest(text: str) -> str:
 
 def _check_column(columns: list[str], config: DataConfig) -> None:
     if config.text_column not in columns:
-        raise _wrong_column(config, "the data set has no such column", f"one of {', '.join(columns)}")
+        raise _wrong_column(config, "the data set lacks this column", f"one of {', '.join(columns)}")
 
 
 def _text(value: object, config: DataConfig) -> str:

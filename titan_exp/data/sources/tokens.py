@@ -22,7 +22,7 @@ def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Call
         manifest = read_manifest(path)
         splits = [split for split, tokens in manifest.tokens.items() if tokens >= 2]
         if not all_documents and "validation" not in splits:
-            reason = "this store was made without validation documents"
+            reason = "this store was built without validation documents"
             violation = Violation("data.paths", path, reason, "training.evaluate_every=0, or another store")
             raise UserError("There is nothing to evaluate on.", [violation])
         for split in splits if all_documents else ["validation"]:

@@ -105,7 +105,7 @@ def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
         Violation(
             _KEYS.get(key, key),
             "",
-            f"{out} was made with {key} {saved.get(key)}, and now it is {description[key]}",
+            f"{out} was built with {key} {saved.get(key)}, and now it is {description[key]}",
             "another out; or the previous setting; or remove the folder",
         )
         for key in description
@@ -122,7 +122,7 @@ def _lock(path: Path, out: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            reason = "another titan-exp tokenize is making this store"
+            reason = "another titan-exp tokenize is building this store"
             raise _refusal(out, reason, "wait for it, or stop it") from None
         yield
 
@@ -143,4 +143,4 @@ def _explain_os_errors(folder: Path) -> Iterator[None]:
 
 
 def _refusal(out: str, reason: str, remedy: str) -> UserError:
-    return UserError("The store cannot be made.", [Violation("out", out, reason, remedy)])
+    return UserError("The store cannot be built.", [Violation("out", out, reason, remedy)])

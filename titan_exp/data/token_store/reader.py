@@ -62,7 +62,7 @@ def _array(path: Path, dtype: str, length: int) -> np.ndarray:
     # Check sizes first: reading a map beyond the end of its file raises SIGBUS.
     problem = wrong_size(path, length * np.dtype(dtype).itemsize)
     if problem:
-        remedy = f"titan-exp tokenize check={path.parent} checks the whole store; then copy or remake it"
+        remedy = f"titan-exp tokenize check={path.parent} checks the whole store; then copy or rebuild it"
         violation = Violation("data.paths", str(path.parent), f"{path.name}: {problem}", remedy)
         raise UserError("The token store is damaged.", [violation])
     # A plain array slices three times as fast as a memmap.

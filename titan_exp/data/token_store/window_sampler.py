@@ -43,7 +43,7 @@ class WindowSampler:
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """Return the single position, shared by all ranks."""
         if _STATE not in states:
-            raise UserError("The checkpoint's data state holds no position in a token store.")
+            raise UserError("The checkpoint's data state has no position in a token store.")
         rows = states[_STATE]["rows"]
         if rows % self._dp_degree:
             ranks = self._dp_degree

@@ -33,7 +33,7 @@ def _build_from_store(config: DataConfig) -> Tokenizer:
     tokenizer = build_tokenizer(replace(config, tokenizer=tokenizer_path(config)))
     expected = read_manifest(config.paths[0]).tokenizer
     if tokenizer.fingerprint != expected:
-        reason = f"its tokenizer.json ({tokenizer.fingerprint}) is not the one it was made with ({expected})"
-        violation = Violation("data.paths", config.paths[0], reason, "restore that file, or remake the store")
+        reason = f"its tokenizer.json ({tokenizer.fingerprint}) is not the one it was built with ({expected})"
+        violation = Violation("data.paths", config.paths[0], reason, "restore that file, or rebuild the store")
         raise UserError("The token store is damaged.", [violation])
     return tokenizer

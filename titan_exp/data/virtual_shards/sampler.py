@@ -133,8 +133,10 @@ def _check_complete(states: Mapping[str, dict[str, Any]], shards: int, dp_degree
     if set(states) != set(map(str, range(shards))):
         raise UserError(f"The checkpoint's data state holds {len(states)} of {shards} virtual shards.")
     row = sum(state["rows"] for state in states.values())
-    torn = [shard for shard, state in states.items() if state["rows"] != len(range(int(shard), row, shards))]
-    if torn:
-        raise UserError(f"The checkpoint's data state is torn: its virtual shard {torn[0]} stopped at another row.")
+    wrong = [shard for shard, state in states.items() if state["rows"] != len(range(int(shard), row, shards))]
+    if wrong:
+        raise UserError(
+            f"The checkpoint's data state is inconsistent: virtual shard {wrong[0]} stopped at another row."
+        )
     if row % dp_degree:
         raise UserError(f"The checkpoint stopped after {row} rows, which {dp_degree} data ranks cannot share evenly.")

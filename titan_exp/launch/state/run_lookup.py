@@ -29,12 +29,12 @@ class RunEntry:
     """True if the study no longer contains this point."""
 
 
-def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
+def split_runs_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
     """Split `paths.runs=...` (or the user's default) from other arguments. Raises UserError if an argument sets another
     key."""
     runs: str | None = None
     rest: list[str] = []
-    for word in words:
+    for word in argv:
         key, equals, value = word.partition("=")
         if key == "paths.runs" and equals:
             runs = value
@@ -45,10 +45,10 @@ def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(runs if runs is not None else _default_runs()).expanduser(), rest
 
 
-def find_runs(words: Sequence[str], runs: Path) -> list[RunEntry]:
+def find_runs(names: Sequence[str], runs: Path) -> list[RunEntry]:
     """Find runs by name, without duplicates; all runs, newest first, without names. Raises UserError if a name matches
     no run, or is a prefix of several ids."""
-    found = [entry for word in words for entry in _find(word, runs)] if words else _all(runs)
+    found = [entry for name in names for entry in _find(name, runs)] if names else _all(runs)
     return list({entry.folder.path: entry for entry in found}.values())
 
 
@@ -109,7 +109,7 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
     known = run_groups(runs)
     offer = did_you_mean(word, known) or (f"Under {runs}/ there are {listed(known[:8], 'and')}." if known else "")
     nothing = "" if known else f"There is no run under {runs}/; paths.runs=FOLDER looks elsewhere. "
-    raise UserError(f"{word}: there is no such run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
+    raise UserError(f"{word}: unknown run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
 
 
 def _entry(path: Path) -> RunEntry:

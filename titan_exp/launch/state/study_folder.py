@@ -93,7 +93,7 @@ class StudyFolder:
                 }
             )
         except (TypeError, KeyError) as error:
-            raise UserError(f"{self.json} is not a study record ({error}). Remove it; sweep writes it anew.") from None
+            raise UserError(f"{self.json} is not a study record ({error}). Remove it; sweep rewrites it.") from None
 
     def write(self, record: StudyRecord, text: str) -> StudyRecord:
         """Write study.yaml and study.json, archiving earlier versions; returns the record with its removed points.

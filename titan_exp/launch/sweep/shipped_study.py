@@ -53,7 +53,7 @@ class StudySweep:
         return self._folder
 
     @property
-    def words(self) -> str:
+    def arguments(self) -> str:
         """Command-line arguments for other verbs: the study's name, and `paths.runs` unless that is `runs/`."""
         runs = self.folder.path.parent
         return self.folder.path.name + ("" if runs == Path.cwd() / "runs" else f" paths.runs={runs}")
@@ -125,7 +125,7 @@ class StudySweep:
             except LockedError as error:
                 raise UserError(
                     f"{self.folder.path}: this study is running already ({error.holder or 'another process'}). "
-                    f"titan-exp status {self.words} shows it, titan-exp cancel {self.words} stops it."
+                    f"titan-exp status {self.arguments} shows it, titan-exp cancel {self.arguments} stops it."
                 ) from None
             self.folder.stop.unlink(missing_ok=True)
             yield

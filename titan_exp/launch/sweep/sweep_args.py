@@ -17,7 +17,7 @@ FLAGS = ("--dry-run", "--prune", "--yes", "--skip")
 class SweepArgs:
     """Flags and overrides for Hydra, and options for the sweeper."""
 
-    words: list[str]
+    argv: list[str]
     options: SweepOptions
     nested: tuple[str, ...] = ()
     """Overrides that Hydra sees only per point: from the study, and typed after its name."""
@@ -33,7 +33,7 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
     if not names:
         if rest or flags:
-            raise UserError(f"Which study? titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
+            raise UserError(f"No study is named: titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
         return None
     study = read_study(find_study(names[0]))
     overrides = [word for word in arguments.overrides if word != names[0]]

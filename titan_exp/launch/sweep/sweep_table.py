@@ -114,7 +114,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
 
 def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
     """Suggested next commands."""
-    name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.words
+    name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.arguments
     if any(state in ("submitted", "queued") for state in states):
         first = sweep_plan.planned[0].plan.folder.path
         return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]

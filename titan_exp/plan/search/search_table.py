@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_table import print_unwrapped
 from titan_exp.plan.search.layout_cost import LayoutCost
@@ -100,12 +101,12 @@ def steps_for(training: TrainingConfig, tokens: int) -> int:
 
 def _table(result: SearchResult, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ["", "tokens/s/GPU", "GiB", "", "replicate", "shard", "tp", "cp", "pp", "schedule", "micro", "recompute"]
-    for name in [*columns, "bubble", *(["GPU-hours", "days"] if tokens else [])]:
+    columns = ["", "tokens/s/GPU", "GiB", "", *(key.removeprefix("dp_") for key in DEGREES), "schedule", "micro"]
+    for name in [*columns, "recompute", "bubble", *(["GPU-hours", "days"] if tokens else [])]:
         table.add_column(name, justify="left" if name in ("schedule", "recompute", "") else "right", no_wrap=True)
     for number, (row, front) in enumerate(zip(result.rows, result.front, strict=True), 1):
         candidate, parallelism = row.candidate, row.candidate.parallelism
-        degrees = [getattr(parallelism, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp")]
+        degrees = [getattr(parallelism, name) for name in DEGREES]
         cells = [
             *(number, f"{row.tokens_per_second:,.0f}", f"{row.peak_bytes / GIB:.1f}", "*" if front else "", *degrees),
             parallelism.pp_schedule if parallelism.pp > 1 else "",

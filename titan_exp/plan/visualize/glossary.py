@@ -8,22 +8,13 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.predict import Plan
 from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds
 
-_PARALLELISM = {
-    "tp": "Tensor parallelism: weight matrices are sharded. Each rank of the group multiplies with its shard, and they "
-    "combine results twice in every layer, so they need the fastest links.",
-    "cp": "Context parallelism: the tokens of every sequence are sharded. Ranks of the group exchange keys and values, "
-    "so that a token attends to all earlier ones.",
-    "dp_shard": "Sharded data parallelism (FSDP): each rank of the group computes other sequences and keeps a shard of "
-    "every weight, its gradient and its optimizer state. Weights are gathered when a layer computes.",
-    "dp_replicate": "Replicated data parallelism: each rank of the group belongs to another replica of the model, "
-    "which computes other sequences.",
-    "pp": "Pipeline parallelism: the layers are split into consecutive stages, through which micro-batches pass "
-    "forward and then backward.",
-}
-AXES = {
-    key: f"{_PARALLELISM[key]} Communication: {'; '.join(axis.collectives for axis in axes.AXES if axis.key == key)}."
-    for key in reversed(axes.DEGREES)
-}
+
+def _explanation(degree: str) -> str:
+    of_degree = [axis for axis in axes.AXES if axis.key == degree]
+    return f"{of_degree[0].meaning} Communication: {'; '.join(axis.collectives for axis in of_degree)}."
+
+
+AXES = {degree: _explanation(degree) for degree in reversed(axes.DEGREES)}
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards."""
 
 TERMS = {

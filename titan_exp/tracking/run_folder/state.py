@@ -52,7 +52,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object; it was edited by hand. Remove it; the state is derived anew.")
+        raise UserError(
+            f"{path} is not a JSON object; it was edited by hand. Remove it; the state is then derived again."
+        )
     return value
 
 
@@ -64,7 +66,7 @@ def parse_state(path: Path) -> RunState | None:
     try:
         state = RunState(**fields)
     except TypeError as error:
-        raise UserError(f"{path} is not a run state ({error}). Remove it, and the state is derived anew.") from None
+        raise UserError(f"{path} is not a run state ({error}). Remove it; the state is then derived again.") from None
     if state.state not in get_args(StateName):
         raise UserError(f"{path}: {state.state!r} is none of {', '.join(get_args(StateName))}. Remove the file.")
     return state

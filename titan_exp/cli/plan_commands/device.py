@@ -1,8 +1,7 @@
-"""Options shared by `titan-exp plan` and `titan-exp plan search`."""
+"""Device of a plan: `--device`, or that of the cluster."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
@@ -10,31 +9,6 @@ from titan_exp.config.groups.experiment import Experiment
 
 if TYPE_CHECKING:
     from titan_exp.plan.cuda.devices import Device
-
-
-def take_options(
-    words: Sequence[str], examples: dict[str, str], flags: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Extract `--name VALUE` options, flags and `--help`; returns them by name, and the other words.
-
-    `examples` maps each option to an example value for the error message. Raises UserError if an option lacks its
-    value.
-    """
-    rest, given = list(words), dict[str, Any]()
-    for name, example in examples.items():
-        if f"--{name}" in rest:
-            place = rest.index(f"--{name}")
-            if place + 1 == len(rest):
-                raise UserError(f"--{name} takes a value, as in --{name} {example}")
-            given[name.replace("-", "_")] = rest[place + 1]
-            del rest[place : place + 2]
-    for name in flags:
-        if f"--{name}" in rest:
-            rest.remove(f"--{name}")
-            given[name] = True
-    if {"--help", "-h"} & set(rest):
-        given["help"] = True
-    return given, rest
 
 
 def device_for(experiment: Experiment, key: str | None) -> "Device | None":

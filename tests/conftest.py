@@ -23,8 +23,10 @@ SHARE_FIXTURES = ("tests/parity/", "tests/journeys/test_docs", "tests/checkpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--layouts", type=int, default=2, help="layouts that tests/parity draws; hundreds for a night")
-    parser.addoption("--layout-seed", type=int, default=None, help="draw the same layouts again (in the test's name)")
+    parser.addoption("--layouts", type=int, default=1, help="layouts that tests/parity draws; hundreds for a night")
+    parser.addoption(
+        "--layout-seed", type=int, default=None, help="draw the same layouts again (before the dash of a test's name)"
+    )
     parser.addoption("--update-golden", action="store_true", help="write golden texts anew instead of comparing them")
 
 
@@ -39,9 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Curves and exports that a module's cases share are made once, not once in every worker.
         if item.nodeid.startswith(SHARE_FIXTURES) and "test_drawn" not in item.nodeid:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-        # Every layout is trained by night; by day about a fifth, the same each time.
+        # Every layout is trained by night; by day about a fifth, of those with a compiler a tenth, the same each time.
         fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
-        if fixed and crc32(item.name.encode()) % 5 and item.get_closest_marker("day") is None:
+        share = 10 if "compile=" in item.name else 5
+        if fixed and crc32(item.name.encode()) % share and item.get_closest_marker("day") is None:
             item.add_marker(pytest.mark.night)
     if "night" not in config.option.markexpr:
         # Left out, not skipped: a list of some dozens would hide what was skipped for a reason.

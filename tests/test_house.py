@@ -1,12 +1,18 @@
 """The rules of the house: rooms import downwards, files and functions stay small, public names say what they are."""
 
 import ast
+import dataclasses
+import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
+
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.models.spec.transformer import TransformerConfig
 
 PACKAGE = Path(__file__).resolve().parents[1] / "titan_exp"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -155,3 +161,25 @@ def test_nothing_is_left_over():
             if any(word in line for word in words):
                 found[named(path)].append(number)
     assert found == {}
+
+
+def test_few_files_name_a_field_of_a_model_family():
+    """Everything but the families reads the spec, so that another family is one file."""
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)} - {
+        field.name for field in dataclasses.fields(ModelConfig)
+    }
+    assert "heads" in fields
+    named_field = re.compile(rf"\bmodel\.({'|'.join(fields)})\b")
+    found = [named(path) for path in FILES if room_of(path) != "models" and named_field.search(path.read_text())]
+    assert len(found) <= 5, found
+
+
+def test_no_product_code_patches_itself():
+    assert [named(path) for path in FILES if any("mock" in name for name in imported_modules(path))] == []
+
+
+@pytest.mark.xdist_group("house")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="groups are for several workers")
+def test_tests_of_a_group_share_a_worker(request: pytest.FixtureRequest):
+    """Without it every worker computes the curves of tests/parity, and starts a SLURM, for itself."""
+    assert request.node.nodeid.endswith("@house")

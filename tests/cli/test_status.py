@@ -115,9 +115,9 @@ def test_runs_by_path_id_and_label(make, home: Path):
     assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
     for word, says in {
         "y": "Under",
-        "0000": "no such run",
+        "0000": "unknown run",
         f"x/{'0' * 12}": "x has no such run",
-        "xx": "no such",
+        "xx": "unknown run",
     }.items():
         with pytest.raises(UserError, match=says):
             find_runs([word], runs)

@@ -49,9 +49,10 @@ def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True, timeout=120)
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True, timeout=120)
     # What the package needs comes from this environment; its own copy, an editable one, is not on that path.
     needs = {"PYTHONPATH": sysconfig.get_path("purelib")}
     away = tmp_path / "away"
@@ -59,12 +60,10 @@ def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
     command = str(tmp_path / "env" / "bin" / "titan-exp")
     where = run([str(python), "-c", "import titan_exp; print(titan_exp.__file__)"], away, environment=needs)
     assert where.stdout.startswith(str(tmp_path / "env")), where.stdout + where.stderr
-    done = run([command, "train", *SHORT.split(), "training.steps=5"], away, environment=needs)
-    assert done.returncode == 0, done.stdout + done.stderr
     words = [*SHORT.split(), "training.steps=5,6", "optimizer.lr=1e-3"]
     swept = run([command, "train", "-m", *words], away, environment=needs)
     assert swept.returncode == 0, swept.stdout + swept.stderr
-    assert len(list(Path(away, "runs", "first").iterdir())) == 3
+    assert len(list(Path(away, "runs", "first").iterdir())) == 2
     plan = run([command, "sweep", "optimizers", "--dry-run"], away, environment=needs)
     assert "24 to start." in plan.stdout, plan.stderr
     assert os.listdir(away) == ["runs"]

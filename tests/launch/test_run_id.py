@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ GOLDEN = [
 """Overrides, run id and experiment id."""
 
 
+@cache
 def experiment(*overrides: str) -> Experiment:
     return resolve_layout(to_experiment(compose(["model=llama_debug", *overrides])), 1)
 

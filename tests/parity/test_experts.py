@@ -28,7 +28,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curv
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        ("none", "parallelism.dp_shard=2 activation_checkpoint=full"),
+        pytest.param("none", "parallelism.dp_shard=2 activation_checkpoint=full", marks=pytest.mark.day),
         ("rowwise", "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager"),
         ("mx", "parallelism=ddp activation_checkpoint=selective"),
     ],

@@ -42,7 +42,11 @@ def one_device(tmp_path_factory):
         ("one kv head", "parallelism.pp=2 parallelism.tp=4 parallelism.pp_schedule=InterleavedZeroBubble"),
         ("plain", "parallelism.dp_replicate=2 parallelism.dp_shard=2 parallelism.cp=2 activation_checkpoint=full"),
         ("no groups", "parallelism.tp=2 parallelism.cp=4 parallelism.cp_ulysses=2 activation_checkpoint=selective"),
-        ("plain", "parallelism.pp=2 parallelism=ddp parallelism.tp=2 compile=all compile.backend=aot_eager"),
+        pytest.param(
+            "plain",
+            "parallelism.pp=2 parallelism=ddp parallelism.tp=2 compile=all compile.backend=aot_eager",
+            marks=pytest.mark.night,
+        ),
         ("plain", "parallelism.pp=4 parallelism.tp=2 parallelism.loss_parallel=false training.micro_batch_size=2"),
         # Sixteen.
         ("documents", f"{FOUR_D} training.micro_batch_size=1"),
@@ -62,6 +66,7 @@ def test_mixtures_do_not_change_the_curve(tmp_path: Path, one_device, experiment
         assert_same_evaluation(found, one_device(experiment))
 
 
+@pytest.mark.night  # eight ranks; by day test_pipeline_parallel reads a schedule from a file
 def test_a_schedule_from_a_file_among_others(tmp_path: Path, one_device):
     path = tmp_path / "dual.csv"
     path.write_text("\n".join(",".join(map(str, order)) for order in build_schedule("DualPipeV", 2, 4, 8)))
@@ -73,10 +78,10 @@ def test_a_schedule_from_a_file_among_others(tmp_path: Path, one_device):
 @pytest.mark.parametrize(
     "after",
     [
-        "",
-        "parallelism.pp=2 parallelism.pp_schedule=DualPipeV parallelism.tp=2",
-        "parallelism=hsdp parallelism.cp=2",
-        "parallelism.tp=4 parallelism.dp_shard=2",
+        pytest.param("", marks=pytest.mark.night),
+        pytest.param("parallelism.pp=2 parallelism.pp_schedule=DualPipeV parallelism.tp=2", marks=pytest.mark.night),
+        pytest.param("parallelism=hsdp parallelism.cp=2", marks=pytest.mark.day),
+        pytest.param("parallelism.tp=4 parallelism.dp_shard=2", marks=pytest.mark.night),
     ],
 )
 def test_resumes_in_any_other_layout(tmp_path: Path, after):

@@ -13,16 +13,12 @@ from titan_exp.models.spec.lookup import model_spec
 BY_DAY = (
     "one device",
     "fsdp 2, accumulated",
-    "fsdp 4, bf16, full recompute",
-    "fsdp 2, chunked loss",
     "ddp 2, bf16",
     "tp 2",
     "pp 2, 1F1B",
-    "cp 2, ring",
     "cp 2, Ulysses",
     "pp 2 x cp 2 x tp 2",
     "fsdp 2, float8 tensorwise",
-    "pp 2 x fsdp 2, Interleaved1F1B",
 )
 """Layouts that are compared in every run of the tests; the others by `make night`."""
 

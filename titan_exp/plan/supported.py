@@ -3,7 +3,7 @@
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.attention_backends import HEAD_SIZES
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
@@ -40,11 +40,11 @@ def check_supported(experiment: Experiment) -> None:
         reason, remedy = "the private memory pool of a CUDA graph is not modelled", "compile.cuda_graphs=false"
         found.append(Violation("compile.cuda_graphs", True, reason, f"{remedy} plans the same run without"))
     if cuda and backend in WHY_NOT:
-        remedy = "model.attention_backend=auto, or math"
-        found.append(Violation("model.attention_backend", backend, WHY_NOT[backend], remedy))
+        remedy = f"{ATTENTION_BACKEND}=auto, or math"
+        found.append(Violation(ATTENTION_BACKEND, backend, WHY_NOT[backend], remedy))
     if cuda and backend == "cudnn" and experiment.data.document_mask:
         reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
-        found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=auto"))
+        found.append(Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=auto"))
     if found:
         raise UserError("This run cannot be planned.", found)
 
@@ -59,7 +59,7 @@ def check_supported_on(experiment: Experiment, device: Device) -> None:
     if device.capability is None and attention_kernel(experiment) == "efficient":
         reason = f"fp32 and document masks take the efficient kernel, and that of {device.name} is another one"
         backend = attention_backend(experiment.model)
-        found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=math"))
+        found.append(Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=math"))
     quantization = experiment.quantization
     instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
     if quantization.recipe == "nvfp4" and instructed:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
@@ -14,7 +15,7 @@ MERGING = ("auto", "flash", "efficient")
 """Kernels that return the log-sum-exp needed for merging by ring and all-gather, if the device supports them."""
 
 HEAD_DIM_MULTIPLE = 8
-"""Required divisor of `model.head_dim` on CUDA, since these kernels are called without padding."""
+"""Required divisor of the head size on CUDA, since these kernels are called without padding."""
 
 
 def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -63,16 +64,16 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
     # Kernels unavailable on CPUs violate the attention rules.
     if backend not in MERGING and (device == "cuda" or backend == "math"):
         yield Violation(
-            "model.attention_backend",
+            ATTENTION_BACKEND,
             backend,
             f"parallelism.cp_method={method} merges parts of the softmax, which is written for other kernels",
-            f"model.attention_backend={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
+            f"{ATTENTION_BACKEND}={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
             "or parallelism.cp_method=ulysses, which takes every kernel",
         )
     if device == "cuda" and spec.attention is not None:
         reason = f"on CUDA parallelism.cp_method={method} takes multiples of {HEAD_DIM_MULTIPLE}"
         more = "; or parallelism.cp_method=ulysses"
-        yield from check_multiple("model.head_dim", spec.attention.qk_dim, HEAD_DIM_MULTIPLE, reason, more)
+        yield from check_multiple(spec.attention.qk_dim_key, spec.attention.qk_dim, HEAD_DIM_MULTIPLE, reason, more)
 
 
 def _is_used(parallelism: ParallelismConfig) -> bool:

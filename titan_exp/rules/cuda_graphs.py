@@ -8,6 +8,7 @@ from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.rule import Refuse, rules
 
@@ -67,8 +68,8 @@ RULES = rules(
     Refuse(
         _FIELD,
         lambda spec: spec.attention_backend not in KERNELS,
-        "the host work of model.attention_backend={spec.attention_backend} in each pass is unknown",
-        f"{_OFF}, or model.attention_backend={listed(KERNELS)}",
+        f"the host work of {ATTENTION_BACKEND}={{spec.attention_backend}} in each pass is unknown",
+        f"{_OFF}, or {ATTENTION_BACKEND}={listed(KERNELS)}",
     ),
     Refuse(
         _FIELD,

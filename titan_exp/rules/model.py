@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, HEAD_SIZES, ON_CPU
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
-
-FIELD = "model.attention_backend"
 
 
 def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
@@ -23,7 +21,9 @@ def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
     package = FLASH_PACKAGES.get(spec.attention_backend)
     if package is not None and not package.is_installed():
         reason = f"{package.title} is not installed: there is no module {package.module}"
-        yield Violation(FIELD, spec.attention_backend, reason, f"{package.install}; or auto, cudnn or flash")
+        yield Violation(
+            ATTENTION_BACKEND, spec.attention_backend, reason, f"{package.install}; or auto, cudnn or flash"
+        )
 
 
 def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
@@ -34,9 +34,9 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
     head_dim = spec.attention.qk_dim
     multiples = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
     works = [name for name in ("fa3", "flash") if name != backend and HEAD_SIZES[name].takes(head_dim)]
-    reason = f"on CUDA it takes {multiples}up to {sizes.largest}, and model.head_dim is {head_dim}"
-    remedy = f"model.attention_backend={listed(['auto', *works, 'efficient', 'flex'])}"
-    yield Violation(FIELD, backend, reason, remedy)
+    reason = f"on CUDA it takes {multiples}up to {sizes.largest}, and {spec.attention.qk_dim_key} is {head_dim}"
+    remedy = f"{ATTENTION_BACKEND}={listed(['auto', *works, 'efficient', 'flex'])}"
+    yield Violation(ATTENTION_BACKEND, backend, reason, remedy)
 
 
 RULES = (
@@ -52,13 +52,13 @@ RULES = (
     ),
     *rules(
         Refuse(
-            FIELD,
+            ATTENTION_BACKEND,
             lambda spec: spec.attention_backend == "flex",
             "FlexAttention has no backward on CPU",
             "on CPU: auto, flash or math",
         ),
         Refuse(
-            FIELD,
+            ATTENTION_BACKEND,
             lambda spec: spec.attention_backend not in ("flex", *ON_CPU),
             "it runs on GPUs, and this is a CPU",
             "on CPU: auto, flash or math",
@@ -68,16 +68,16 @@ RULES = (
     *rules(
         kernel_is_installed,
         Refuse(
-            FIELD,
+            ATTENTION_BACKEND,
             lambda spec, training: spec.attention_backend in HEAD_SIZES and training.mixed_precision == "fp32",
             "it computes in bf16 only, and training.mixed_precision is fp32",
-            "training.mixed_precision=bf16, or model.attention_backend=auto",
+            f"training.mixed_precision=bf16, or {ATTENTION_BACKEND}=auto",
         ),
         Refuse(
-            FIELD,
+            ATTENTION_BACKEND,
             lambda spec, data: spec.attention_backend in ("flash", *FLASH_PACKAGES) and data.document_mask,
             "on CUDA it takes no mask, and data.document_mask is true",
-            "model.attention_backend=auto, cudnn or flex; or data.document_mask=false",
+            f"{ATTENTION_BACKEND}=auto, cudnn or flex; or data.document_mask=false",
         ),
         kernel_supports_head_size,
         when=lambda device: device == "cuda",

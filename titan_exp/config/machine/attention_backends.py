@@ -4,6 +4,9 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+ATTENTION_BACKEND = "model.attention_backend"
+"""Key of the kernel of every family with attention."""
+
 ON_CPU = ("auto", "flash", "math")
 """Kernels with training support on CPUs; FlexAttention has no CPU backward."""
 
@@ -28,7 +31,7 @@ HEAD_SIZES = {
     "fa3": HeadSizes(256, 8),
     "fa4": HeadSizes(128, 8),
 }
-"""Head sizes by `model.attention_backend`; others support any. cuDNN supports over 128 only on Hopper, where `auto`
+"""Head sizes by `attention_backend`; others support any. cuDNN supports over 128 only on Hopper, where `auto`
 prefers flash."""
 
 CUDNN_EVERYWHERE = HeadSizes(128, 8)
@@ -69,4 +72,4 @@ FLASH_PACKAGES = {
     ),
     "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
 }
-"""FlashAttention packages by `model.attention_backend`."""
+"""FlashAttention packages by `attention_backend`."""

@@ -25,6 +25,8 @@ class AttentionSpec:
     """Width of a query or key head."""
     v_dim: int
     """Width of a value head."""
+    qk_dim_key: str = "model.head_dim"
+    """Key of the configuration that sets `qk_dim`, for messages."""
     window: int | None = None
     """Sliding window in keys, the token itself included; None is full causal attention."""
     sinks: bool = False

@@ -8,7 +8,7 @@ from torch.nn.attention import (
 )
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.machine.attention_backends import FLASH_PACKAGES
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES
 
 
 def runs_here(backend: str, device: torch.device) -> bool:
@@ -46,5 +46,5 @@ def activate(backend: str, device: torch.device) -> None:
 
 
 def _refused(backend: str, reason: str) -> UserError:
-    remedy = "model.attention_backend=auto"
-    return UserError("This run cannot be started.", [Violation("model.attention_backend", backend, reason, remedy)])
+    remedy = f"{ATTENTION_BACKEND}=auto"
+    return UserError("This run cannot be started.", [Violation(ATTENTION_BACKEND, backend, reason, remedy)])

@@ -7,7 +7,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
-from titan_exp.config.machine.attention_backends import HEAD_SIZES
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 
@@ -86,7 +86,7 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
 
 
 def _attention(model: ModelConfig, *, flash: bool) -> Iterator[str]:
-    backend, field = attention_backend(model), "model.attention_backend"
+    backend, field = attention_backend(model), ATTENTION_BACKEND
     if backend == "math":
         yield f"{field}=math holds the scores of all pairs of tokens in memory; {field}=auto"
     spec = model_spec(model)

@@ -116,7 +116,7 @@ class _Harm:
 def test_metadata_with_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Harm()))
-    with pytest.raises(pickle.UnpicklingError, match="not checkpoint metadata"):
+    with pytest.raises(UserError, match="not checkpoint metadata"):
         SafeStorageReader(tmp_path).read_metadata()
     assert not (tmp_path / "harmed").exists()
 

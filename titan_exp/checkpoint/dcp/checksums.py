@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_exp.checkpoint.dcp.storage_reader import min_file_sizes
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.checkpoint.dcp.storage_reader import damaged_checkpoint, min_file_sizes
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
@@ -61,6 +60,8 @@ def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
     """
     try:
         if not has_checksums(path):
+            if any(has_checksums(neighbour) for neighbour in path.parent.glob("step-*")):
+                return f"{CHECKSUMS_FILE} is missing, which other checkpoints beside it have"
             return _find_short_file(path) if shard == 0 else None
         checksums = parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8"))
     except Exception as error:  # damaged bytes break JSON and pickles in any way
@@ -91,7 +92,7 @@ def require_intact(path: Path, group: dist.ProcessGroup | None = None) -> None:
 def raise_if_damaged(path: Path, damage: str | None) -> None:
     """Raise UserError if `damage` is not None."""
     if damage is not None:
-        raise UserError(f"The checkpoint {path} is damaged: {damage}. Use an older one, or another copy of it.")
+        raise damaged_checkpoint(path, damage)
 
 
 def find_file_damage(path: Path, expected: FileChecksum) -> str | None:

@@ -10,10 +10,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_metadata
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _ALLOWED_NAMES = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_FILESYSTEM, "_StorageInfo"),
     ("torch", "Size"),
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),
@@ -30,10 +41,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.memory_format):
             return getattr(torch, global_name)
-        metadata_class = module_name in _ALLOWED_MODULES and isinstance(
-            getattr(__import__(module_name, fromlist=[global_name]), global_name, None), type
-        )
-        if metadata_class or (module_name, global_name) in _ALLOWED_NAMES:
+        if (module_name, global_name) in _ALLOWED_NAMES:
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(
             f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata; "
@@ -45,13 +53,38 @@ class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises pickle.UnpicklingError on anything other than checkpoint metadata."""
-        with (Path(self.path) / METADATA_FILE).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if getattr(metadata, "storage_meta", None) is None:
+        """Read the metadata. Raises UserError on anything other than checkpoint metadata."""
+        path = Path(self.path)
+        try:
+            with (path / METADATA_FILE).open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            check_metadata(metadata)
+        except OSError:
+            raise
+        except Exception as error:  # damaged bytes break pickles in any way
+            damage = f"{METADATA_FILE} cannot be read ({type(error).__name__}: {error})"
+            raise damaged_checkpoint(path, damage) from error
+        if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def damaged_checkpoint(path: Path, damage: str) -> UserError:
+    """Error about a damaged checkpoint."""
+    return UserError(f"The checkpoint {path} is damaged: {damage}. Use an older one, or another copy of it.")
+
+
+def unreadable_checkpoint(path: Path, error: dcp.CheckpointException) -> UserError:
+    """Error about a failed load, from that of the first failing rank."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    if isinstance(cause, UserError):
+        return cause
+    if isinstance(cause, OSError):
+        return UserError(f"The checkpoint {path} cannot be read by rank {rank}: {cause}")
+    return damaged_checkpoint(
+        path, str(cause) if isinstance(cause, MetadataError) else f"{type(cause).__name__}: {cause}"
+    )
 
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
@@ -69,8 +102,15 @@ def min_file_sizes(path: Path) -> dict[str, int]:
 
 
 def load_into(path: Path, state: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists."""
+    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists.
+
+    Raises:
+        UserError: the checkpoint lacks a tensor, or has another shape or dtype, or cannot be read.
+    """
     with warnings.catch_warnings():
         # Without a process group, torch warns that it assumes a single process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(state), storage_reader=SafeStorageReader(path))
+        try:
+            dcp.load(dict(state), storage_reader=SafeStorageReader(path), planner=TensorLoadPlanner())
+        except dcp.CheckpointException as error:
+            raise unreadable_checkpoint(path, error) from error

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader
+from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_read_items
+from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, unreadable_checkpoint
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
 from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE
@@ -43,12 +44,15 @@ class DCPTensorReader:
             reader = _CachedMetadataReader(self._path, self._metadata)
             with _one_process():
                 # Without collectives: other ranks read other slices.
-                dcp.load(
-                    {f"{MODEL_PREFIX}{name}": tensor},
-                    storage_reader=reader,
-                    planner=_SlicePlanner(tensor, starts),
-                    no_dist=True,
-                )
+                try:
+                    dcp.load(
+                        {f"{MODEL_PREFIX}{name}": tensor},
+                        storage_reader=reader,
+                        planner=_SlicePlanner(tensor, starts),
+                        no_dist=True,
+                    )
+                except dcp.CheckpointException as error:
+                    raise unreadable_checkpoint(self._path, error) from error
         return tensor
 
     @cached_property
@@ -82,7 +86,7 @@ class _CachedMetadataReader(SafeStorageReader):
         return self._cached
 
 
-class _SlicePlanner(dcp.DefaultLoadPlanner):
+class _SlicePlanner(TensorLoadPlanner):
     """Load planner for a slice of the single requested tensor."""
 
     def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
@@ -94,9 +98,11 @@ class _SlicePlanner(dcp.DefaultLoadPlanner):
         (name,) = self.state_dict
         entry = self.metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), "a tensor"
-        return LoadPlan(
-            create_read_items_for_chunk_list(name, entry, [ChunkStorageMetadata(self._starts, self._part.shape)])
-        )
+        part = [ChunkStorageMetadata(self._starts, self._part.shape)]
+        plan = LoadPlan(create_read_items_for_chunk_list(name, entry, part))
+        if check_read_items(plan.items, self.metadata)[name] != self._part.numel():
+            raise MetadataError(f"not all of {name} is listed")
+        return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._part

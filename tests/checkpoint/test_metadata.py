@@ -1,0 +1,214 @@
+"""Metadata of a checkpoint is written by whoever made it: whatever it says, no code runs and no weight is forgotten."""
+
+import io
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+
+from tests.checkpoint.saving import checkpointer, saved, trained
+from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, find_damage
+from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STATE = {
+    "model.weight": torch.arange(24.0).view(6, 4),
+    "model.bias": torch.arange(5.0),
+    "progress": torch.arange(7, dtype=torch.uint8),
+}
+
+
+class Harm:
+    """An object whose unpickling makes a folder."""
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("harmed",))
+
+
+def harmful() -> bytes:
+    file = io.BytesIO()
+    torch.save(Harm(), file)
+    return file.getvalue()
+
+
+HARM = harmful()
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of STATE, with a file beside it that does harm where it is unpickled."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "step-00000010"
+    dcp.save(dict(STATE), storage_writer=dcp.FileSystemWriter(folder))
+    (folder / "harm.pt").write_bytes(HARM)
+    torch.save(torch.zeros(6, 4), tmp_path / "elsewhere.pt")
+    return folder
+
+
+def rewrite(path: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = SafeStorageReader(path).read_metadata()
+    change(metadata)
+    (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    state = {key: torch.full_like(tensor, 77) for key, tensor in STATE.items()}
+    load_into(path, state)
+    return state
+
+
+def list_as_bytes(metadata: Metadata, key: str = "model.weight") -> None:
+    """What torch's own planner unpickles."""
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == key)
+    metadata.storage_data[MetadataIndex(key)] = replace(place, relative_path="harm.pt", offset=0, length=len(HARM))
+
+
+def test_an_untouched_checkpoint_is_loaded(path: Path):
+    for key, tensor in load(path).items():
+        assert torch.equal(tensor, STATE[key])
+
+
+def test_a_weight_listed_as_bytes_is_not_unpickled(path: Path):
+    rewrite(path, list_as_bytes)
+    state = {key: torch.zeros_like(tensor) for key, tensor in STATE.items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    assert Path("harmed").is_dir(), "the checkpoint is harmful"
+    Path("harmed").rmdir()
+    with pytest.raises(UserError, match="is listed as BytesStorageMetadata, not as a tensor"):
+        load(path)
+    assert not Path("harmed").exists()
+
+
+def set_size(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"].size = torch.Size([6, 5])  # type: ignore[union-attr]
+
+
+def set_dtype(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["progress"].properties.dtype = torch.float32  # type: ignore[union-attr]
+
+
+def drop_chunks(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"].chunks = []  # type: ignore[union-attr]
+
+
+def shorten_chunk(metadata: Metadata) -> None:
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([5, 4]))
+    metadata.state_dict_metadata["model.weight"].chunks = [chunk]  # type: ignore[union-attr]
+
+
+def forget(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata["model.weight"]
+
+
+def point_elsewhere(metadata: Metadata) -> None:
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "model.weight":
+            metadata.storage_data[index] = replace(place, relative_path="../elsewhere.pt", offset=0, length=10**6)
+
+
+def transform(metadata: Metadata) -> None:
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(place, transform_descriptors=["zstd"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (set_size, r"model.weight has the shape \[6, 5\], here \[6, 4\]"),
+        (set_dtype, "progress has the dtype torch.float32, here torch.uint8"),
+        (drop_chunks, "0 of 24 elements of model.weight are listed"),
+        (shorten_chunk, "20 of 24 elements of model.weight are listed"),
+        (forget, "model.weight is not listed"),
+        (point_elsewhere, "no file of the checkpoint"),
+        (transform, "stored with the transforms"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(path: Path, change: Callable[[Metadata], None], says: str):
+    rewrite(path, change)
+    with pytest.raises(UserError, match=says):
+        load(path)
+
+
+def test_classes_beside_metadata_are_not_called(path: Path):
+    """The modules of torch's metadata hold other classes, too."""
+    (path / METADATA_FILE).write_bytes(pickle.dumps(dcp.FileSystemWriter(path / "other")))
+    with pytest.raises(UserError, match="not checkpoint metadata"):
+        load(path)
+
+
+CHANGES = (list_as_bytes, set_size, set_dtype, drop_chunks, shorten_chunk, forget, point_elsewhere, transform)
+
+
+def corrupt(chance: random.Random, path: Path) -> None:
+    """One or two changes of the table of contents, or of bytes of its file."""
+    for _ in range(chance.choice((1, 1, 2))):
+        if chance.random() < 0.5:
+            try:
+                rewrite(path, chance.choice(CHANGES))
+            except (UserError, KeyError, StopIteration, AttributeError):
+                continue
+        else:
+            content = bytearray((path / METADATA_FILE).read_bytes())
+            for _ in range(chance.choice((1, 1, 3))):
+                content[chance.randrange(len(content))] = chance.randrange(256)
+            (path / METADATA_FILE).write_bytes(content)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.night)])
+@pytest.mark.timeout(1800)
+def test_no_table_of_contents_runs_code_or_leaves_a_weight_as_it_was(path: Path, count: int):
+    content, refused = (path / METADATA_FILE).read_bytes(), 0
+    for seed in range(count):
+        (path / METADATA_FILE).write_bytes(content)
+        corrupt(random.Random(seed), path)
+        try:
+            loaded = load(path)
+        except UserError:
+            refused += 1
+        else:
+            assert all(torch.equal(loaded[key], STATE[key]) for key in STATE), f"seed {seed}"
+        assert not Path("harmed").exists(), f"seed {seed}"
+    assert 0.5 < refused / count < 1
+
+
+def test_a_checkpoint_without_checksums_beside_one_with_them_is_damaged(tmp_path: Path, caplog):
+    saver = saved(tmp_path, 10, 20)
+    newest = saver.folder.path_of(20)
+    (newest / CHECKSUMS_FILE).unlink()
+    assert find_damage(newest) == f"{CHECKSUMS_FILE} is missing, which other checkpoints beside it have"
+    assert saver.latest() == 10
+    assert "step 20 is damaged" in caplog.text
+
+
+def test_a_resumed_run_ends_on_such_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With checksums that fit: whoever can write a checkpoint can write these."""
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = trained()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    saver = checkpointer(tmp_path, "sync")
+    saver.save(10, [model], optimizer, {}, {"step": 10})
+    path = saver.folder.path_of(10)
+    (path / "harm.pt").write_bytes(HARM)
+    key = next(key for key in SafeStorageReader(path).read_metadata().state_dict_metadata if key.startswith("model."))
+    rewrite(path, lambda metadata: list_as_bytes(metadata, key))
+    checksums = json.loads((path / CHECKSUMS_FILE).read_text())
+    del checksums["files"][METADATA_FILE]
+    (path / CHECKSUMS_FILE).write_text(json.dumps(checksums))
+    with pytest.raises(UserError, match="is listed as BytesStorageMetadata"):
+        saver.load(10, [model], optimizer)
+    assert not Path("harmed").exists()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -8,6 +8,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.rules.rule import Refuse, rules
+from titan_exp.rules.sbatch_options import sbatch_options_are_free
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
@@ -80,6 +81,7 @@ RULES = rules(
         "cluster.stop_limit below {cluster.signal_lead}, or a longer cluster.signal_lead",
     ),
     arguments_are_well_formed,
+    sbatch_options_are_free,
     when=_is_remote,
 )
 LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)

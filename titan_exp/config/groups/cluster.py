@@ -73,8 +73,10 @@ class ClusterConfig:
     """Environment variables of every process. They are saved in the run folder and must hold no credentials."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the ranks start."""
+    comment: str | None = None
+    """Comment of the job, for sites that require one; the submission's token is appended."""
     sbatch_args: list[str] = field(default_factory=list)
-    """More arguments of sbatch, one each."""
+    """More arguments of sbatch, one each; none that the launcher sets."""
     srun_args: list[str] = field(default_factory=list)
     """More arguments of srun, one each."""
     signal_lead: PositiveInt = 300

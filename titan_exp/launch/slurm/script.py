@@ -54,7 +54,7 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     cluster, resources = script.resources.cluster, script.resources
     log = "%A_%a" if script.array is not None else "%j"
     yield "job-name", script.name
-    yield "comment", f"{MARK}{script.token}"
+    yield "comment", " ".join(filter(None, [cluster.comment, f"{MARK}{script.token}"]))
     if script.array is not None:
         limit = "" if cluster.array_limit is None else f"%{cluster.array_limit}"
         yield "array", f"0-{script.array - 1}{limit}"

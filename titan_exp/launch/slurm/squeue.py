@@ -55,7 +55,8 @@ def listed_jobs(owners: Sequence[int]) -> list[Job]:
     jobs = []
     for line in text.splitlines():
         job_id, state, reason, comment = line.split("|", 3)
-        token = comment.removeprefix(MARK) if comment.startswith(MARK) else ""
+        # A site's own text may stand before the token.
+        token = comment.rpartition(" ")[2].removeprefix(MARK) if MARK in comment else ""
         _, _, task = job_id.partition("_")
         # A chained job of an array task already has the task in its token.
         jobs.append(Job(job_id, state, reason, f"{token}_{task}" if token and task else token))

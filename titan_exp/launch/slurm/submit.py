@@ -21,6 +21,7 @@ from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render
 from titan_exp.launch.state.thread_map import thread_map
+from titan_exp.rules.sbatch_options import RESERVED
 from titan_exp.tracking.run_folder.file_lock import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
@@ -28,6 +29,8 @@ FOLDER = ".slurm"
 """Submission folder, in the folder of runs."""
 ARRAY_LIMIT = 1000
 """Runs per array; SLURM's MaxArraySize is 1001 by default."""
+OWN_VARIABLES = ("comment", "job-name", "signal", "requeue", "no-requeue", "array-inx")
+"""Options with a value of ours, which a variable SBATCH_* would override."""
 SBATCH_LIMIT = 120
 """Timeout of sbatch in seconds; it blocks while the controller is down."""
 
@@ -166,6 +169,7 @@ def _import_path(snapshot: CodeSnapshot) -> list[str]:
 
 
 def _without_job_variables() -> dict[str, str | None]:
-    """Environment changes that unset SLURM variables; sbatch would read them as options."""
+    """Environment changes that unset variables of a job, and those that set reserved options of sbatch."""
     keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
-    return {name: None for name in os.environ if name.startswith("SLURM_") and name not in keep}
+    ours = {f"SBATCH_{option.upper().replace('-', '_')}" for option in (*RESERVED, *OWN_VARIABLES)}
+    return {name: None for name in os.environ if (name.startswith("SLURM_") and name not in keep) or name in ours}

@@ -94,7 +94,7 @@ def test_the_submitting_process_is_killed_in_the_middle(
     slow.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     slow.chmod(0o755)
     path = os.environ["PATH"]
-    words = [*SMALL, f"paths.runs={cluster.runs}", "experiment.seed=0,1"]
+    words = [*SMALL, f"paths.runs={cluster.runs}", "experiment.seed=0,1", "cluster.comment=project 42"]
     environment = {**os.environ, "PATH": f"{slow.parent}:{path}", "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         [sys.executable, "-m", "titan_exp", "train", "-m", *words], env=environment, stdout=subprocess.DEVNULL

@@ -27,14 +27,15 @@ class LRSchedule:
         self._decay = _decay(config)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of a step, counted from 1. Peak at `warmup_steps` exactly, floor at the last step."""
+        """Learning rate of a step, counted from 1. Peak at `warmup_steps` exactly; the floor would be that of the step
+        after the last, so that every step trains."""
         config = self.config
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps
         into_decay = step - (self.steps - config.decay_steps)
         if config.decay_steps == 0 or into_decay <= 0:
             return self.peak
-        factor = self._decay(min(1.0, into_decay / config.decay_steps))
+        factor = self._decay(min(1.0, into_decay / (config.decay_steps + 1)))
         return self.peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
 
 

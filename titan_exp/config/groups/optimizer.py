@@ -70,12 +70,12 @@ def has_known_state(optimizer: str) -> bool:
 
 @dataclass(frozen=True)
 class LRScheduleConfig:
-    """Learning rate over steps: warm-up to the peak, stable, then decay to the floor at the last step."""
+    """Learning rate over steps: warm-up to the peak, stable, then decay towards the floor."""
 
     warmup_steps: Count
     """Steps of linear warm-up; the peak is reached exactly at this step, and step 1 is already above 0."""
     decay_steps: Count
-    """Steps of decay at the end of the run; the last step's rate is the floor."""
+    """Steps of decay at the end of the run; one step more would reach the floor."""
     decay: str
     """`linear`, `cosine` or `sqrt`, or the import path of a function from progress in [0, 1] to a factor in [0, 1]."""
     min_lr_ratio: Ratio

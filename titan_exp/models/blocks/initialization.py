@@ -16,7 +16,7 @@ BLOCK_ROWS = 64
 """Rows drawn by one generator."""
 
 TRUNCATION = 3.0
-"""Truncation in standard deviations: draws beyond are clamped."""
+"""Truncation in standard deviations: values beyond are drawn again."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,18 @@ def _matrix_slice(seed: int, name: str, std: float, part: ShardSpec) -> np.ndarr
     for block in range(start[0] // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
         first = block * BLOCK_ROWS
         # Whole blocks, also at the matrix's end, so that a draw never depends on where a shard was cut.
-        draw = _generator(seed, name, block).standard_normal((BLOCK_ROWS, shape[1]), dtype=np.float32)
+        draw = _truncated_normal(_generator(seed, name, block), (BLOCK_ROWS, shape[1]))
         low, high = max(first, start[0]), min(first + BLOCK_ROWS, end)
         values[low - start[0] : high - start[0]] = draw[low - first : high - first, columns]
-    np.clip(values, -TRUNCATION, TRUNCATION, out=values)
     values *= np.float32(std)
     return values
+
+
+def _truncated_normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    draw = generator.standard_normal(shape, dtype=np.float32)
+    while (beyond := np.abs(draw) > TRUNCATION).any():
+        draw[beyond] = generator.standard_normal(np.count_nonzero(beyond), dtype=np.float32)
+    return draw
 
 
 def _generator(seed: int, name: str, block: int) -> np.random.Generator:

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.schema.schema import docstrings, hints, takes_switch
 
@@ -93,12 +93,14 @@ def take_flags(
     valued: Mapping[str, type] | None = None,
     *,
     others: Iterable[str] | None = None,
+    offered: Iterable[str] = (),
     verb: str = "",
 ) -> tuple[dict[str, str | int | bool], list[str]]:
     """Flags with their values, and the other arguments.
 
     `switches` take no value; `valued` flags take one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
-    flag in both may have one after `=`. `others` belong to another parser and are returned unparsed.
+    flag in both may have one after `=`. `others` belong to another parser and are returned unparsed;
+    `offered` are further flags of the verb, for suggestions.
     """
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}
@@ -116,7 +118,7 @@ def take_flags(
                 value = queue.pop(0)
             found[name] = _read(name, value, with_value[name])
         elif word.startswith("-") and word != "-" and name not in foreign:
-            raise UserError(_unknown(word, [*alone, *with_value], foreign, verb))
+            raise UserError(_unknown(word, [*alone, *with_value, *offered], foreign, verb))
         else:
             rest.append(word)
     return found, rest
@@ -132,12 +134,24 @@ def _flag(name: str) -> str:
 
 def _unknown(word: str, own: Sequence[str], foreign: Iterable[str], verb: str) -> str:
     key = word.lstrip("-")
-    offer = did_you_mean(word.partition("=")[0], [*own, *foreign])
-    if not offer and ("=" in key or "." in key):
-        return f"{word}: keys are set without dashes: {key if '=' in key else key + '=...'}"
+    # Hydra's --run is what a command does anyway.
+    offer = did_you_mean(word.partition("=")[0], [flag for flag in (*own, *foreign) if flag != "--run"])
+    if not offer and (keys := _keys_like(key, (*own, *foreign))):
+        return f"{word}: keys are set without dashes: {keys}"
     flags = sorted({flag for flag in own if flag.startswith("--")})
     known = f"titan-exp {verb} has {listed(flags or ['none'], 'and')}"
     return f"{word}: unknown flag; {offer or known}"
+
+
+def _keys_like(typed: str, flags: Sequence[str]) -> str:
+    """Override that was typed with dashes before it, if the verb takes overrides."""
+    from titan_exp.config.schema.schema import value_keys
+
+    key, _, value = typed.replace("-", "_").partition("=")
+    if "." not in key and "--cfg" in flags:
+        key = listed([f"{found}={value or '...'}" for found in nearest(key, value_keys(), 2)])
+        return key if "=" in key else ""
+    return f"{key}={value or '...'}" if "." in key or value else ""
 
 
 def _read(name: str, value: str, kind: type) -> str | int:

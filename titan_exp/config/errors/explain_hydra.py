@@ -59,7 +59,10 @@ def unknown_names(arguments: Arguments) -> list[Violation]:
     """Violations of unreadable overrides, and of overrides with unknown keys, groups or options."""
     parsed: list[Override] = []
     found: list[Violation] = []
-    for text in arguments.overrides:
+    for text in _joined(arguments.overrides):
+        if text not in arguments.overrides:
+            found.append(_unreadable(text))
+            continue
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
@@ -159,10 +162,24 @@ def _unknown_option(group: str, option: Any, options: Sequence[str]) -> Violatio
     return Violation(group, option, "this group has no such option", remedy)
 
 
+def _joined(overrides: Sequence[str]) -> Iterator[str]:
+    """Overrides; one that was typed with spaces around its equals sign is a single text."""
+    rest = list(overrides)
+    while rest:
+        text = rest.pop(0)
+        if rest and "=" not in text and rest[0].startswith("="):
+            text = f"{text} {rest.pop(0)}"
+        if rest and text.endswith("=") and "=" not in rest[0]:
+            text = f"{text} {rest.pop(0)}"
+        yield text
+
+
 def _unreadable(text: str) -> Violation:
     key, equals, value = text.partition("=")
-    if not equals:
-        remedy = f"for example {text}=... or training.steps=100"
+    if not equals or " " in key or value.startswith(" "):
+        colon = re.fullmatch(r"([\w.]+):(.+)", text)
+        meant = f"{colon[1]}={colon[2]}" if colon else "".join(text.split())
+        remedy = f"type {meant}" if "=" in meant else f"for example {text}=... or training.steps=100"
         return Violation(text, "", "an override is key=value, without spaces", remedy)
     remedy = f"quote it, once for the shell and once for Hydra: {key}='\"{value}\"'"
     return Violation(key, value, "this value cannot be read", remedy)

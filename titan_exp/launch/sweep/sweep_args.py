@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED, read_arguments
+from titan_exp.config.command_line.hydra_args import SWEEP_FLAGS, SWITCHES, VALUED, read_arguments
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study
 from titan_exp.launch.sweep.options import SweepOptions
 
-FLAGS = ("--dry-run", "--prune", "--yes", "--skip")
+FLAGS = SWEEP_FLAGS[:-1]
 
 
 @dataclass(frozen=True)

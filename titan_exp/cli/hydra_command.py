@@ -24,6 +24,7 @@ def run_with_hydra(argv: Sequence[str], task: Task, *, nested: Sequence[str] = (
     arguments = read_arguments(argv)
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
 
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
@@ -39,7 +40,9 @@ def run_with_hydra(argv: Sequence[str], task: Task, *, nested: Sequence[str] = (
     def job(cfg: Any) -> None:
         # Exceptions bypass Hydra, which would add its own text.
         try:
-            typed = [override for override in HydraConfig.get().overrides.task if override not in always]
+            # As typed: an interpolation in an override is one of the composed configuration, not of Hydra's.
+            overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+            typed = [override for override in overrides if override not in always]
             codes.append(task(cfg, typed))
         except Exception as error:
             failures.append(error)

@@ -80,7 +80,8 @@ class Watchdog(threading.Thread):
                 if left <= 0 or self._is_declared(position):
                     self._hung()
                     return
-                last = left + min(NATIVE_GRACE, self._kill)
+                # Before the first rank to detect the hang has waited for the others' records.
+                last = left + min(NATIVE_GRACE, self._kill / 2)
                 faulthandler.dump_traceback_later(last, exit=True, file=self._stacks)
             self._warn_if_late(position)
             self._stopped.wait(self._poll_interval)

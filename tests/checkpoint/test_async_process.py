@@ -25,7 +25,7 @@ def writing_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("moment", ["writing", "idle"])
+@pytest.mark.parametrize("moment", ["writing", pytest.param("idle", marks=pytest.mark.night)])
 def test_killed_save_process_is_replaced_by_the_next_save(tmp_path, caplog, capfd, moment):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "async_process")

@@ -32,7 +32,10 @@ def start(runs: Path, main: str, *overrides: str, ranks: int = 2, rank: int = 1)
 @pytest.mark.parametrize(
     ("main", "says", "stack"),
     [
-        ("in_the_loader", "in _await_a_batch while the others wait in a collective", "_await_a_batch"),
+        pytest.param(
+            *("in_the_loader", "in _await_a_batch while the others wait in a collective", "_await_a_batch"),
+            marks=pytest.mark.night,  # by day under SLURM, in tests/cluster/test_hang.py
+        ),
         ("in_a_collective", "rank 1 did not enter a collective that the others wait in, but waits in recv", "recv"),
     ],
 )
@@ -64,7 +67,10 @@ def test_blocking_rank_is_named(tmp_path: Path, main: str, says: str, stack: str
 @pytest.mark.parametrize(
     ("main", "says", "line"),
     [
-        ("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is down"),
+        pytest.param(
+            *("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is down"),
+            marks=pytest.mark.night,
+        ),
         ("in_native_code", "rank 1 is stuck in native code", "rank 1: in native code that blocks Python"),
     ],
 )
@@ -81,6 +87,7 @@ def test_rank_in_native_code_is_named_and_ended(tmp_path: Path, main: str, says:
     assert ranks_of(tmp_path) == []
 
 
+@pytest.mark.night  # by day one of two ranks
 def test_single_rank_in_native_code_is_ended(tmp_path: Path) -> None:
     run = start(tmp_path, "in_native_code", ranks=1, rank=0)
     code, _, err = run.finish()

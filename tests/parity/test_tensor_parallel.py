@@ -20,8 +20,8 @@ LAYOUTS = [
     f"{TP2} {WHOLE_TOKENS} training.micro_batch_size=1",
     f"{TP2} {WHOLE_LOGITS} activation_checkpoint=full",
     # More ranks than key and value heads, of which there are two.
-    f"{TP4} training.micro_batch_size=1",
-    f"{TP4} {WHOLE_TOKENS} activation_checkpoint=selective",
+    pytest.param(f"{TP4} training.micro_batch_size=1", marks=pytest.mark.night),
+    pytest.param(f"{TP4} {WHOLE_TOKENS} activation_checkpoint=selective", marks=pytest.mark.day),
     f"{TP4} {FSDP2} {AOT}",
     f"{TP2} {FSDP2} training.micro_batch_size=2",
     f"{TP2} {FSDP2} {AOT} activation_checkpoint=full {WHOLE_TOKENS}",

@@ -97,6 +97,7 @@ def test_the_ranking_is_what_plan_predicts():
     assert rows[0]["on_front"]
     for row in rows:
         assert row["gpu_hours"] == pytest.approx(1e9 / row["tokens_per_second_per_device"] / 3600)
+    for row in rows[1:]:  # the first costs as much
         launched = shlex.split(row["command"])[2:]
         alone = json.loads(planned(*launched, "--json"))
         assert max(rank["peak_allocated_bytes"] for rank in alone["ranks"]) == row["peak_allocated_bytes"]

@@ -82,9 +82,9 @@ def unreadable_checkpoint(path: Path, error: dcp.CheckpointException) -> UserErr
         return cause
     if isinstance(cause, OSError):
         return UserError(f"The checkpoint {path} cannot be read by rank {rank}: {cause}")
-    return damaged_checkpoint(
-        path, str(cause) if isinstance(cause, MetadataError) else f"{type(cause).__name__}: {cause}"
-    )
+    if isinstance(cause, MetadataError):
+        return UserError(f"The checkpoint {path} cannot be loaded: {cause}. It is damaged, or of another model.")
+    return damaged_checkpoint(path, f"{type(cause).__name__}: {cause}")
 
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:

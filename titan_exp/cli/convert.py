@@ -23,7 +23,7 @@ DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 USAGE = """\
 titan-exp convert SOURCE TARGET [format=...] [dtype=...]
-  for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
+  for example: titan-exp convert runs/first/19933fd81472 export/first dtype=bf16"""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ from titan_exp.trainer.load_model import describe, load_source, training_length
 
 USAGE = """\
 titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [key=value ...]
-  for example: titan-exp doctor --numerics runs/first/6ec54c999fca quantization=float8_rowwise data=text
+  for example: titan-exp doctor --numerics runs/first/19933fd81472 quantization=float8_rowwise data=text
 
   Runs the first training batch in fp32 and with the recipe, through the weights of a run (or any folder that generate
   reads; the default is the model's initial weights), and lists the linear layers by their quantization error.

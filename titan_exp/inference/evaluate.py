@@ -43,7 +43,7 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 USAGE = """\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
                    [training.micro_batch_size=N] [parallelism.KEY=VALUE]
-  for example: titan-exp evaluate runs/first/6ec54c999fca data=text data.paths='[notes]' split=all
+  for example: titan-exp evaluate runs/first/19933fd81472 data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one

@@ -30,7 +30,7 @@ from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
-  for example: titan-exp generate runs/first/6ec54c999fca prompt="def " prompt="import " temperature=0"""
+  for example: titan-exp generate runs/first/19933fd81472 prompt="def " prompt="import " temperature=0"""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -15,7 +15,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import JobStatus
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state import run_status as run_status_module
-from titan_exp.launch.state.run_lookup import find_runs, split_runs_folder
+from titan_exp.launch.state.run_lookup import find_runs, run_path, split_runs_folder
 from titan_exp.launch.state.run_status import run_status
 from titan_exp.launch.state.status_rows import status_rows
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -121,6 +121,18 @@ def test_runs_by_path_id_and_label(make, home: Path):
     }.items():
         with pytest.raises(UserError, match=says):
             find_runs([word], runs)
+
+
+def test_a_name_becomes_a_folder_and_a_path_stays(make, home: Path):
+    first, second = make(0, "done"), make(1, "failed")
+    runs = home / "runs"
+    assert run_path(first.path.name[:6], runs) == run_path(f"x/{first.path.name}", runs) == str(first.path)
+    for path in (str(second.path), "s3://bucket/run", "nowhere/weights", "weights.pt"):
+        assert run_path(path, runs) == path
+    with pytest.raises(UserError, match=rf"(?s)x: 2 runs match\. Give one of them:.*x/{first.path.name}"):
+        run_path("x", runs)
+    with pytest.raises(UserError, match="y: unknown run or study"):
+        run_path("y", runs)
 
 
 def test_status_table(make, capsys: pytest.CaptureFixture[str]):

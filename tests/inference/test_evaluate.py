@@ -27,10 +27,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, float]:
-    assert evaluate_command([str(word) for word in words]) == 0
-    out = capsys.readouterr().out
-    assert "perplexity" in out.splitlines()[1]
-    return json.loads(out.splitlines()[-1])
+    assert evaluate_command([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_table_for_people(trained: Path, capsys: pytest.CaptureFixture[str]):
+    assert evaluate_command([str(trained)]) == 0
+    assert "perplexity" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_evaluate_matches_the_validation_loss_of_the_run(trained: Path, capsys: pytest.CaptureFixture[str]):

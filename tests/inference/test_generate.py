@@ -6,6 +6,7 @@ import torch
 from tests.trainer.test_trainer import run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.cli.main import main
 from titan_exp.inference.generate import generate_command, sample_token
 
 
@@ -36,6 +37,11 @@ def test_text_depends_on_prompt_and_seed(trained, capsys):
 
 def test_the_newest_run_is_found(trained, capsys):
     assert generate_command([f"runs={trained.parent.parent}", "tokens=5"]) == 0
+    assert str(trained) in capsys.readouterr().out
+
+
+def test_a_run_is_found_by_its_label(trained, capsys):
+    assert main(["generate", "name/id", f"runs={trained.parent.parent}", "tokens=5"]) == 0
     assert str(trained) in capsys.readouterr().out
 
 

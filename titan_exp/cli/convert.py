@@ -14,6 +14,7 @@ from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.paths.remote_url import is_url
+from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
@@ -37,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")
-        source = open_checkpoint(local_copy(options.source, step=options.step), options.step)
+        source = open_checkpoint(local_copy(run_path(options.source), step=options.step), options.step)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
         with byte_progress(f"writing {form}") as progress:

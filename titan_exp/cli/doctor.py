@@ -8,8 +8,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if "--numerics" in argv:
         from titan_exp.doctor.numerics_command import doctor_command
+        from titan_exp.launch.state.run_lookup import run_path
 
-        return doctor_command(argv)
+        return doctor_command(argv, run_path)
     # As the launcher sets it for ranks; torch reads it at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from titan_exp.doctor.machine import machine_command

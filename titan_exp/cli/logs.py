@@ -8,7 +8,7 @@ from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.exit_status import TAIL
-from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, split_runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
 from titan_exp.launch.state.tail import FileTail
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -37,8 +37,7 @@ def run(argv: Sequence[str]) -> int:
     follow, rank, attempt = options.follow, options.rank, options.attempt
     if len(found) > 1:
         if follow or rank is not None or attempt is not None:
-            labels = "\n".join(f"  {entry.label}  {entry.folder.path.name}" for entry in found[:8])
-            raise UserError(f"{' '.join(named)}: {len(found)} runs match. Give one of them:\n{labels}")
+            require_one(found, " ".join(named))
         return _show_failures(found)
     (entry,) = found
     if not entry.folder.path.is_dir():

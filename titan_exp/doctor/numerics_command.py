@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -42,9 +42,11 @@ DEFAULT_SEQUENCES = 4
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
 
-def doctor_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --numerics`; returns the exit code. Raises UserError about an invalid override or
-    unreadable weights."""
+def doctor_command(arguments: Sequence[str], run_path: Callable[[str], str] = str) -> int:
+    """Run `titan-exp doctor --numerics`; returns the exit code.
+
+    `run_path` maps the name of a run to its folder. Raises UserError about an invalid override or unreadable weights.
+    """
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
@@ -52,7 +54,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
     flags = [argument for argument in arguments if argument.startswith("-")]
     if flags != ["--numerics"] or len(paths) > 1:
         raise UserError(USAGE)
-    path = Path(paths[0]).expanduser() if paths else None
+    path = Path(run_path(paths[0])).expanduser() if paths else None
     source = None if path is None else open_checkpoint(path)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

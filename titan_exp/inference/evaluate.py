@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.config.command_line.options import HELP, parse_options
+from titan_exp.config.command_line.options import HELP, take_options
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -42,7 +42,7 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [parallelism.KEY=VALUE]
+                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--json]
   for example: titan-exp evaluate runs/first/19933fd81472 data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
@@ -53,19 +53,22 @@ DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
 
-def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp evaluate`; returns the exit code. Raises UserError about invalid overrides, weights or data."""
+def evaluate_command(
+    arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None, run_path: Callable[[str], str] = str
+) -> int:
+    """Run `titan-exp evaluate`; returns the exit code.
+
+    `run_path` maps the name of a run to its folder. Raises UserError about invalid overrides, weights or data.
+    """
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
-    paths = [argument for argument in arguments if "=" not in argument]
+    options, rest = take_options(EvaluateOptions, arguments)
+    paths, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
     if len(paths) != 1:
         raise UserError(USAGE)
-    own = [argument for argument in arguments if argument.startswith(("step=", "split="))]
-    options = parse_options(EvaluateOptions, own)
-    path = local_copy(paths[0], step=options.step)
+    path = local_copy(run_path(paths[0]), step=options.step)
     source = open_checkpoint(path, options.step)
-    overrides = [argument for argument in arguments if "=" in argument and argument not in own]
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents)
     if ResolvedLayout.of(experiment).world_size == 1:
@@ -75,14 +78,17 @@ def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None =
         assert run_on_ranks is not None, "given by the command line"
         request = {"path": str(source.path), "all_documents": all_documents}
         found = ValidationResult(**run_on_ranks(f"{__name__}.rank_main", experiment, request))
+    numbers = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
+    numbers |= {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    if options.json:
+        print(json.dumps(numbers))
+        return 0
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
     table.add_row(
         described, experiment.data.source, f"{found.tokens:,}", f"{found.loss:.4f}", f"{found.perplexity:.4g}"
     )
     Console(highlight=False).print(table)
-    numbers = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
-    print(json.dumps({**numbers, "tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Text generation from a run or from weights in any format, on one device or with tensor parallelism."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,23 @@ titan-exp generate [RUN|FOLDER] [prompt=...]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp generate`; returns the exit code. Raises UserError about an invalid option or missing weights."""
+def generate_command(
+    arguments: Sequence[str],
+    run_on_ranks: RunOnRanks | None = None,
+    run_path: Callable[[str, Path], str] = lambda name, _: name,
+) -> int:
+    """Run `titan-exp generate`; returns the exit code.
+
+    `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid option or
+    missing weights.
+    """
     if set(arguments) & set(HELP):
         print(options_help(USAGE, GenerateOptions), end="")
         return 0
     options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
-    path = local_copy(options.run, step=options.step) if options.run else _latest_run(Path(options.runs))
+    runs = Path(options.runs)
+    path = local_copy(run_path(options.run, runs), step=options.step) if options.run else _latest_run(runs)
     source = open_checkpoint(path, options.step)
     if options.tp == 1:
         texts = generate(source, options, prompts, window=training_length(path, source))

@@ -116,6 +116,8 @@ class EvaluateOptions:
     """Step of the run's checkpoint; 0 is the newest."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,31 @@ def find_runs(names: Sequence[str], runs: Path) -> list[RunEntry]:
     return list({entry.folder.path: entry for entry in found}.values())
 
 
+def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
+    """The single run among those found. Raises UserError if there are several."""
+    if len(found) > 1:
+        labels = "\n".join(f"  {entry.label}  {entry.folder.path.name}" for entry in found[:8])
+        raise UserError(f"{name}: {len(found)} runs match. Give one of them:\n{labels}")
+    return found[0]
+
+
+def run_path(name: str, runs: Path | None = None) -> str:
+    """Folder of a run named by label or id prefix; existing paths and URLs as they are.
+
+    A name with a slash that is no run is returned as well, for the reader of weights to explain. Raises UserError if
+    another name matches no run, or several.
+    """
+    if not name or "://" in name or Path(name).expanduser().exists():
+        return name
+    try:
+        found = find_runs([name], Path(_default_runs()) if runs is None else runs)
+    except UserError:
+        if "/" in name or name.endswith((".pt", ".pth")):
+            return name
+        raise
+    return str(require_one(found, name).folder.path)
+
+
 def find_study_folder(word: str, runs: Path) -> StudyFolder | None:
     """Find a study folder by path or name; None if there is none."""
     for path in (Path(word).expanduser(), runs / word):

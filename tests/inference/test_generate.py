@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.trainer.test_trainer import run
+from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.cli.main import main
 from titan_exp.inference.generate import generate_command, sample_token
 
 

@@ -1,4 +1,5 @@
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.models.shapes import TINY
@@ -54,6 +55,29 @@ def test_but_for_the_modules_that_are_named():
         full = {name for name, (weight, _) in found.items() if weight == torch.float32}
         assert full == {"embedding", "blocks.0.attention.qkv", "blocks.1.attention_norm"}
         assert found["logits"][0] == torch.bfloat16
+
+
+def gradients_that_are_bf16() -> float:
+    """Fraction of the gradients of different tokens on every rank that bf16 holds exactly."""
+    with joined_process_group(CPU):
+        with torch.device("meta"):
+            model = build_model(TINY, seq_len=16, attention_backend="math")
+        table = init_specs(model)
+        assert table is not None
+        apply_fsdp(model, build_mesh(layout(1, 2), CPU), FSDPOptions(bf16=True))
+        materialize_parameters(model, CPU)
+        init_weights(model, table, seed=0)
+        model(torch.arange(32).view(2, 16) + 5 * dist.get_rank()).float().square().sum().backward()
+        shards = [parameter.grad.to_local().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
+        values = torch.cat(shards)
+        values = values[values != 0]
+        return float((values == values.bfloat16()).double().mean())
+
+
+def test_bf16_gradients_are_added_in_fp32():
+    """Sums of two numbers of eight bits have more; summed in bf16, all would have eight."""
+    for fraction in run_ranks(2, gradients_that_are_bf16):
+        assert 0.01 < fraction < 0.8
 
 
 def gathered_ahead(ahead: int) -> list[list[int]]:

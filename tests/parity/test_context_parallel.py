@@ -17,6 +17,7 @@ EXPERIMENTS = {
     "tied": "model.tied_embeddings=true",
     "one kv head": "model.kv_heads=1",
     "no groups": "model.kv_heads=4",
+    "two kv heads a rank": "model.heads=8 model.kv_heads=4",
 }
 
 
@@ -80,6 +81,13 @@ def test_neighbours_exchange_heads_and_groups_of_them_keys(tmp_path: Path, one_d
     mixed = ["parallelism.cp=4", "parallelism.cp_ulysses=2", f"parallelism.cp_method={method}"]
     found = train(tmp_path, *mixed, *EXPERIMENTS[experiment].split(), "activation_checkpoint=full")
     assert_same_curve(found, one_device(experiment))
+
+
+def test_ulysses_with_two_kv_heads_on_a_rank(tmp_path: Path, one_device):
+    """Heads are sent in groups, in order: with one of each on a rank, any order is right."""
+    experiment = EXPERIMENTS["two kv heads a rank"].split()
+    found = train(tmp_path, "parallelism.cp=2", "parallelism.cp_method=ulysses", *experiment)
+    assert_same_curve(found, one_device("two kv heads a rank"))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -221,6 +221,19 @@ def a_head_is_computed_with_another_ranks_queries() -> None:
     patch("titan_exp.parallel.tensor_parallel.apply._rows_of", make)
 
 
+def a_rank_gets_every_other_kv_head() -> None:
+    def make(original: Any) -> Any:
+        def forward(self: Any, query: Any, *keys_and_values: Any) -> Any:
+            mixed = [
+                heads.unflatten(1, (-1, self.degree)).transpose(1, 2).flatten(1, 2) for heads in keys_and_values[:2]
+            ]
+            return original(self, query, *mixed, *keys_and_values[2:])
+
+        return forward
+
+    patch("titan_exp.parallel.context_parallel.ulysses.UlyssesAttention.forward", make)
+
+
 def positions_are_those_of_the_part() -> None:
     def make(original: Any) -> Any:
         def shard_batch(batch: Any, mesh: Any) -> Any:
@@ -340,6 +353,8 @@ WHOLE_TOKENS = ["parallelism.tp=4", "parallelism.sequence_parallel=false", *LINE
 """More ranks than key and value heads, every token on all of them."""
 CONTEXT = ["parallelism.cp=2", "data.reset_positions=false", *LINES[:-1]]
 """Sequences shared, positions counted through them."""
+ULYSSES = ["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.heads=8", "model.kv_heads=4"]
+"""Two key and value heads on each rank."""
 
 PIPELINE = [
     *("parallelism.pp=2", "parallelism.dp_shard=2", "training.micro_batch_size=1"),
@@ -374,6 +389,7 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (CONTEXT, positions_are_those_of_the_part),
     (CONTEXT, parts_of_the_softmax_are_merged_unweighed),
     (CONTEXT, tokens_of_context_ranks_are_counted_again),
+    (ULYSSES, a_rank_gets_every_other_kv_head),
     (PIPELINE, gradients_are_scaled_by_micro_batches),
     (PIPELINE, tied_copies_diverge),
     (PIPELINE, the_norm_is_not_summed_over_stages),
@@ -393,7 +409,7 @@ def one_device(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, PIPELINE, BY_ROLE, STATISTICS], ids=" ".join
+    "layout", [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, ULYSSES, PIPELINE, BY_ROLE, STATISTICS], ids=" ".join
 )
 def test_without_mutation_the_curve_is_the_same(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))

@@ -260,22 +260,14 @@ class Checkpointer:
 
         A weights-only checkpoint restores weights and progress.
         """
-        path = self.folder.path_of(step)
-        shapes = tensor_shapes(path)
-        progress = _read_json_entries(path, shapes, PROGRESS_KEY)[PROGRESS_KEY]
-        if progress.get(WEIGHTS_ONLY_KEY):
-            load_into(path, model_state_dict(parts))
-            data: dict[str, Any] = {}
-        else:
-            # Before its first step an optimizer has no state, and none is saved.
-            if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
-                init_optimizer_state(parts, optimizer)
-            load_into(path, {**model_state_dict(parts), **optimizer_state_dict(parts, optimizer)})
-            entries = _read_json_entries(path, shapes, DATA_PREFIX)
-            data = {key.removeprefix(DATA_PREFIX): state for key, state in entries.items()}
-        sync_tied_state(parts, optimizer)
+        restored = load_state(self.folder.path_of(step), parts, optimizer)
         self._newest = self.durable = step
-        return RestoredState(progress, data)
+        return restored
+
+    def read_parent(self, path: Path) -> dict[str, Any]:
+        """Verify the checkpoint of another run and read its progress. Raises UserError if it is damaged."""
+        require_intact(path, self._group)
+        return read_progress(path)
 
     def load_initial_weights(self, parts: Sequence[nn.Module], local_path: str | None = None) -> None:
         """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`.
@@ -369,6 +361,28 @@ class _PendingSave:
             self.durable_at = now
         if self.pause_seconds < 0:
             self.pause_seconds = now - self.begin
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """Progress of a checkpoint: step, tokens, configuration."""
+    return _read_json_entries(path, tensor_shapes(path), PROGRESS_KEY)[PROGRESS_KEY]
+
+
+def load_state(path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> RestoredState:
+    """Load a verified checkpoint; collective if a process group exists."""
+    shapes, progress = tensor_shapes(path), read_progress(path)
+    if progress.get(WEIGHTS_ONLY_KEY):
+        load_into(path, model_state_dict(parts))
+        data: dict[str, Any] = {}
+    else:
+        # Before its first step an optimizer has no state, and none is saved.
+        if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
+            init_optimizer_state(parts, optimizer)
+        load_into(path, {**model_state_dict(parts), **optimizer_state_dict(parts, optimizer)})
+        entries = _read_json_entries(path, shapes, DATA_PREFIX)
+        data = {key.removeprefix(DATA_PREFIX): state for key, state in entries.items()}
+    sync_tied_state(parts, optimizer)
+    return RestoredState(progress, data)
 
 
 def _read_json_entries(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
-from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.lineage import Lineage, read_history
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
@@ -81,7 +81,7 @@ def read_run(path: str | Path) -> Run:
     config = _read_config(folder.config)
     code = read_json(folder.code) or {}
     attempts = folder.read_attempts()
-    rows = read_metrics(folder.metrics)
+    rows = read_history(folder.path)
     state, reason = _state(folder)
     alive = state in ("running", "lost")
     spans = [
@@ -97,7 +97,8 @@ def read_run(path: str | Path) -> Run:
         config=config,
         rows=rows,
         world_size=attempts[-1].world_size if attempts else None,
-        seconds=sum(seconds for _, seconds in known) if known else None,
+        # Rows of a continued run include its parent's, whose seconds do not count here.
+        seconds=sum(seconds for _, seconds in known) if known and Lineage.read(folder.path) is None else None,
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
         device=_device(folder.env),
         commit=code.get("commit"),

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
@@ -18,10 +18,12 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
+from titan_exp.config.paths.parent_run import normalize_parent
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
 from titan_exp.launch.run_id import experiment_id, run_id
+from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.atomic_write import sync_all
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
@@ -54,6 +56,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     """
     # Before the rules, whose messages quote values.
     refuse_secrets(to_dict(experiment))
+    experiment = _with_parent(experiment)
 
     def path_of(resolved: Experiment) -> Path:
         return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
@@ -64,6 +67,16 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
 
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
     return RunPlan(resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), RunFolder(path_of(resolved)))
+
+
+def _with_parent(experiment: Experiment) -> Experiment:
+    """Name the parent of a continued run in the same form however it is typed."""
+    checkpoint, runs = experiment.checkpoint, Path(experiment.paths.runs).expanduser()
+    if checkpoint.continue_from is None or (runs / checkpoint.continue_from / "config.yaml").is_file():
+        return experiment
+    parent, step = normalize_parent(run_path(checkpoint.continue_from, runs), runs)
+    step = checkpoint.continue_step if checkpoint.continue_step is not None else step
+    return replace(experiment, checkpoint=replace(checkpoint, continue_from=parent, continue_step=step))
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:

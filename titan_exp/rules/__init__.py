@@ -11,6 +11,7 @@ from titan_exp.rules import (
     checkpoint,
     cluster,
     context_parallel,
+    continue_from,
     cuda_graphs,
     data,
     degrees,
@@ -28,10 +29,13 @@ from titan_exp.rules import (
 from titan_exp.rules.rule import Rule, find_violations
 
 _MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
-_MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, degrees, cluster)
+_MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, continue_from, degrees, cluster)
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
+
+BEGINNING_RULES: tuple[Rule, ...] = (*checkpoint.BEGINNING_RULES, *continue_from.BEGINNING_RULES)
+"""Rules about inputs of a run's first start, skipped on resume."""
 
 LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))
 """Rules that need a resolved layout."""
@@ -62,7 +66,7 @@ def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] =
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
-        return [*error.violations, *find_violations((*RULES, *checkpoint.BEGINNING_RULES), single)]
+        return [*error.violations, *find_violations((*RULES, *BEGINNING_RULES), single)]
     found = find_violations((*RULES, *LAYOUT_RULES), resolved)
-    missing = find_violations(checkpoint.BEGINNING_RULES, resolved)
+    missing = find_violations(BEGINNING_RULES, resolved)
     return [*found, *missing] if missing and not has_begun(resolved) else found

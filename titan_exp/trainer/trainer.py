@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
@@ -24,12 +25,14 @@ from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.gc import GarbageCollection
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.metrics import Report
+from titan_exp.trainer.parent_state import load_parent_state
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
@@ -86,16 +89,19 @@ class Trainer:
         )
 
     def restore(self) -> None:
-        """Load the newest checkpoint of the run, or `checkpoint.initial` if there is none, and open the report.
+        """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
+        `checkpoint.continue_from` or the weights of `checkpoint.initial`, if given.
 
         Raises:
             UserError: a checkpoint is damaged, or training cannot continue from it.
         """
         step = self.checkpointer.latest()
-        if step is None:
-            self._load_initial_weights()
-        else:
+        if step is not None:
             self._load(step)
+        elif self.experiment.checkpoint.continue_from is not None:
+            self._load_parent()
+        else:
+            self._load_initial_weights()
         self.refresh_scales = self._weight_scales()
         self.refresh_scales()
         self.report = Report(
@@ -218,7 +224,34 @@ class Trainer:
                 f"cannot continue after step {step}. Start a new run from them: checkpoint.initial={self.folder.path}"
             )
         get_logger().info("continuing after step %d", self.step)
-        changed = differences(restored.progress.get("config"), to_dict(self.experiment))
+        self._log_changes(restored.progress.get("config"))
+
+    def _load_parent(self) -> None:
+        """Begin with the whole state of `checkpoint.continue_from`."""
+        cache = cache_of(self.folder, self.experiment.experiment.name) / "remote"
+        restored, lineage = load_parent_state(
+            self.experiment,
+            self.checkpointer,
+            self.model.parts,
+            self.optimizer,
+            cache=cache,
+            lineage=Lineage.read(self.folder.path),
+        )
+        self.step, self.tokens = lineage.step, lineage.tokens
+        if self._is_over:
+            raise UserError(
+                f"checkpoint.continue_from={self.experiment.checkpoint.continue_from}: its checkpoint is of step "
+                f"{self.step}, and training.steps={self.experiment.training.steps}. Give more steps."
+            )
+        if self.experiment.checkpoint.continue_data == "same":
+            self.loader.load_state_dict(restored.data)
+        if dist.get_rank() == 0:
+            lineage.write(self.folder.path)
+        get_logger().info("continuing %s after step %d", lineage.parent, self.step)
+        self._log_changes(restored.progress.get("config"))
+
+    def _log_changes(self, saved: Any) -> None:
+        changed = differences(saved, to_dict(self.experiment))
         if changed:
             get_logger().info("changed since that checkpoint; the new values apply:%s", "".join(changed))
 

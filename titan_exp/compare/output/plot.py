@@ -14,7 +14,7 @@ from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_count
-from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.lineage import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import Value
 
@@ -53,7 +53,7 @@ def draw(run_folder: Path) -> Path:
 
 def _rows(run_folder: Path) -> list[dict[str, Value]]:
     path = RunFolder(run_folder).metrics
-    rows = read_metrics(path)
+    rows = read_history(path.parent)
     if not rows:
         raise UserError(
             f"{run_folder}: {path.name} is missing or empty. Name a run folder (runs/<name>/<run id>) whose run has "

@@ -39,3 +39,11 @@ class CheckpointConfig:
     layout; part of the run's identity."""
     initial_exclude: list[str] = field(default_factory=list)
     """Patterns of full names (`head.*`) of weights that are initialized nevertheless."""
+    continue_from: str | None = None
+    """Run whose whole state (weights, optimizer, data position, counters) a new run begins with: its folder, name or
+    id, one of its checkpoints, or its URL. Model, optimizer, data and seed must be the same; layout, steps, schedule,
+    batch size and all else may differ. Part of the run's identity."""
+    continue_step: PositiveInt | None = None
+    """Step of that run's checkpoint; null is the newest at the first start."""
+    continue_data: Literal["same", "restart"] = "same"
+    """`same` goes on where that run stopped reading; `restart` reads from the beginning, also of other data."""

@@ -19,8 +19,14 @@ NOT_IN_RUN_ID = {
 }
 """Keys without effect on results, each with the reason. A group covers all of its keys."""
 
-IN_RUN_ID = ("checkpoint.initial", "checkpoint.initial_exclude")
-"""Exceptions in these groups that affect results: the initial weights."""
+IN_RUN_ID = (
+    "checkpoint.initial",
+    "checkpoint.initial_exclude",
+    "checkpoint.continue_from",
+    "checkpoint.continue_step",
+    "checkpoint.continue_data",
+)
+"""Exceptions in these groups that affect results: the initial state."""
 
 LAYOUT = {
     "parallelism": "how the same mathematics is spread over processes",
@@ -39,6 +45,8 @@ LAYOUT = {
 COUNTS_BESIDE = {
     "quantization": "quantization.recipe",
     "checkpoint.initial_exclude": "checkpoint.initial",
+    "checkpoint.continue_step": "checkpoint.continue_from",
+    "checkpoint.continue_data": "checkpoint.continue_from",
 }
 """Keys or groups without effect while another key has its default."""
 

@@ -1,0 +1,150 @@
+"""A run that begins with the whole state of another: in another layout, with other steps, or on other data."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import SMALL, Curve, train
+from tests.parity.test_continued import SAVING, assert_continues
+from tests.trainer.test_trainer import experiment, run
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.launch.run_plan import plan_run
+from titan_exp.rules import violations
+from titan_exp.tracking.run_folder.lineage import Lineage, read_history
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    """A run of ten steps in a folder of runs, with checkpoints of steps 5 and 10."""
+    path = tmp_path_factory.mktemp("runs") / "first" / "0123456789ab"
+    return path, train(path, *SAVING)
+
+
+def child(parent: Path, *overrides: str, step: int = 5) -> list[str]:
+    return [*SAVING, f"checkpoint.continue_from={parent}", f"checkpoint.continue_step={step}", *overrides]
+
+
+def test_in_the_same_layout_it_is_bitwise(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, whole = parent
+    found = train(tmp_path / "child", *child(path))
+    assert_continues(whole, found)
+    assert found.loss == whole.loss[5:]
+    assert all(torch.equal(found.weights[name], weight) for name, weight in whole.weights.items())
+
+
+def test_in_another_layout_the_curve_goes_on(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, whole = parent
+    found = train(tmp_path / "child", *child(path, "parallelism.tp=2", "parallelism.dp_shard=2"))
+    assert_continues(whole, found)
+    assert Lineage.read(tmp_path / "child") == Lineage(str(path), 5, 5 * 8 * 64)
+    history = read_history(tmp_path / "child")
+    assert [row["step"] for row in history] == list(range(1, 11))
+    assert [row["loss"] for row in history] == pytest.approx(whole.loss, rel=2e-6)
+
+
+def test_steps_schedule_and_batch_size_may_differ(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, _ = parent
+    more = ["training.steps=14", "lr_schedule=constant", "training.global_batch_size=16", "optimizer.weight_decay=0"]
+    _, folder = run(tmp_path / "child", *child(path, *more, step=10))
+    rows = read_metrics(folder.metrics)
+    assert [row["step"] for row in rows] == [11, 12, 13, 14]
+    assert [row["tokens"] for row in rows] == [(80 + 16 * steps) * 64 for steps in (1, 2, 3, 4)]
+    grandchild = child(folder.path, "training.steps=16", "lr_schedule=constant", step=14)
+    _, last = run(tmp_path / "grandchild", *grandchild)
+    assert [row["step"] for row in read_history(last.path)] == list(range(1, 17))
+
+
+def test_data_may_begin_again_and_be_other_data(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, whole = parent
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("another text, line by line\n" * 2000)
+    (tmp_path / "text" / "b.txt").write_text("and a second one\n" * 2000)
+    other = ["data=text", f"data.paths=[{tmp_path}/text]"]
+    with pytest.raises(UserError, match=r"cannot continue on other data|other data"):
+        run(tmp_path / "refused", *child(path, *other))
+    _, folder = run(tmp_path / "other", *child(path, *other, "checkpoint.continue_data=restart"))
+    rows = read_metrics(folder.metrics)
+    assert [row["step"] for row in rows] == [6, 7, 8, 9, 10]
+    assert rows[0]["loss"] != pytest.approx(whole.loss[5], rel=1e-3)
+    assert rows[0]["epoch"] < whole.rows[5]["epoch"] or rows[0]["epoch"] > 0
+
+
+def test_a_start_before_the_first_checkpoint_takes_the_same_step_again(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, whole = parent
+    copied = tmp_path / "runs" / "parent"
+    shutil.copytree(path, copied)
+    shutil.rmtree(copied / "checkpoints" / "step-00000010")
+    words = [*SAVING, f"checkpoint.continue_from={copied}", "checkpoint.every=1000", "checkpoint.mode=off"]
+    run(tmp_path / "child", *words)
+    shutil.copytree(path / "checkpoints" / "step-00000010", copied / "checkpoints" / "step-00000010")
+    run(tmp_path / "child", *words, "training.steps=11")
+    rows = read_metrics(tmp_path / "child" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [6, 7, 8, 9, 10, 11]
+    assert rows[0]["loss"] == whole.loss[5]
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "says"),
+    [
+        ("model.dim=96", "model.dim", "has 128"),
+        ("model.tied_embeddings=true", "model.tied_embeddings", "has False"),
+        ("optimizer=sgd", "optimizer.name", "is that of adamw"),
+        ("experiment.seed=1", "experiment.seed", "have seed 0"),
+        ("training.steps=5", "training.steps", "is of step 5"),
+        ("checkpoint.continue_step=7", "checkpoint.continue_from", "no complete checkpoint of step 7"),
+        ("checkpoint.continue_from=nowhere", "checkpoint.continue_from", "no complete checkpoint"),
+        ("checkpoint.initial=PARENT", "checkpoint.continue_from", "gives the weights already"),
+        ("checkpoint.continue_from=null", "checkpoint.continue_step", "continue_from is null"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_start(
+    parent: tuple[Path, Curve], override: str, field: str, says: str
+):
+    path, _ = parent
+    found = violations(experiment(*child(path), override.replace("PARENT", str(path))))
+    assert [violation.field for violation in found if says in violation.reason] == [field]
+
+
+def test_and_at_the_start_where_the_parent_was_not_at_hand(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, _ = parent
+    with pytest.raises(UserError, match=r"(?s)cannot be continued.*model\.dim=96.*has 128"):
+        run(tmp_path / "shape", *child(path, "model.dim=96"))
+    with pytest.raises(UserError, match="no complete checkpoint of step 3"):
+        run(tmp_path / "step", *child(path, step=3))
+
+
+def test_weights_alone_cannot_be_continued(tmp_path: Path):
+    _, folder = run(tmp_path / "parent", *SAVING, "checkpoint.last=weights")
+    with pytest.raises(UserError, match=r"holds weights only.*checkpoint\.initial="):
+        run(tmp_path / "child", *child(folder.path, "training.steps=12", step=10))
+
+
+def planned(runs: Path, *overrides: str) -> Experiment:
+    saving = ["checkpoint.mode=sync", "training.steps=20"]
+    small = [override for override in SMALL if not override.startswith(("checkpoint", "training.steps"))]
+    return plan_run(to_experiment(compose([*small, *saving, f"paths.runs={runs}", *overrides]))).experiment
+
+
+def test_a_parent_has_one_name_however_it_is_typed(parent: tuple[Path, Curve], monkeypatch: pytest.MonkeyPatch):
+    path, _ = parent
+    runs = path.parent.parent
+    monkeypatch.chdir(runs.parent)
+    (path / "config.yaml").write_text(to_yaml(replace(experiment(*SAVING))))
+    for typed in (
+        str(path),
+        f"{runs.name}/first/{path.name}",
+        f"first/{path.name}",
+        path.name[:6],
+        f"{path}/checkpoints",
+    ):
+        config = planned(runs, f"checkpoint.continue_from={typed}").checkpoint
+        assert (config.continue_from, config.continue_step) == (f"first/{path.name}", None), typed
+    config = planned(runs, f"checkpoint.continue_from={path}/checkpoints/step-00000005").checkpoint
+    assert (config.continue_from, config.continue_step) == (f"first/{path.name}", 5)

@@ -1,0 +1,54 @@
+"""State of a parent run, with which a continued run begins."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titan_exp.checkpoint.checkpointer import Checkpointer, RestoredState, load_state
+from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
+from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
+from titan_exp.config.paths.remote_url import is_url
+from titan_exp.rules.continue_from import misfits
+from titan_exp.tracking.run_folder.lineage import Lineage
+
+
+def load_parent_state(
+    experiment: Experiment,
+    checkpointer: Checkpointer,
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    cache: Path,
+    lineage: Lineage | None,
+) -> tuple[RestoredState, Lineage]:
+    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer.
+
+    `lineage` is that of an earlier start, whose step is taken again. Raises UserError if there is no such checkpoint,
+    or it is damaged, holds weights only, or does not fit.
+    """
+    config = experiment.checkpoint
+    assert config.continue_from is not None, "the caller checks"
+    location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    step = config.continue_step if lineage is None else lineage.step
+    local = str(local_copy(location, cache=cache, step=step or 0))
+    path = parent_checkpoint(local, None if is_url(location) else step)
+    if path is None:
+        of_step = "" if step is None else f" of step {step}"
+        raise UserError(f"checkpoint.continue_from={config.continue_from}: it has no complete checkpoint{of_step}")
+    progress = checkpointer.read_parent(path)
+    found = list(
+        misfits(progress.get("config") or {}, config, experiment.model, experiment.optimizer, experiment.experiment)
+    )
+    if found:
+        raise UserError("This run cannot be continued.", found)
+    if progress.get(WEIGHTS_ONLY_KEY):
+        raise UserError(
+            f"checkpoint.continue_from={config.continue_from}: its checkpoint of step {progress['step']} holds weights "
+            f"only (checkpoint.last=weights). checkpoint.initial={config.continue_from} starts a new run from them."
+        )
+    return load_state(path, parts, optimizer), Lineage(location, progress["step"], progress["tokens"])

@@ -14,9 +14,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
+    from titan_exp.config.paths.checkpoint_paths import saved_state
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run
+    from titan_exp.launch.related_runs import related_runs
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import plan_run
 
@@ -28,6 +30,12 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
         for line in preview(experiment.data, experiment.training, experiment.experiment.seed, experiment.data.preview):
             print(line)
         return 0
+    if saved_state(str(plan.folder.path)) is None and plan.experiment.checkpoint.continue_from is None:
+        for related in related_runs(plan.experiment)[:1]:
+            print(
+                f"{related.name} is this experiment in another layout or with other steps, saved at step "
+                f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}"
+            )
     executor = executor_for(experiment.cluster.kind)
     code = executor.launch(gate_run(plan, RunConsole().echo))
     # A run fetched from checkpoint.remote, or of no steps, has no metrics.

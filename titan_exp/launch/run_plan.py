@@ -22,6 +22,7 @@ from titan_exp.config.paths.parent_run import normalize_parent
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
+from titan_exp.launch.related_runs import AUTO, with_auto_parent
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
@@ -72,6 +73,8 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
 def _with_parent(experiment: Experiment) -> Experiment:
     """Name the parent of a continued run in the same form however it is typed."""
     checkpoint, runs = experiment.checkpoint, Path(experiment.paths.runs).expanduser()
+    if checkpoint.continue_from == AUTO:
+        return with_auto_parent(resolve_layout(experiment, offered_devices(experiment.cluster)))
     if checkpoint.continue_from is None or (runs / checkpoint.continue_from / "config.yaml").is_file():
         return experiment
     parent, step = normalize_parent(run_path(checkpoint.continue_from, runs), runs)

@@ -42,7 +42,8 @@ class CheckpointConfig:
     continue_from: str | None = None
     """Run whose whole state (weights, optimizer, data position, counters) a new run begins with: its folder, name or
     id, one of its checkpoints, or its URL. Model, optimizer, data and seed must be the same; layout, steps, schedule,
-    batch size and all else may differ. Part of the run's identity."""
+    batch size and all else may differ. `auto` takes the run of the same name that differs in layout,
+    steps and schedule alone and has the most steps, if there is one. Part of the run's identity."""
     continue_step: PositiveInt | None = None
     """Step of that run's checkpoint; null is the newest at the first start."""
     continue_data: Literal["same", "restart"] = "same"

@@ -1,0 +1,85 @@
+"""Runs that a new run could continue: found, offered, and taken by `auto`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_exp.cli.main import main
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_name
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.related_runs import related_runs
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
+
+SMALL = ("model=llama_debug", "training.seq_len=64", "training.steps=20", "cluster.device=cpu")
+
+
+def planned(runs: Path, *overrides: str) -> RunPlan:
+    return plan_run(to_experiment(compose([*SMALL, f"paths.runs={runs}", *overrides])))
+
+
+def saved(runs: Path, step: int, *overrides: str) -> RunPlan:
+    """A run folder with a checkpoint, as far as names tell."""
+    plan = planned(runs, *overrides)
+    create_run_folder(plan)
+    checkpoint = plan.folder.checkpoints / step_name(step)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / METADATA_FILE).touch()
+    return plan
+
+
+def names(runs: Path, *overrides: str) -> list[tuple[str, int]]:
+    return [(run.name, run.step) for run in related_runs(planned(runs, *overrides).experiment)]
+
+
+def test_layout_steps_and_schedule_may_differ_and_nothing_else(tmp_path: Path):
+    short = saved(tmp_path, 20)
+    wide = saved(tmp_path, 8, "parallelism.dp_shard=2", "training.steps=30", "compile=blocks")
+    saved(tmp_path, 30, "optimizer.lr=1e-3", "training.steps=40")
+    saved(tmp_path, 30, "model.dim=256", "training.steps=40")
+    create_run_folder(planned(tmp_path, "training.steps=50"))
+    expected = [(f"first/{short.run_id}", 20), (f"first/{wide.run_id}", 8)]
+    assert names(tmp_path, "training.steps=60", "lr_schedule=constant") == expected
+    assert names(tmp_path, "training.steps=60", "parallelism.tp=2") == expected
+    assert names(tmp_path, "parallelism.tp=2") == expected[1:], "one of twenty steps has as many"
+    assert names(tmp_path) == expected[1:], "a run is not its own relative"
+    assert names(tmp_path, "training.steps=60", "experiment.seed=1") == []
+    assert names(tmp_path, "training.steps=60", "experiment.name=second") == []
+
+
+def test_auto_takes_the_one_with_the_most_steps_and_the_same_again(tmp_path: Path):
+    auto = ("training.steps=60", "checkpoint.continue_from=auto")
+    assert planned(tmp_path, *auto).experiment.checkpoint.continue_from is None
+    parent = saved(tmp_path, 20)
+    child = planned(tmp_path, *auto)
+    assert child.experiment.checkpoint.continue_from == f"first/{parent.run_id}"
+    assert child.run_id != planned(tmp_path, "training.steps=60").run_id
+    assert saved(tmp_path, 40, *auto).run_id == child.run_id
+    assert planned(tmp_path, *auto).run_id == child.run_id, "the child has more steps than its parent by now"
+    later = planned(tmp_path, "training.steps=80", "checkpoint.continue_from=auto").experiment.checkpoint
+    assert later.continue_from == f"first/{child.run_id}"
+
+
+def test_the_line_to_type_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Launched:
+        waits = False
+
+        def launch(self, plan: RunPlan) -> int:
+            return 0
+
+    def executor(kind: str) -> Any:
+        return Launched()
+
+    monkeypatch.setattr("titan_exp.launch.executor.executor_for", executor)
+    parent = saved(tmp_path, 20)
+    words = ["train", *SMALL[:-2], "cluster.device=cpu", f"paths.runs={tmp_path}", "plan.gate=off"]
+    assert main([*words, "training.steps=60"]) == 0
+    said = capsys.readouterr().out
+    assert f"first/{parent.run_id} is this experiment" in said
+    line = said.partition("add ")[2].strip()
+    assert line == f"checkpoint.continue_from=first/{parent.run_id}"
+    assert main([*words, "training.steps=60", line]) == 0
+    assert "this experiment" not in capsys.readouterr().out

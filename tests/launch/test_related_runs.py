@@ -61,25 +61,44 @@ def test_auto_takes_the_one_with_the_most_steps_and_the_same_again(tmp_path: Pat
     assert later.continue_from == f"first/{child.run_id}"
 
 
-def test_the_line_to_type_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
+    """Plans that were launched."""
+    plans: list[RunPlan] = []
+
     class Launched:
         waits = False
 
         def launch(self, plan: RunPlan) -> int:
+            plans.append(plan)
             return 0
 
     def executor(kind: str) -> Any:
         return Launched()
 
     monkeypatch.setattr("titan_exp.launch.executor.executor_for", executor)
+    return plans
+
+
+def test_the_line_to_type_is_offered(tmp_path: Path, launched: list[RunPlan], capsys: pytest.CaptureFixture[str]):
     parent = saved(tmp_path, 20)
-    words = ["train", *SMALL[:-2], "cluster.device=cpu", f"paths.runs={tmp_path}", "plan.gate=off"]
-    assert main([*words, "training.steps=60"]) == 0
+    words = ["train", *SMALL, f"paths.runs={tmp_path}", "plan.gate=off", "training.steps=60"]
+    assert main(words) == 0
     said = capsys.readouterr().out
     assert f"first/{parent.run_id} is this experiment" in said
     line = said.partition("add ")[2].strip()
     assert line == f"checkpoint.continue_from=first/{parent.run_id}"
-    assert main([*words, "training.steps=60", line]) == 0
+    assert main([*words, line]) == 0
     assert "this experiment" not in capsys.readouterr().out
+    assert [plan.experiment.checkpoint.continue_from for plan in launched] == [None, f"first/{parent.run_id}"]
+
+
+def test_retry_with_other_values_is_a_new_run_from_the_old_ones_state(tmp_path: Path, launched: list[RunPlan]):
+    parent = saved(tmp_path, 20)
+    words = ["retry", parent.run_id[:8], f"paths.runs={tmp_path}", "training.steps=60", "parallelism.dp_shard=2"]
+    assert main(words) == 0
+    (plan,) = launched
+    assert plan.experiment.checkpoint.continue_from == f"first/{parent.run_id}"
+    assert (plan.experiment.training.steps, plan.layout.world_size) == (60, 2)
+    assert plan.folder.path.parent == parent.folder.path.parent
+    assert main(["retry", "first", f"paths.runs={tmp_path}", "training.steps=60"]) == 0

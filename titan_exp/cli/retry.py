@@ -1,11 +1,12 @@
 """Restart failed and lost runs in their folders."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.retry import retry_runs
-from titan_exp.launch.state.run_lookup import find_runs, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, split_runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
 
 HELP_TEXT = """\
@@ -13,6 +14,7 @@ titan-exp retry: restart failed and lost runs, each in its folder and from its l
 
   titan-exp retry NAME         those of a study
   titan-exp retry RUN ...      runs, by path, id prefix or STUDY/LABEL
+  titan-exp retry RUN key=value ...   a new run that goes on from the last checkpoint of one, with other values
 
 Configuration is that of the folder, code is the current one. A stopped run has not failed: the command that started
 it continues it.
@@ -24,9 +26,12 @@ RETRIED = ("failed", "lost")
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     _, rest = take_flags(argv, (), verb="retry")
-    runs, named = split_runs_folder(rest)
+    overrides = [word for word in rest if _is_override(word)]
+    runs, named = split_runs_folder([word for word in rest if word not in overrides])
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
+    if overrides:
+        return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides)
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
     retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]
@@ -41,3 +46,16 @@ def run(argv: Sequence[str]) -> int:
         print("No run failed or was lost.")
         return 0
     return retry_runs({entry.folder.path.absolute(): entry.label for entry in retried})
+
+
+def _is_override(word: str) -> bool:
+    key, equals, _ = word.lstrip("+~").partition("=")
+    return bool(equals) and key != "paths.runs" and "/" not in key and not Path(word).exists()
+
+
+def _continue_with(entry: RunEntry, overrides: Sequence[str]) -> int:
+    """Start a new run with the configuration of another, other values, and its whole state."""
+    from titan_exp.cli.train import run as train
+
+    path = str(entry.folder.path.absolute())
+    return train(["--config-path", path, *overrides, f"checkpoint.continue_from={path}"])

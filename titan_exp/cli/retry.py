@@ -14,7 +14,7 @@ titan-exp retry: restart failed and lost runs, each in its folder and from its l
 
   titan-exp retry NAME         those of a study
   titan-exp retry RUN ...      runs, by path, id prefix or STUDY/LABEL
-  titan-exp retry RUN key=value ...   a new run that goes on from the last checkpoint of one, with other values
+  titan-exp retry RUN key=value ...   a new run from the last checkpoint of one, with other values
 
 Configuration is that of the folder, code is the current one. A stopped run has not failed: the command that started
 it continues it.

@@ -75,7 +75,9 @@ def _with_parent(experiment: Experiment) -> Experiment:
     checkpoint, runs = experiment.checkpoint, Path(experiment.paths.runs).expanduser()
     if checkpoint.continue_from == AUTO:
         return with_auto_parent(resolve_layout(experiment, offered_devices(experiment.cluster)))
-    if checkpoint.continue_from is None or (runs / checkpoint.continue_from / "config.yaml").is_file():
+    if checkpoint.continue_from is None:
+        return experiment
+    if not os.path.isabs(checkpoint.continue_from) and (runs / checkpoint.continue_from / "config.yaml").is_file():
         return experiment
     parent, step = normalize_parent(run_path(checkpoint.continue_from, runs), runs)
     step = checkpoint.continue_step if checkpoint.continue_step is not None else step

@@ -47,4 +47,4 @@ class CheckpointConfig:
     continue_step: PositiveInt | None = None
     """Step of that run's checkpoint; null is the newest at the first start."""
     continue_data: Literal["same", "restart"] = "same"
-    """`same` goes on where that run stopped reading; `restart` reads from the beginning, also of other data."""
+    """`same` reads on where that run stopped; `restart` reads from the beginning, also of other data."""

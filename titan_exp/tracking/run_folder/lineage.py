@@ -46,6 +46,6 @@ def read_history(run_folder: Path) -> list[dict[str, Any]]:
     while lineage is not None and (parent := Path(lineage.parent)) not in seen and parent.is_dir():
         seen.add(parent)
         step = lineage.step
-        rows = [*(row for row in read_metrics(parent / "metrics.jsonl") if row["step"] <= step), *rows]
+        rows = [*(row for row in read_metrics(parent / "metrics.jsonl") if (row["step"] or 0) <= step), *rows]
         lineage = Lineage.read(parent)
     return rows

@@ -1,6 +1,7 @@
 """A run that begins with the whole state of another: in another layout, with other steps, or on other data."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tests.parity.runs import SMALL, Curve, train
 from tests.parity.test_continued import SAVING, assert_continues
+from tests.patching import patch
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.checkpoint.checkpointer import _read_json_entries
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
@@ -50,6 +52,22 @@ def test_in_another_layout_the_curve_goes_on(tmp_path: Path, parent: tuple[Path,
     history = read_history(tmp_path / "child")
     assert [row["step"] for row in history] == list(range(1, 11))
     assert [row["loss"] for row in history] == pytest.approx(whole.loss, rel=2e-6)
+
+
+def data_begins_again() -> None:
+    patch("titan_exp.data.train_loader.TrainLoader.load_state_dict", lambda original: lambda self, state: None)
+
+
+def moments_are_forgotten() -> None:
+    patch("titan_exp.checkpoint.checkpointer.optimizer_state_dict", lambda original: lambda parts, optimizer: {})
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("mutate", [data_begins_again, moments_are_forgotten])
+def test_mutation_is_noticed(tmp_path: Path, parent: tuple[Path, Curve], mutate: Callable[[], None]):
+    path, whole = parent
+    with pytest.raises(AssertionError):
+        assert_continues(whole, train(tmp_path / "child", *child(path), mutate=mutate))
 
 
 def test_steps_schedule_and_batch_size_may_differ(tmp_path: Path, parent: tuple[Path, Curve]):

@@ -150,7 +150,12 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise UserError("The checkpoint contains no data state.")
     violations = [
-        Violation(key, present.get(key), f"the checkpoint was made with {saved.get(key)}", "that one, or a new run")
+        Violation(
+            key,
+            present.get(key),
+            f"the checkpoint was made with {saved.get(key)}",
+            "that one, or checkpoint.continue_data=restart in a new run",
+        )
         for key in sorted({*saved, *present})
         if saved.get(key) != present.get(key)
     ]

@@ -32,6 +32,9 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
     return path, train(path, *SAVING)
 
 
+STEP_5 = ("checkpoint.continue_step=5",)
+
+
 def child(parent: Path, *overrides: str, step: int = 5) -> list[str]:
     return [*SAVING, f"checkpoint.continue_from={parent}", f"checkpoint.continue_step={step}", *overrides]
 
@@ -154,6 +157,18 @@ def test_and_at_the_start_where_the_parent_was_not_at_hand(tmp_path: Path, paren
         run(tmp_path / "shape", *child(path, "model.dim=96"))
     with pytest.raises(UserError, match="no complete checkpoint of step 3"):
         run(tmp_path / "step", *child(path, step=3))
+
+
+def test_a_parent_in_remote_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: tuple[Path, Curve]):
+    _, whole = parent
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "remote").mkdir()
+    _, folder = run(tmp_path / "runs" / "first" / "parent", *SAVING, f"checkpoint.remote=file://{tmp_path}/remote")
+    (url,) = [f"file://{path}" for path in (tmp_path / "remote").glob("*/*")]
+    shutil.rmtree(folder.path)
+    _, found = run(tmp_path / "runs" / "first" / "child", *SAVING, f"checkpoint.continue_from={url}", *STEP_5)
+    assert [row["loss"] for row in read_metrics(found.metrics)] == whole.loss[5:]
+    assert Lineage.read(found.path) == Lineage(url, 5, 5 * 8 * 64)
 
 
 def test_weights_alone_cannot_be_continued(tmp_path: Path):

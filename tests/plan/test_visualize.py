@@ -17,6 +17,7 @@ from tests.cli.test_plan import planned
 from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.axes import AXES, DEGREES
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
@@ -207,6 +208,13 @@ def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
     assert drawn["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
     assert drawn["messages"] == []
     assert [row.name for row in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_every_degree_is_explained_from_the_table_of_axes():
+    assert list(words_module.AXES) == list(reversed(DEGREES))
+    for axis in AXES:
+        assert words_module.AXES[axis.key].startswith(axis.meaning)
+        assert axis.collectives in words_module.AXES[axis.key]
 
 
 def test_every_memory_category_has_a_sentence_and_a_colour():

@@ -66,6 +66,7 @@ def test_metrics_of_model_modules_are_reduced_over_ranks_and_steps_stay_apart(
     expected = {row["step"]: row for row in model_on_one_device.rows}
     tokens = expected[1]["model/block_tokens"]
     assert tokens == 8 * 64 * 4, "all tokens of 8 sequences in 4 layers"
+    assert {row["model/block_tokens"] for row in expected.values()} == {tokens}, "of a step, not of all steps so far"
     found = train(tmp_path, *MODEL, *layout.split()).rows
     assert [row["step"] for row in found] == ([2, 4] if "log_every" in layout else [1, 2, 3, 4])
     for row in found:

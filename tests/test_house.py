@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -179,7 +178,8 @@ def test_no_product_code_patches_itself():
 
 
 @pytest.mark.xdist_group("house")
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="groups are for several workers")
 def test_tests_of_a_group_share_a_worker(request: pytest.FixtureRequest):
     """Without it every worker computes the curves of tests/parity, and starts a SLURM, for itself."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("groups are for several workers: pytest -n 3 --dist loadgroup")
     assert request.node.nodeid.endswith("@house")

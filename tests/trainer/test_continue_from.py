@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parity.runs import SMALL, Curve, train
 from tests.parity.test_continued import SAVING, assert_continues
@@ -166,9 +167,31 @@ def test_a_parent_in_remote_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _, folder = run(tmp_path / "runs" / "first" / "parent", *SAVING, f"checkpoint.remote=file://{tmp_path}/remote")
     (url,) = [f"file://{path}" for path in (tmp_path / "remote").glob("*/*")]
     shutil.rmtree(folder.path)
+    run(tmp_path / "runs" / "first" / "longer", *SAVING, f"checkpoint.continue_from={url}", "training.steps=11")
+    # Both steps are in the cache by now.
     _, found = run(tmp_path / "runs" / "first" / "child", *SAVING, f"checkpoint.continue_from={url}", *STEP_5)
     assert [row["loss"] for row in read_metrics(found.metrics)] == whole.loss[5:]
     assert Lineage.read(found.path) == Lineage(url, 5, 5 * 8 * 64)
+    # Started again before its first checkpoint, from the URL of the checkpoint itself.
+    step_url = [*SAVING, "checkpoint.mode=off", f"checkpoint.continue_from={url}/step-00000005"]
+    for _ in range(2):
+        (tmp_path / "runs" / "first" / "again").mkdir(exist_ok=True)
+        _, again = run(tmp_path / "runs" / "first" / "again", *step_url)
+        assert [row["loss"] for row in read_metrics(again.metrics)] == whole.loss[5:]
+
+
+def ranks_see_other_checkpoints() -> None:
+    """A parent that is still training saves between one rank's look and another's."""
+    patch(
+        "titan_exp.trainer.parent_state.parent_checkpoint",
+        lambda original: lambda path, step: original(path, (5, 10)[dist.get_rank()]),
+    )
+
+
+def test_ranks_continue_from_one_checkpoint(tmp_path: Path, parent: tuple[Path, Curve]):
+    path, whole = parent
+    found = train(tmp_path / "child", *child(path, "parallelism.dp_shard=2"), mutate=ranks_see_other_checkpoints)
+    assert_continues(whole, found)
 
 
 def test_weights_alone_cannot_be_continued(tmp_path: Path):

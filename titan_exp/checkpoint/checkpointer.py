@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class RestoredState:
     progress: dict[str, Any]
     data: dict[str, Any]
     """Data-loader state of every virtual shard."""
+
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -263,6 +266,12 @@ class Checkpointer:
         restored = load_state(self.folder.path_of(step), parts, optimizer)
         self._newest = self.durable = step
         return restored
+
+    def from_leader(self, value: T) -> T:
+        """Rank 0's value, on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def read_parent(self, path: Path) -> dict[str, Any]:
         """Verify the checkpoint of another run and read its progress. Raises UserError if it is damaged."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, saved_state
+from titan_exp.config.paths.checkpoint_paths import saved_state, step_of
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_id import identity, run_id
@@ -77,10 +77,10 @@ def _saved_runs(folder: Path) -> Iterator[RelatedRun]:
     configs = sorted(folder.glob("[!.]*/config.yaml"), key=lambda path: -path.stat().st_mtime)
     for config in configs[:NEWEST]:
         state = saved_state(str(config.parent))
-        complete = COMPLETE_NAME.fullmatch(state.name) if state is not None else None
-        if complete is None:
+        step = None if state is None else step_of(state)
+        if step is None:
             continue
         try:
-            yield RelatedRun(f"{folder.name}/{config.parent.name}", int(complete[1]), load_experiment(config))
+            yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config))
         except UserError:  # written by another version
             continue

@@ -2,24 +2,26 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
+from titan_exp.config.paths.checkpoint_paths import step_of
 from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
+from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.typed_config import load_experiment, to_dict
 from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "checkpoint.continue_from"
-MAY_DIFFER = ("name", "attention_backend", "context")
+MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context")
 """Keys of the model that change no weight."""
 
 
@@ -40,10 +42,10 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
 def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The run has more steps than the checkpoint of a parent on this machine."""
     path = _local_checkpoint(checkpoint, paths)
-    complete = COMPLETE_NAME.fullmatch(path.name) if path else None
-    if complete and int(complete[1]) >= training.steps:
-        reason = f"the checkpoint of {checkpoint.continue_from} is of step {int(complete[1])}"
-        yield Violation("training.steps", training.steps, reason, f"training.steps above {int(complete[1])}")
+    step = None if path is None else step_of(path)
+    if step is not None and step >= training.steps:
+        reason = f"the checkpoint of {checkpoint.continue_from} is of step {step}"
+        yield Violation("training.steps", training.steps, reason, f"training.steps above {step}")
 
 
 def parent_fits(
@@ -51,8 +53,11 @@ def parent_fits(
 ) -> Iterator[Violation]:
     """A parent on this machine has the same model, optimizer and seed."""
     path = _local_checkpoint(checkpoint, paths)
-    saved = None if path is None else _saved_config(path.parent.parent)
-    if saved is not None:
+    if path is None:
+        return
+    # A configuration that cannot be read is compared at the start, from the checkpoint.
+    with suppress(UserError):
+        saved = to_dict(load_experiment(path.parent.parent / "config.yaml"))
         yield from misfits(saved, checkpoint, model, optimizer, run)
 
 
@@ -65,35 +70,16 @@ def misfits(
 ) -> Iterator[Violation]:
     """Values that must be those of the parent's configuration, and are not."""
     weights_alone = f"checkpoint.initial={checkpoint.continue_from}, which takes weights alone"
-    own = {f"model.{key}": value for key, value in _flat(dataclasses.asdict(model)) if key not in MAY_DIFFER}
-    for key, value in own.items():
-        theirs = _value(saved, key)
-        if theirs is not _MISSING and theirs != value:
-            yield Violation(key, value, f"{checkpoint.continue_from} has {theirs}", f"{key}={theirs}")
-    if (theirs := _value(saved, "optimizer.name")) not in (_MISSING, optimizer.name):
-        reason = f"the optimizer state of {checkpoint.continue_from} is that of {theirs}"
-        yield Violation("optimizer.name", optimizer.name, reason, f"optimizer={theirs}; or {weights_alone}")
-    if checkpoint.continue_data == "same" and (seed := _value(saved, "experiment.seed")) not in (_MISSING, run.seed):
+    theirs = flatten(saved)
+    for key, value in flatten(dataclasses.asdict(model), "model.").items():
+        if key not in MAY_DIFFER and theirs.get(key, value) != value:
+            yield Violation(key, value, f"{checkpoint.continue_from} has {theirs[key]}", f"{key}={theirs[key]}")
+    if (name := theirs.get("optimizer.name", optimizer.name)) != optimizer.name:
+        reason = f"the optimizer state of {checkpoint.continue_from} is that of {name}"
+        yield Violation("optimizer.name", optimizer.name, reason, f"optimizer={name}; or {weights_alone}")
+    if checkpoint.continue_data == "same" and (seed := theirs.get("experiment.seed", run.seed)) != run.seed:
         remedy = f"experiment.seed={seed}; or checkpoint.continue_data=restart"
         yield Violation("experiment.seed", run.seed, f"the data of {checkpoint.continue_from} have seed {seed}", remedy)
-
-
-_MISSING = object()
-
-
-def _value(saved: Mapping[str, Any], key: str) -> Any:
-    node: Any = saved
-    for part in key.split("."):
-        node = node.get(part, _MISSING) if isinstance(node, Mapping) else _MISSING
-    return node
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path | None:
@@ -102,14 +88,6 @@ def _local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path 
         return None
     location = parent_location(checkpoint.continue_from, Path(paths.runs).expanduser())
     return None if is_url(location) else parent_checkpoint(location, checkpoint.continue_step)
-
-
-def _saved_config(run: Path) -> Mapping[str, Any] | None:
-    try:
-        saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return saved if isinstance(saved, Mapping) else None
 
 
 RULES = rules(

@@ -84,7 +84,7 @@ def sbatch_options_are_free(cluster: ClusterConfig) -> Iterator[Violation]:
     for argument in cluster.sbatch_args:
         name = long_name(argument)
         if name in KEYS:
-            reason, remedy = f"the launcher sets --{name} itself", f"set {KEYS[name]}"
+            reason, remedy = f"--{name} has a key of its own", f"set {KEYS[name]}"
         elif name in RESERVED:
             reason, remedy = f"--{name} cannot be set: {RESERVED[name]}", "leave it out"
         else:

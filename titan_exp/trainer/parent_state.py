@@ -11,6 +11,7 @@ from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.checkpoint_paths import step_of
 from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url
 from titan_exp.rules.continue_from import misfits
@@ -34,9 +35,13 @@ def load_parent_state(
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
     location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    # All ranks take rank 0's: a parent that is still training may save or delete while they look.
+    lineage = checkpointer.from_leader(lineage)
     step = config.continue_step if lineage is None else lineage.step
+    if is_url(location) and step_of(Path(location)) is not None:
+        step = None  # the URL is that of the checkpoint itself
     local = str(local_copy(location, cache=cache, step=step or 0))
-    path = parent_checkpoint(local, None if is_url(location) else step)
+    path = checkpointer.from_leader(parent_checkpoint(local, step))
     if path is None:
         of_step = "" if step is None else f" of step {step}"
         raise UserError(f"checkpoint.continue_from={config.continue_from}: it has no complete checkpoint{of_step}")

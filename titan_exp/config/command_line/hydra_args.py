@@ -14,8 +14,8 @@ VALUED = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-na
 VALUED += ("--experimental-rerun", "--info", "-i")
 """Hydra's flags with a value."""
 
-SWEEP_FLAGS = ("--dry-run", "--prune", "--yes", "--skip", "--jobs")
-"""Flags of sweeps."""
+SWEEP_SWITCHES = ("--dry-run", "--prune", "--yes", "--skip")
+"""Flags of sweeps without a value; `--jobs` has one."""
 
 TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Values of `--info`, which are optional."""
@@ -46,7 +46,9 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     """Separate Hydra's flags from overrides."""
     pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
-    found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), offered=SWEEP_FLAGS, verb="train")
+    found, overrides = take_flags(
+        complete, SWITCHES, dict.fromkeys(VALUED, str), offered=(*SWEEP_SWITCHES, "--jobs"), verb="train"
+    )
     flags: list[str] = []
     for name, value in found.items():
         if name in ("--config-path", "-cp"):

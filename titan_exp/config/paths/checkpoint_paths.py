@@ -14,6 +14,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """Step of a complete checkpoint, from its folder's name; None for another folder."""
+    complete = COMPLETE_NAME.fullmatch(checkpoint.name)
+    return int(complete[1]) if complete else None
+
+
 def saved_state(path_text: str) -> Path | None:
     """Checkpoint at a path: the folder itself, or the newest complete one of a run folder or its `checkpoints/`."""
     path = Path(path_text).expanduser()

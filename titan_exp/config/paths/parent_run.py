@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE, saved_state, step_name
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, saved_state, step_name, step_of
 from titan_exp.config.paths.remote_url import is_url
 
 
@@ -16,9 +16,8 @@ def normalize_parent(typed: str, runs: Path) -> tuple[str, int | None]:
     if is_url(typed) or not Path(typed).expanduser().exists():
         return typed, None
     path, step = Path(os.path.abspath(Path(typed).expanduser())), None
-    complete = COMPLETE_NAME.fullmatch(path.name)
-    if complete and path.parent.name == "checkpoints":
-        path, step = path.parent.parent, int(complete[1])
+    if step_of(path) is not None and path.parent.name == "checkpoints":
+        path, step = path.parent.parent, step_of(path)
     elif path.name == "checkpoints":
         path = path.parent
     within = os.path.relpath(path, os.path.abspath(runs))
@@ -31,7 +30,7 @@ def parent_location(parent: str, runs: Path) -> str:
 
 
 def parent_checkpoint(location: str, step: int | None) -> Path | None:
-    """Complete checkpoint of a parent on this machine: of a step, or the newest."""
+    """Complete checkpoint at a path: of a run's step, or its newest, or the checkpoint itself."""
     if step is None:
         return saved_state(location)
     path = Path(location) / "checkpoints" / step_name(step)

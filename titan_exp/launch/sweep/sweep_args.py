@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from titan_exp.config.command_line.hydra_args import SWEEP_FLAGS, SWITCHES, VALUED, read_arguments
+from titan_exp.config.command_line.hydra_args import SWEEP_SWITCHES, SWITCHES, VALUED, read_arguments
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study
 from titan_exp.launch.sweep.options import SweepOptions
-
-FLAGS = SWEEP_FLAGS[:-1]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class SweepArgs:
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     """Parse the arguments of `titan-exp sweep`; None without arguments. Raises UserError about an unknown study or
     flag."""
-    flags, rest = take_flags(typed, FLAGS[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
+    flags, rest = take_flags(typed, SWEEP_SWITCHES[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
     arguments = read_arguments(rest)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
     if not names:
@@ -47,9 +45,9 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
     """Parse the arguments of `titan-exp train`. Raises UserError about a sweep flag without -m."""
-    if not any(word.partition("=")[0] in (*FLAGS, "--jobs") for word in typed):
+    if not any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
         return SweepArgs(list(typed), SweepOptions())
-    flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
+    flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
     if "-m" not in rest and "--multirun" not in rest:
         raise UserError(f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep.")
     return SweepArgs(rest, _options(flags))

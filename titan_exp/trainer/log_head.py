@@ -1,10 +1,8 @@
 """Head of a run's log: its configuration as different from the defaults, and its lineage."""
 
-import shlex
-
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.lineage import ancestors
-from titan_exp.tracking.run_folder.overrides import read_overrides
+from titan_exp.tracking.run_folder.overrides import for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -12,7 +10,7 @@ def log_head(folder: RunFolder) -> None:
     """Log the overrides recorded at the launch, and the lineage of a run that began earlier; called by rank 0."""
     overrides = read_overrides(folder.nondefault)
     if overrides is not None:
-        get_logger().info("differs from the defaults: %s", shlex.join(overrides) or "nothing")
+        get_logger().info("differs from the defaults: %s", " ".join(map(for_shell, overrides)) or "nothing")
     log_lineage(folder)
 
 

@@ -1,6 +1,5 @@
 """Text of `titan-exp show`."""
 
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from titan_exp.launch.state.run_summary import RunSummary
 from titan_exp.launch.state.status_rows import StatusRow
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
 from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.overrides import for_shell
 
 WIDTH = 100
 FILES = 10
@@ -37,7 +37,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
 def command_lines(command: str, overrides: Sequence[str], width: int = WIDTH) -> list[str]:
     """Command with overrides, wrapped at words as a shell reads it."""
     lines = [command]
-    for word in map(shlex.quote, overrides):
+    for word in map(for_shell, overrides):
         if len(lines[-1]) + len(word) + len(" ") + len(" \\") > width:
             lines[-1] += " \\"
             lines.append(f"  {word}")

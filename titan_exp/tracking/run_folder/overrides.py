@@ -1,6 +1,8 @@
-"""Files of overrides in a run folder: a YAML list with one JSON string per line."""
+"""Overrides of a run: in its folder a YAML list with one JSON string per line, in text as a shell reads them."""
 
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,3 +19,8 @@ def read_overrides(path: Path) -> tuple[str, ...] | None:
         return tuple(str(json.loads(line[2:])) for line in lines if line.startswith("- "))
     except (OSError, ValueError):
         return None
+
+
+def for_shell(override: str) -> str:
+    """Override as typed in a shell, in double quotes if its value has single ones."""
+    return f'"{override}"' if "'" in override and not re.search(r'["$`\\!\n]', override) else shlex.quote(override)

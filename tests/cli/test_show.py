@@ -85,7 +85,7 @@ def test_a_finished_run(home: Path, capsys: pytest.CaptureFixture[str]):
         "evaluate": f"evaluate {name}",
         "compare": f"compare {name}",
     }
-    assert "lineage" not in text
+    assert "\nlineage\n" not in text
 
 
 @pytest.mark.parametrize(

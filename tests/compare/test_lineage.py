@@ -61,7 +61,7 @@ def test_cost_is_its_own_and_with_parents(family: tuple[Path, Path, Path]):
 
 
 def test_cost_at_a_budget(family: tuple[Path, Path, Path]):
-    first, middle, last = family
+    first, *_ = family
     found = compare(select([str(path) for path in family], first.parents[1]), at="40000")
     # Of 30 s for 30 steps of the middle run 20 come before step 40, of 60 s for 30 steps of the last one 10.
     seconds = {"gpu_hours": [40, 20, 20], "gpu_hours_with_parents": [40, 40, 50]}
@@ -73,7 +73,7 @@ def test_cost_at_a_budget(family: tuple[Path, Path, Path]):
 
 
 def test_a_parent_elsewhere_has_no_rows_and_an_unknown_cost(family: tuple[Path, Path, Path]):
-    first, middle, last = family
+    first, _, last = family
     shutil.rmtree(first)
     run = read_run(last)
     assert [row["step"] for row in run.rows] == list(range(21, 61))

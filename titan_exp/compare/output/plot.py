@@ -111,9 +111,7 @@ def _resumes(rows: list[dict[str, Value]]) -> list[float]:
 def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label: str) -> None:
     for axes in panels:
         for step in steps:
-            axes.axvline(
-                step, color=QUIET, linewidth=0.8, linestyle=style, label=label if step == steps[0] else None
-            )
+            axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=style, label=label if step == steps[0] else None)
 
 
 def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:

@@ -100,8 +100,9 @@ def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if default is not dataclasses.MISSING:
-            nested = dataclasses.is_dataclass(default) and not isinstance(default, type)
-            found[field.name] = dataclasses.asdict(default) if nested else default
+            found[field.name] = default
+            if dataclasses.is_dataclass(default) and not isinstance(default, type):
+                found[field.name] = dataclasses.asdict(default)
     return found
 
 

@@ -35,7 +35,7 @@ class Relative:
 
 @dataclass(frozen=True)
 class NextCommand:
-    """Command that goes on from a run."""
+    """Command for a run, with its purpose."""
 
     purpose: str
     command: str

@@ -60,7 +60,8 @@ def test_large_corpora_are_sampled_at_both_ends_and_between(corpus: Path, monkey
     assert "5 samples" in before
     for name, offset in (("00.txt", 0), ("39.txt", 999), ("19.txt", 980)):  # of a sample at 19950
         edit(corpus / name, offset)
-        assert (after := fingerprint(corpus)) != before, name
+        after = fingerprint(corpus)
+        assert after != before, name
         before = after
     edit(corpus / "05.txt", 500)
     assert fingerprint(corpus) == before  # between the samples

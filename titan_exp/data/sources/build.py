@@ -8,8 +8,8 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.builtins import SOURCES
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.schema.import_path import import_dotted
 from titan_exp.config.paths.token_store_manifest import read_manifest
+from titan_exp.config.schema.import_path import import_dotted
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.content import CorpusContent
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.launch.test_git import git
 from tests.launch.test_run_plan import planned
+from titan_exp.compare.run_record import read_run
 from titan_exp.data.sources import content
 from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.changes import attempt_changes, code_changes, report_changes, report_stale
@@ -78,7 +79,7 @@ def test_a_finished_run_of_other_code_and_data(lab: Path) -> None:
         f"  lab: from commit {commit} to commit {commit} with uncommitted changes; "
         "2 files differ: lab_of_mine/decay.py and lab_of_mine/new.py"
     )
-    assert data.startswith("  data files: from 1 files, 1000 bytes, content ")
+    assert data.startswith("  data files: from 1 file, 1000 bytes, content ")
     assert "experiment.name=idea-2" in remedy
     # The remedy leads to another folder, of the same run id.
     assert plan_of(lab, "experiment.name=idea-2").folder.path != plan.folder.path
@@ -157,6 +158,16 @@ def test_a_continued_run_is_compared_with_its_parent(lab: Path) -> None:
     since, (line,) = attempt_changes(child.folder, 1)
     assert since == f"idea/{parent.run_id}"
     assert "lab_of_mine/decay.py" in line
+
+
+def test_comparison_counts_changes_of_user_code(lab: Path) -> None:
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    plan = finish(plan_of(lab))
+    record = json.loads(plan.folder.code.read_text())
+    plan.folder.code.write_text(json.dumps(record | {"dirty": False}))
+    assert read_run(plan.folder.path).dirty
+    plan.folder.code.write_text(json.dumps(record | {"dirty": False, "imported": []}))
+    assert read_run(plan.folder.path).dirty is False
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class CorpusContent:
             return cached.read_text(encoding="utf-8")
         settled = time.time() - self._changed > SETTLED
         kind = f"{SAMPLES} samples" if self.is_sampled else "content"
-        text = f"{len(self._paths)} files, {self._ends[-1]} bytes, {kind} {self._checksum()}"
+        count = f"{len(self._paths)} file{'s' * (len(self._paths) != 1)}"
+        text = f"{count}, {self._ends[-1]} bytes, {kind} {self._checksum()}"
         if settled:
             with contextlib.suppress(OSError):  # no home folder, or a full disk
                 cached.parent.mkdir(parents=True, exist_ok=True)

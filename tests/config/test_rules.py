@@ -69,8 +69,8 @@ TILES = [
         ),
         (["parallelism=ddp", "training.global_batch_size=7"], "training.global_batch_size", "6 or 8"),
         (["parallelism.dp_shard=4", "training.global_batch_size=2"], "training.global_batch_size", "=4"),
-        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "63 or 66"),
-        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "1, 2 or 4"),
+        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "", ""),
+        (["parallelism.dp_replicate=128", "training.global_batch_size=128"], "", ""),
         # precision
         (["training.fp32_modules=[embedding]"], "training.fp32_modules", "mixed_precision=bf16"),
         (

@@ -1,12 +1,15 @@
 """Options of a configuration that cost speed, each with a faster alternative, for the log."""
 
 from collections.abc import Iterator
+from math import gcd
 
+from titan_exp.config.errors.did_you_mean import listed, multiples_near
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
+from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import attention_backend, model_spec
@@ -21,6 +24,7 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     Lists only options known to be slower without a measurement. The layout must be resolved.
     """
     cuda = device_type(experiment.cluster) == "cuda"
+    yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))
     yield from _optimizer(experiment.optimizer, cuda=cuda)
     yield from _quantization(experiment.quantization, experiment.model, cuda=cuda)
     unmasked_bf16 = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
@@ -40,6 +44,18 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
         yield (
             f"parallelism.tp={parallelism.tp} exchanges activations between nodes of {size}, several times per block; "
             f"parallelism.tp={size} or less stays within a node"
+        )
+
+
+def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
+    """Virtual shards that several data-parallel ranks read, if any, and numbers of shards that one rank each reads."""
+    shards, ranks = data.virtual_shards, layout.dp_degree
+    readers = ranks // gcd(shards, ranks)
+    if readers > 1 and data.source != "tokens":
+        yield (
+            f"data.virtual_shards={shards} is not a multiple of the {ranks} data-parallel ranks: each document is read "
+            f"and tokenized by {readers} ranks; data.virtual_shards={listed(multiples_near(shards, ranks))} reads it "
+            "once, in another order"
         )
 
 

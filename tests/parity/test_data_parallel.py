@@ -46,9 +46,9 @@ EXPERIMENTS = {
     "tied": "model.tied_embeddings=true",
     "unclipped": "training.max_grad_norm=null",
     "twelve rows": f"training.global_batch_size=12 {' '.join(LINES)}",
-    # One step of SGD with a learning rate of 1: the weights differ by the gradients.
-    "gradients of twelve rows": "training.global_batch_size=12 training.steps=1 optimizer=sgd optimizer.lr=1 "
-    "optimizer.momentum=0 optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
+    # One step of AdamW with an epsilon so large that the update is 100 times the gradient, beside which weights are small.
+    "gradients of twelve rows": "training.global_batch_size=12 training.steps=1 optimizer.lr=1e8 optimizer.eps=1e6 "
+    "optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
 }
 
 
@@ -83,7 +83,7 @@ def test_documents_by_another_kernel(tmp_path: Path, one_device):
         "parallelism.dp_shard=6",
         "parallelism=ddp parallelism.dp_replicate=3",
         "parallelism.dp_replicate=2 parallelism.dp_shard=3 training.micro_batch_size=2",
-        "parallelism.dp_shard=3 parallelism.tp=2",
+        "parallelism.dp_replicate=3 parallelism.tp=2",
     ],
 )
 @pytest.mark.parametrize("experiment", ["twelve rows", "gradients of twelve rows"])

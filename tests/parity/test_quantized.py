@@ -78,6 +78,25 @@ def test_every_recipe_is_another_curve(one_device):
     assert plain == pytest.approx(one_device("mx").grad_norm[0], rel=2e-2)
 
 
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "float8_tensorwise",
+        "float8_tensorwise quantization.precomputed_scales=true quantization.float8_all_gather=true",
+        "float8_tensorwise quantization.power_of_two_scales=false",
+        "float8_rowwise",
+        "float8_rowwise_gw_hp",
+        "nvfp4",
+        "mxfp8 quantization.filter=[*.down]",
+    ],
+)
+def test_ranks_cut_through_groups_of_gate_and_up(tmp_path: Path, recipe: str):
+    words = f"{SHORT} quantization={recipe} model.ffn_dim=160".split()
+    expected = train(tmp_path / "one", *words)
+    assert_same_recipe(train(tmp_path / "two", *words, TP2, FSDP2), expected)
+
+
 def scales_are_of_a_rank_s_part() -> None:
     patch("titan_exp.quantization.recipes.Float8LinearImpl.shard", lambda _: lambda self, **_: None)
 

@@ -13,6 +13,7 @@ from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayou
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import attention_backend, model_spec
+from titan_exp.models.spec.tp_plan import Colwise
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
 """Backends of torch.compile that generate no code."""
@@ -24,6 +25,7 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     Lists only options known to be slower without a measurement. The layout must be resolved.
     """
     cuda = device_type(experiment.cluster) == "cuda"
+    yield from _replicated_weights(experiment)
     yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))
     yield from _optimizer(experiment.optimizer, cuda=cuda)
     yield from _quantization(experiment.quantization, experiment.model, cuda=cuda)
@@ -57,6 +59,18 @@ def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
             f"and tokenized by {readers} ranks; data.virtual_shards={listed(multiples_near(shards, ranks))} reads it "
             "once, in another order"
         )
+
+
+def _replicated_weights(experiment: Experiment) -> Iterator[str]:
+    spec, tp = model_spec(experiment.model), experiment.parallelism.tp
+    styles = () if spec is None else (linear.tp for _, linear in spec.linears())
+    for style in dict.fromkeys(style for style in styles if isinstance(style, Colwise) and style.key):
+        if style.is_replicated(tp):
+            widths = listed(multiples_near(style.units * style.width, style.width * tp))
+            yield (
+                f"parallelism.tp={tp} cuts through groups of {style.width} of the {style.described}: each rank "
+                f"computes its share of them, but keeps the whole weight of gate and up; {style.key}={widths} divides it too"
+            )
 
 
 def _optimizer(optimizer: OptimizerConfig, *, cuda: bool) -> Iterator[str]:

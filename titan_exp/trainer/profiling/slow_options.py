@@ -69,7 +69,8 @@ def _replicated_weights(experiment: Experiment) -> Iterator[str]:
             widths = listed(multiples_near(style.units * style.width, style.width * tp))
             yield (
                 f"parallelism.tp={tp} cuts through groups of {style.width} of the {style.described}: each rank "
-                f"computes its share of them, but keeps the whole weight of gate and up; {style.key}={widths} divides it too"
+                f"computes its share of them, but keeps the whole weight of gate and up; {style.key}={widths} divides "
+                "it too"
             )
 
 

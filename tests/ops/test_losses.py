@@ -40,13 +40,14 @@ def test_swiglu_pairs_gate_and_up_group_by_group():
 
 @pytest.mark.parametrize(("channels", "degree"), [(160, 2), (160, 4), (160, 32), (160, 160), (96, 2), (2880, 16)])
 def test_ranks_that_cut_through_groups_compute_their_channels(channels: int, degree: int):
-    style = Colwise(channels // GROUP, ReplicatedGateUp(GROUP, count="group"))
+    split = ReplicatedGateUp(GROUP, count="group")
+    style = Colwise(channels // GROUP, split)
     assert style.divides(degree)
     assert style.is_replicated(degree)
     fused, share, used = torch.randn(1, 2, 2 * channels), channels // degree, []
     for rank in range(degree):
         region = TensorParallelGroup("", degree, rank, sequence=False)
-        rows = list(_gate_up_rows_of(region, 2 * GROUP, style.units, style.common))
+        rows = list(_gate_up_rows_of(region, 2 * GROUP, style.units, split))
         own = torch.cat([fused[..., part] for part in rows], dim=-1)
         assert torch.equal(swiglu(own, share), swiglu(fused)[..., rank * share : (rank + 1) * share])
         used += [row for part in rows for row in range(2 * channels)[part]]

@@ -132,8 +132,11 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, linear_impl))
         return
     assert style.common is not None, "only units with a split are replicated"
-    rows_of = _gate_up_rows_of if isinstance(style.common, ReplicatedGateUp) else _rows_of
-    rows = tuple(rows_of(region, weight.shape[0] // style.units, style.units, style.common))
+    unit = weight.shape[0] // style.units
+    if isinstance(style.common, ReplicatedGateUp):
+        rows = tuple(_gate_up_rows_of(region, unit, style.units, style.common))
+    else:
+        rows = tuple(_rows_of(region, unit, style.units, style.common))
     shared = ColumnParallelLinear(weight, region, linear_impl, rows)
     _mark_partial(shared)
     setattr(block, name, shared)

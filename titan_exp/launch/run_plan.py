@@ -146,8 +146,8 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
         plan.folder.config.name: config,
         plan.folder.overrides.name: overrides_text(list(map(mask_override, plan.overrides))),
         plan.folder.nondefault.name: _nondefault(plan, config),
-        plan.folder.code.name: provenance.code_json(ids),
-        plan.folder.diff.name: provenance.diff,
+        plan.folder.code.name: provenance.code_json(ids, plan.experiment),
+        plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }
 

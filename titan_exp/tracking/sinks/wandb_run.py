@@ -144,7 +144,7 @@ def _config(
         "run_id": run_id,
         "world_size": world_size,
         "commit": code.get("commit"),
-        "dirty": code.get("dirty"),
+        "dirty": any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
     }
     if ancestor is not None:
         lineage = ancestor.lineage

@@ -3,13 +3,13 @@
 import os
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
+from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""
@@ -64,8 +64,8 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
 def _diff(top: Path, base: str) -> tuple[str, list[str]]:
     """Patch of changed and untracked files, and the omitted files. Works on a copy of the index."""
     taken, left_out = _new_files(top)
-    with tempfile.TemporaryDirectory() as folder:
-        index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+    with temporary_folder() as folder:
+        index = {"GIT_INDEX_FILE": str(folder / "index")}
         original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
         if original.is_file():
             # Keeps the mtime: git rereads only files that are as new as the index.

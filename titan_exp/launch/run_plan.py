@@ -112,8 +112,7 @@ def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | 
             if old == text:
                 continue
             if old is not None and last_attempt:
-                logs = plan.folder.attempt_logs(last_attempt)
-                logs.mkdir(parents=True, exist_ok=True)
+                logs = plan.folder.make_attempt_logs(last_attempt)
                 write_atomically(logs / name, old)
             write_atomically(path, text)
 

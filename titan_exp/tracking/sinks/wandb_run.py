@@ -67,7 +67,7 @@ def _fixed_id(folder: Path, run_id: str) -> str:
     user's in the same project, or a deleted one, whose id W&B never reuses."""
     path = _id_file(folder)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".new")
         temporary.write_text(f"{run_id}-{secrets.token_hex(3)}")
         temporary.replace(path)

@@ -91,11 +91,11 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
         else:
             _write(Path(str(target)).expanduser(), text)
     if True not in options.formats.values():
-        from rich.console import Console
-
         from titan_exp.compare.output.terminal import show
+        from titan_exp.launch.sweep.sweep_table import plain_console
 
-        show(comparison, Console(highlight=False))
+        console = plain_console()
+        show(comparison, console, every_key=not console.is_terminal)
 
 
 def _write(path: Path, text: str) -> None:

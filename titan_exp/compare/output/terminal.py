@@ -1,8 +1,10 @@
 """Comparison on a terminal: tables, findings and remarks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +13,7 @@ from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import findings, heading, remarks, stands_for
 from titan_exp.compare.layout_check import layout_checks
+from titan_exp.compare.output.fit_width import BETWEEN, FittedTable, fit_keys
 from titan_exp.compare.output.table import Cell, TextTable, text_table, title
 from titan_exp.compare.stats.scaling_efficiency import ScalingSeries, scaling
 from titan_exp.tracking.number_format import format_count
@@ -22,14 +25,22 @@ FINDINGS = 12
 """Maximum number of printed findings; the table has all differences."""
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """Print a comparison."""
+def show(comparison: Comparison, console: Console, *, every_key: bool = False) -> None:
+    """Print a comparison in tables that fit the width: metrics are never cut, keys are unless `every_key`."""
     console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
-    table = text_table(comparison)
-    for metrics in _split_to_width(table, range(len(table.metrics)), console.width):
+    whole, width = text_table(comparison), console.width
+    beside = max(_width(replace(whole, keys=()), [place]) for place in range(len(whole.metrics)))
+    fitted = FittedTable(whole) if every_key else fit_keys(whole, width, beside)
+    table = fitted.table
+    for metrics in _split_to_width(table, range(len(table.metrics)), width):
+        # Wider than a very narrow terminal rather than cut.
+        console.width = max(width, _width(table, metrics))
         console.print(_table(table, metrics))
+        console.width = width
+    for note in fitted.notes(width):
+        console.print(Text(note, style=QUIET))
     baseline = comparison.rows[comparison.baseline].label
     if len(comparison.rows) > 1:
         marked = any(cell.mark.startswith("n.d.") for row in table.rows for cell in row.cells)
@@ -48,9 +59,9 @@ def _table(found: TextTable, metrics: Sequence[int]) -> Table:
     for name in found.keys:
         table.add_column(name, no_wrap=True)
     if found.has_seeds:
-        table.add_column("n", justify="right")
+        table.add_column("n", justify="right", no_wrap=True)
     if found.has_states:
-        table.add_column("state")
+        table.add_column("state", no_wrap=True)
     for place in metrics:
         table.add_column(_head(found.metrics[place]), justify="right", no_wrap=True)
     for row in found.rows:
@@ -91,12 +102,12 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
     """Table width in characters, without wrapping."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
-    columns += [["n"]] if found.has_seeds else []
+    columns += [["n", *(str(row.n) for row in found.rows)]] if found.has_seeds else []
     for place in metrics:
         cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
         lines = [line for cell in [_head(found.metrics[place]), *cells] for line in cell.plain.splitlines()]
         columns.append(lines)
-    return 2 + sum(max(map(len, column)) + 3 for column in columns)
+    return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
 
 
 def _scaling_table(series: ScalingSeries) -> Table:
@@ -106,7 +117,8 @@ def _scaling_table(series: ScalingSeries) -> Table:
         box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
     )
     for head in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
-        table.add_column(head, justify="left" if head == "layout" else "right")
+        layout = head == "layout"
+        table.add_column(head, justify="left" if layout else "right", overflow="fold", no_wrap=not layout)
     for point in series.points:
         table.add_row(
             Text(point.label),

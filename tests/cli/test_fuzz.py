@@ -4,7 +4,6 @@ Nothing is launched, traced or downloaded. `pytest -m night tests/cli/test_fuzz.
 """
 
 import contextlib
-import faulthandler
 import io
 import json
 import logging
@@ -37,9 +36,9 @@ LIMIT = 60
 """Seconds after which a line hangs."""
 
 NOT_OURS = re.compile(
-    r"Traceback|Error executing job|HYDRA_FULL_ERROR|NoneType|object has no attribute|\[?Errno|<class '|<\S+ object at 0x"
-    r"|full_key:|object_type=|subscriptable|unhashable|unexpected keyword|positional argument|codec can't|^\w*Error\b|\w+Error: "
-    r"|not iterable|unsupported operand|^'[^']*'$|AssertionError",
+    r"Traceback|Error executing job|HYDRA_FULL_ERROR|NoneType|object has no attribute|Errno|<class '|<\S+ object at 0x"
+    r"|full_key:|object_type=|subscriptable|unhashable|unexpected keyword|positional argument|codec can't|^\w*Error\b"
+    r"|\w+Error: |not iterable|unsupported operand|^'[^']*'$|AssertionError",
     re.MULTILINE,
 )
 """Text of exceptions that nobody has explained."""
@@ -85,8 +84,10 @@ def launch_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("titan_exp.plan.search.search.LayoutSearch", lambda *_: SimpleNamespace(run=refuse))
     patch.setattr("titan_exp.plan.gate.batch_predict.predict_many", refuse)
     patch.setattr("titan_exp.launch.local.ephemeral_ranks.run_on_ranks", refuse)
+    patch.setattr("titan_exp.cli.tokenize.build_store", refuse)
     patch.setattr("titan_exp.launch.sweep.shipped_study.StudySweep.record", refuse)
-    patch.setattr("time.sleep", lambda _: refuse())
+    for verb in ("logs", "status"):  # --follow and --watch
+        patch.setattr(f"titan_exp.cli.{verb}.time", SimpleNamespace(sleep=refuse))
 
 
 def fill(folder: Path) -> None:
@@ -127,7 +128,9 @@ def outcome(words: Sequence[str]) -> Outcome:
         if isinstance(error, KeyboardInterrupt):
             raise
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        ours = [f"{Path(frame.filename).name}:{frame.name}" for frame in frames if "titan_exp" in frame.filename.split("/")]
+        ours = [
+            f"{Path(frame.filename).name}:{frame.name}" for frame in frames if "titan_exp" in frame.filename.split("/")
+        ]
         cause = f"{type(error).__name__} in {frames[-1].name if frames else ''} from {ours[-1] if ours else ''}"
         return Outcome([*words], cause, "".join(traceback.format_exception(error)))
     shown = err.buffer.getvalue().decode()  # type: ignore[attr-defined]

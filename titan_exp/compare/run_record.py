@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.run_folder.lineage import Lineage, read_history
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
@@ -132,16 +133,9 @@ def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
-
     # Not validated, so that configurations of older versions can be compared.
-    try:
-        values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
+    values = read_yaml(path, "a configuration")
+    if not values:
         raise UserError(f"{path} contains no configuration.")
     return values
 

@@ -35,16 +35,10 @@ def load_experiment(path: str | Path) -> Experiment:
     Raises:
         UserError: the file cannot be read, or is not an experiment.
     """
-    import yaml
+    from titan_exp.config.paths.yaml_file import read_yaml
 
-    try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # same values, ten times faster
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
+    values = read_yaml(Path(path), "a configuration")
+    if not values:
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
     return _build(values, [], f"The configuration in {path} cannot be read.")
 

@@ -49,6 +49,8 @@ class Arguments:
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Separate Hydra's flags from overrides."""
+    if any(word.partition("=")[0] == "--experimental-rerun" for word in argv):
+        raise UserError("--experimental-rerun: a run is repeated by titan-exp train --config-path runs/NAME/ID.")
     pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(

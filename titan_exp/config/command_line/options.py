@@ -161,7 +161,7 @@ def _keys_like(typed: str, flags: Sequence[str], *, exactly: bool = False) -> st
     key = key.replace("-", "_")
     if "." not in key and "--cfg" in flags and len(key) > 1:
         same = [name for name in value_keys() if name.rpartition(".")[2] == key] or other_names(key)
-        found = same if exactly or same else nearest(key, value_keys(), 2)
+        found = same if exactly or same or not value else nearest(key, value_keys(), 2)
         return listed([f"{name}={value or '...'}" for name in found]) if found else ""
     if exactly:
         return ""

@@ -69,6 +69,10 @@ class NameCheck:
     def _check_option(self, override: Override) -> Iterator[Violation]:
         key, options = override.key_or_group, self.groups.options(override.key_or_group)
         if override.is_delete():
+            chosen = self.chosen.get(key)
+            if override.value() not in (None, chosen):
+                reason = f"the option of this group is {chosen or 'not chosen'}"
+                yield Violation(f"~{key}", override.value(), reason, f"to replace it: {key}=OPTION")
             return
         if isinstance(override.value(), dict):
             yield from self._check_values(key, override)
@@ -85,6 +89,10 @@ class NameCheck:
                 yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
             elif not override.is_add() and key not in self.chosen:
                 reason = "this group has no option by default, so none can be replaced"
+                if "/" in key:
+                    parent = key.rpartition("/")[0]
+                    yield Violation(key, option, f"the options of {parent} choose it", f"choose one: {parent}=OPTION")
+                    continue
                 yield Violation(key, option, reason, f"add it with a plus: +{key}={option}")
 
     def _check_files(self, override: Override) -> Iterator[Violation]:
@@ -105,10 +113,13 @@ class NameCheck:
         parent, node = ".".join(parents), tree
         for part in parents:
             node = node.get(part) if isinstance(node, dict) else None
-        # Hydra suggests the `+` that adds a key to keyword arguments.
-        if (isinstance(node, dict) and name in node) or str(annotation_of(parent)).startswith("dict"):
+        if isinstance(node, dict) and name in node:
             return
         value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
+        if str(annotation_of(parent)).startswith("dict"):
+            remedy = f"{parent} has no such key" if override.is_delete() else f"add it with a plus: +{key}={value}"
+            yield Violation(key, value, "these keyword arguments do not have it yet", remedy)
+            return
         meant = other_names(key)
         if not parents and not meant and isinstance(override.value(), str) and (groups := nearest(key, self.names)):
             offers = listed([f"{group}={value}" for group in groups])

@@ -31,7 +31,7 @@ MESSAGE = "These overrides cannot be composed."
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 """Exceptions of overrides or YAML that cannot be composed."""
 _HYDRA = tuple(str(Path(str(module.__file__)).parent) for module in (hydra, omegaconf))
-_OURS = str(Path(str(titan_exp.__file__)).parent)
+_OURS = (str(Path(str(titan_exp.__file__)).parent), str(Path("hydra_plugins", "titan_exp_sweeper")))
 _NOISE = re.compile(
     r"\s*(full_key:|object_type=|reference_type=|provider=|Config search path|Search path:|Available |$)"
 )
@@ -45,7 +45,7 @@ def is_composition_error(error: Exception) -> bool:
     if isinstance(error, UNREADABLE):
         return True
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    ours = max((place for place, file in enumerate(files) if file.startswith(_OURS)), default=-1)
+    ours = max((place for place, file in enumerate(files) if any(own in file for own in _OURS)), default=-1)
     return not isinstance(error, UserError) and any(file.startswith(_HYDRA) for file in files[ours + 1 :])
 
 
@@ -147,7 +147,7 @@ def _reason(error: Exception) -> str:
         lines = [line for line in lines if "hydra.cc" not in line and not line.startswith("Error merging")]
         if lines and isinstance(source, (*UNREADABLE, UserWarning, ValueError)):
             return _in_words(lines[0].rstrip("."))
-    return f"Hydra cannot use this value ({type(error).__name__})"
+    return "Hydra cannot use this value" + (f": {error}" if isinstance(error, KeyError | TypeError) else "")
 
 
 def _in_words(text: str) -> str:

@@ -2,15 +2,20 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import grammar_parser
+from omegaconf.errors import GrammarParseError
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.schema.schema import annotation_of, is_number, keys
 
+FREE_TEXT = ("experiment.notes=",)
+"""Overrides whose text has spaces, so that the words after one belong to it."""
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -22,6 +27,8 @@ def joined_words(overrides: Sequence[str]) -> Iterator[str]:
         if rest and "=" not in text and rest[0].startswith("="):
             text = f"{text} {rest.pop(0)}"
         if rest and text.endswith(("=", ":")) and "=" not in rest[0]:
+            text = f"{text} {rest.pop(0)}"
+        while text.startswith(FREE_TEXT) and rest and "=" not in rest[0]:
             text = f"{text} {rest.pop(0)}"
         if _is_open(text):
             parts = [text]
@@ -39,7 +46,7 @@ def unreadable(text: str, before: str, options: Mapping[str, Sequence[str]]) -> 
     key, equals, value = text.partition("=")
     if not equals:
         return Violation(text, "", "an override is key=value, without spaces", _for_word(text, before, options))
-    if " " in key or value.startswith(" "):
+    if not text.startswith(FREE_TEXT) and (" " in key or value.startswith(" ")):
         return Violation(text, "", "an override is key=value, without spaces", f"type {''.join(text.split())}")
     return Violation(key, value, "this value cannot be read", _for_value(key, value))
 
@@ -48,19 +55,22 @@ def _for_word(text: str, before: str, options: Mapping[str, Sequence[str]]) -> s
     groups = [f"{group}={text}" for group, names in options.items() if text in names]
     pair = re.fullmatch(r"([\w./]+):\s*(.+)", text)
     name = text.strip("=:+~ ")
-    if pair:
-        return f"type {pair[1]}={pair[2]}"
-    if groups:
-        return f"type {listed(groups)}"
-    if name in keys():
-        return f"for example {name}=..., or titan-exp train --cfg job to see its value"
-    if Path(text).suffix in (".yaml", ".yml"):
-        return f"to train from a configuration file: titan-exp train --config-path {text}"
     key, equals, value = before.partition("=")
-    if equals and value:
+    remedy = "for example training.steps=100"
+    if pair:
+        remedy = f"type {pair[1]}={pair[2]}"
+    elif groups:
+        remedy = f"type {listed(groups)}"
+    elif name in keys():
+        remedy = f"for example {name}=..., or titan-exp train --cfg job to see its value"
+    elif Path(text).suffix in (".yaml", ".yml"):
+        remedy = f"to train from a configuration file: titan-exp train --config-path {text}"
+    elif not any(map(str.isalnum, text)):
+        remedy = "leave it out"
+    elif equals and value:
         together = f"{value} {text}" if is_text(key) else f"{value},{text}"
-        return f"if it belongs to {key}, quote it for the shell: {_quoted(key, together)}"
-    return "for example training.steps=100"
+        remedy = f"if it belongs to {key}, quote it for the shell: {_quoted(key, together)}"
+    return remedy
 
 
 def _for_value(key: str, value: str) -> str:
@@ -90,6 +100,10 @@ def _quoted(key: str, value: str) -> str:
         if _is_readable(f"{key}={value}") and "'" not in value:
             return plain
     inner = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''")
+    with suppress(GrammarParseError):
+        grammar_parser.parse(value)
+        return f"{key}='\"{inner}\"'"
+    inner = inner.replace("${", "\\${")  # text, as it is no interpolation
     return f"{key}='\"{inner}\"'"
 
 

@@ -114,11 +114,17 @@ def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:
     """Drop uncomputed values whose interpolation reads a key with a violation."""
-    at_fault = found.keys() - {failure.violation.field for failure in uncomputed}
+    at_fault = found.keys() - {
+        failure.violation.field
+        for failure in uncomputed
+        if any(source in found and source != failure.violation.field for source in failure.sources)
+    }
     consequences: set[str] = set()
     for _ in uncomputed:
         consequences |= {
-            failure.violation.field for failure in uncomputed if (at_fault | consequences) & set(failure.sources)
+            failure.violation.field
+            for failure in uncomputed
+            if (at_fault | consequences) & (set(failure.sources) - {failure.violation.field})
         }
     for field in consequences:
         found.pop(field, None)

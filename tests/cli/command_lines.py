@@ -71,7 +71,7 @@ class CommandLines:
         rng, pick = self.rng, self.rng.choice
         if verb == "train":
             views = ("--cfg job", "--cfg job --resolve", "--cfg all", "--cfg hydra", "--info defaults", "--help")
-            return pick((*views, "", "", "", "", "-m", "-m --skip", "data.preview=1")).split()
+            return [*pick((*views, "", "", "", "", "-m", "-m --skip", "data.preview=1")).split()]
         if verb == "sweep":
             return [pick((*_studies(), *_studies(), self._study_file(), pick(WORDS["names"])))]
         if verb == "tokenize":

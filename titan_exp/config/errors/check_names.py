@@ -102,8 +102,10 @@ class NameCheck:
 
     def _check_values(self, key: str, override: Override) -> Iterator[Violation]:
         """Violations of `group={key:value}`, which sets keys."""
-        node = (self.tree or {}).get(key)
-        for name in override.value() if isinstance(node, dict) and not override.is_add() else ():  # type: ignore[union-attr]
+        node, values = (self.tree or {}).get(key), override.value()
+        if not isinstance(node, dict) or not isinstance(values, dict) or override.is_add():
+            return
+        for name in values:
             if name not in node:
                 offer = did_you_mean(str(name), node) or f"{key} has {listed(node, 'and')}"
                 yield Violation(f"{key}.{name}", "", "unknown key", offer)

@@ -86,7 +86,9 @@ def _check_defaults(
     if not isinstance(entries, list):
         raise UserError(f"{path}: defaults must be a list, such as [adamw, _self_], not {entries!r}")
     for entry in entries:
-        pair = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (None, entry)
+        pair: tuple[Any, Any] = (None, entry)
+        if isinstance(entry, dict) and len(entry) == 1:
+            pair = next(iter(entry.items()))
         if not isinstance(pair[0], str | None) or not isinstance(
             pair[1], str if pair[0] is None else str | list | None
         ):

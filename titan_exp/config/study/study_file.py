@@ -231,11 +231,11 @@ class _Reader:
 
     def _seeds(self, value: Any) -> tuple[int, ...]:
         count = value if isinstance(value, int) and not isinstance(value, bool) else 0
-        seeds = list(range(min(count, MOST_SEEDS))) if count else value
+        seeds: Any = list(range(min(count, MOST_SEEDS))) if count else value
         if seeds is None:
             return ()
-        valid = isinstance(seeds, list) and seeds and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
-        if not valid or count > MOST_SEEDS:
+        valid = count <= MOST_SEEDS and isinstance(seeds, list) and seeds
+        if not valid or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
             reason = f"must be a number of seeds up to {MOST_SEEDS}, or a list of them"
             self.report("seeds", value, reason, "seeds: 3, or seeds: [0, 1, 2]")
             return ()

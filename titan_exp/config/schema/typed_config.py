@@ -35,12 +35,21 @@ def load_experiment(path: str | Path) -> Experiment:
     Raises:
         UserError: the file cannot be read, or is not an experiment.
     """
+    return _build(read_values(path), [], f"The configuration in {path} cannot be read.")
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """Plain values of a `config.yaml`, unchecked: those of older versions and of foreign code as well.
+
+    Raises:
+        UserError: the file cannot be read, or holds no mapping.
+    """
     from titan_exp.config.paths.yaml_file import read_yaml
 
     values = read_yaml(Path(path), "a configuration")
     if not values:
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
-    return _build(values, [], f"The configuration in {path} cannot be read.")
+    return values
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:

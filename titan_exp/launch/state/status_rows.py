@@ -128,7 +128,7 @@ def _hours(folder: RunFolder, status: RunStatus) -> float:
 def _configured(entry: RunEntry) -> tuple[int | None, bool]:
     """Total steps, and True if the run is on GPUs, from its configuration."""
     try:
-        text = entry.folder.config.read_text(encoding="utf-8")
+        text = entry.folder.config.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return (None if entry.point is None else entry.point.steps), False
     # The format is our own, and parsing a thousand files as YAML takes many seconds.

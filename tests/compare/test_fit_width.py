@@ -38,7 +38,9 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     for index, seed in itertools.product(range(8), range(2)):
         bits = [(index >> place) & 1 for place in range(3)]
         values = {key: choices[bits[place % 3]] for place, (key, choices) in enumerate(KEYS.items())}
-        logged = rows(2.0 + index / 7 + seed / 31, speed=1234567.0 + 1000 * index, more={"objective/z_loss": 0.1 * index})
+        logged = rows(
+            2.0 + index / 7 + seed / 31, speed=1234567.0 + 1000 * index, more={"objective/z_loss": 0.1 * index}
+        )
         state = "failed" if (index, seed) == (7, 1) else "done"
         make_run(runs, {**values, "experiment.seed": seed}, metrics=logged, state=state, seconds=1e5 * (index + 1))
     return compare(select(["made"], runs))

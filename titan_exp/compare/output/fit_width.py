@@ -86,7 +86,9 @@ def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int
 def _with_widths(table: TextTable, places: Sequence[int], widths: Sequence[int]) -> FittedTable:
     def cut(texts: Sequence[str]) -> tuple[str, ...]:
         pairs = zip(places, widths, strict=True)
-        return tuple(text if cell_len(text := texts[place]) <= width else f"{text[: width - 1]}…" for place, width in pairs)
+        return tuple(
+            text if cell_len(text := texts[place]) <= width else f"{text[: width - 1]}…" for place, width in pairs
+        )
 
     left_out = tuple(name for place, name in enumerate(table.keys) if place not in places)
     rows = tuple(replace(row, keys=cut(row.keys)) for row in table.rows)

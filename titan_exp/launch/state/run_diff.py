@@ -52,7 +52,7 @@ class RunDiff:
 def diff_runs(a: RunFolder, b: RunFolder) -> RunDiff:
     """Compare two run folders. Raises UserError if a configuration cannot be read. Imports and resolves nothing."""
     configs = [flatten(read_values(folder.config)) for folder in (a, b)]
-    codes = [read_json(folder.code) for folder in (a, b)]
+    codes = _code_records(a, b)
     environments = [read_json(folder.env) for folder in (a, b)]
     data = [_data(folder) for folder in (a, b)]
     names = ["/".join(folder.path.absolute().parts[-2:]) for folder in (a, b)]
@@ -62,12 +62,14 @@ def diff_runs(a: RunFolder, b: RunFolder) -> RunDiff:
         configuration=tuple(_differences(*configs)),
         code=tuple(code_changes(codes[0], codes[1])) if codes[0] and codes[1] else (),
         environment=tuple(_differences(*map(_environment, environments))) if all(environments) else (),
-        data=tuple(_differences(*map(flatten, map(dict, data)))) if all(data) else (),  # type: ignore[arg-type]
+        data=tuple(_differences(*(flatten(found or {}) for found in data))) if all(data) else (),
         unknown=tuple(
-            f"{part} of {name} is not recorded"
-            for part, found in recorded.items()
-            for name, record in zip(names, found, strict=True)
-            if not record
+            dict.fromkeys(
+                f"{part} of {name} is not recorded"
+                for part, found in recorded.items()
+                for name, record in zip(names, found, strict=True)
+                if not record
+            )
         ),
     )
 
@@ -94,6 +96,16 @@ def diff_lines(diff: RunDiff) -> Iterator[str]:
     yield from diff.unknown
 
 
+def _code_records(*folders: RunFolder) -> list[dict[str, Any] | None]:
+    """Contents of code.json. Older versions recorded no checksum of the diff, which then stands for itself."""
+    records = [read_json(folder.code) for folder in folders]
+    if any(record is not None and "diff" not in record for record in records):
+        for folder, record in zip(folders, records, strict=True):
+            if record is not None:
+                record["diff"] = folder.diff.read_bytes().hex() if folder.diff.exists() else None
+    return records
+
+
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     for key in dict.fromkeys([*a, *b]):
         if key not in a or key not in b or not same_value(a[key], b[key]):
@@ -105,7 +117,8 @@ def _environment(record: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {key: value for key, value in (record or {}).items() if key not in (*MACHINE, "packages", "environment")}
     packages, variables = (record or {}).get("packages") or {}, (record or {}).get("environment") or {}
     found.pop("torch", None)  # one of the packages
-    return found | {name: version for name, version in packages.items()} | {f"${k}": v for k, v in variables.items()}
+    settings = {f"${name}": value for name, value in variables.items() if not name.startswith("SLURM_")}
+    return found | packages | settings
 
 
 def _data(folder: RunFolder) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_show import home, make  # noqa: F401  # a fixture
+from tests.cli.test_show import make
 from titan_exp.cli.main import main
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -20,8 +20,9 @@ def edit(path: Path, **values: object) -> None:
 
 
 @pytest.fixture
-def two(home: Path) -> tuple[RunFolder, RunFolder]:
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, RunFolder]:
     """Two runs that differ in one key, of the same code, machine and data."""
+    monkeypatch.chdir(tmp_path)
     runs = make(state="done"), make("training.steps=20", "experiment.notes='to be sure'", state="done")
     for folder in runs:
         folder.update_attempt(1, data={"data.paths": "3 files", "data.content": "abc"})

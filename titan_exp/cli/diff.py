@@ -13,8 +13,8 @@ USAGE = """\
 titan-exp diff A B: what differs between two runs, from their folders. Changes nothing, and imports no code that their
 configurations name.
 
-  titan-exp diff A B   configuration (values side by side), code (commits and files, your own repositories too), versions
-                       of packages, and the identity and content of the training data
+  titan-exp diff A B   configuration (values side by side), code (commits and files, your own repositories too),
+                       versions of packages, and the identity and content of the training data
 
 A and B are paths, id prefixes or STUDY/LABEL. titan-exp compare A B compares their metrics."""
 HELP_TEXT = options_help(USAGE, DiffOptions)

@@ -1,5 +1,6 @@
 """Initialization of meta models: each rank draws its own shards of the initial weights."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,7 +17,11 @@ def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offloa
 
     Offloaded parameters go to the CPU, everything else to `device`.
     """
+    places = _places(model)
     model.to_empty(device="cpu" if cpu_offload else device)
+    for (owner, attribute), *others in places:
+        for module, name in others:  # `to_empty` unties weights that leave the meta device
+            setattr(module, name, getattr(owner, attribute))
     if cpu_offload:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -26,6 +31,15 @@ def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offloa
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()  # type: ignore[operator]  # a method, not a submodule
+
+
+def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Modules and names of each parameter; a tied weight has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[parameter].append((module, name))
+    return list(places.values())
 
 
 @torch.no_grad()

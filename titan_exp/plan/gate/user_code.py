@@ -4,6 +4,7 @@ Runs in a child process of the launcher, which itself imports neither torch nor 
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -69,6 +70,9 @@ def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
 
     Exceptions without a user's frame, and those of fake tensors where real ones would work, pass unchanged.
     """
+    # Torch logs a traceback of every fake kernel that fails.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
     try:
         yield
     except UserError:
@@ -78,6 +82,8 @@ def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
         if not frames:
             raise
         raise UserCodeError(f"{what}\n{frames}") from error
+    finally:
+        logger.disabled = disabled
 
 
 def _is_limitation(error: Exception, experiment: Experiment) -> bool:

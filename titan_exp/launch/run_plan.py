@@ -143,8 +143,8 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
         **prediction,
         plan.folder.config.name: to_yaml(plan.experiment),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
-        plan.folder.code.name: provenance.code_json(ids),
-        plan.folder.diff.name: provenance.diff,
+        plan.folder.code.name: provenance.code_json(ids, plan.experiment),
+        plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }
 

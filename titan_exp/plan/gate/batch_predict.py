@@ -156,7 +156,9 @@ def _merge(request: PredictionRequest, parts: "Sequence[Future[dict[str, Any]]]"
         found = [part.result() for part in parts]
         return request.answer if request.answer is not None else merge_ranks(found)
     except UserCodeError as error:
-        return NotPredicted("its user code fails", str(error))
+        violations = [str(violation).partition("\n")[0] for violation in error.violations]
+        first = "; ".join(violations) or str(error).partition("\n")[0]
+        return NotPredicted(f"its user code fails: {first}", str(error))
     except UserError as error:
         return _not_predicted(error)
     except BrokenProcessPool:

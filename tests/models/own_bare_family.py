@@ -17,7 +17,8 @@ def model(config: Config, *, seq_len: int, backend: Any) -> Any:
     """The whole model."""
     from torch import nn
 
-    whole, described = nn.Module(), spec(config)
+    whole: Any = nn.Module()
+    described = spec(config)
     whole.embedding = nn.Embedding(config.vocab_size, config.dim)
     whole.blocks = nn.ModuleDict({str(layer): _modules(described, layer) for layer in range(config.layers)})
     whole.norm = nn.RMSNorm(config.dim)

@@ -1,6 +1,6 @@
 """Lion (Chen et al. 2023): the sign of an interpolated momentum."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "beta1": beta1, "beta2": beta2})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the trainer passes no closure
         """One update of every parameter. They may be DTensors, so only operators on whole tensors are used."""
         for group in self.param_groups:
             for parameter in group["params"]:

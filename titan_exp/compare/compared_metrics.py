@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal
+from typing import Literal, TypeVar
 
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.moving_average import moving_average
@@ -18,6 +18,7 @@ from titan_exp.tracking.sinks.sink import REPORTED
 
 Direction = Literal["min", "max"]
 
+Item = TypeVar("Item")
 Reader = Callable[[Run, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
@@ -142,9 +143,9 @@ def _device_hours(run: Run, tokens: float) -> float | None:
     return None if run.device_seconds is None else run.device_seconds / 3600 * fraction_before(run, tokens)
 
 
-def last_fiftieth(losses: list[float]) -> list[float]:
-    """Last 2 % of the values, at least one."""
-    return losses[-max(1, len(losses) // 50) :]
+def last_fiftieth(rows: list[Item]) -> list[Item]:
+    """Last 2 % of the items, at least one."""
+    return rows[-max(1, len(rows) // 50) :]
 
 
 def _worsens(runs: Sequence[Run]) -> bool:

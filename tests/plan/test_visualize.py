@@ -284,7 +284,11 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
 
 CELLS = """() => [...document.querySelectorAll("#ranks .cell")].map((cell) => {
   const text = cell.querySelector("text"), pen = document.createElement("canvas").getContext("2d");
-  const bytes = (colour) => { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+  const bytes = (colour) => {
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
   const card = bytes(getComputedStyle(document.querySelector("section")).backgroundColor);
   return text && [bytes(getComputedStyle(text).fill), card, [...cell.querySelectorAll("rect")].map((part) => {
     const style = getComputedStyle(part);
@@ -296,9 +300,8 @@ CELLS = """() => [...document.querySelectorAll("#ranks .cell")].map((cell) => {
 
 def luminance(colour: Any) -> float:
     """Relative luminance of WCAG 2."""
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (c / 255 for c in colour)
-    ]
+    parts = [part / 255 for part in colour]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 

@@ -104,7 +104,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "GiB/predicted": "-" if peak is None else f"{_number(row.memory, '.2f')}/{peak:.2f}",
         "GPU-hours": _number(row.gpu_hours, ",.2f"),
         **{metric: _number(value, ".4g") for metric, value in row.reported.items()},
-        "reason": (row.reason or "-").partition("\n")[0],
+        "reason": (row.reason or row.warning or "-").partition("\n")[0],
     }
 
 

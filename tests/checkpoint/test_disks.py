@@ -9,6 +9,7 @@ from tests.faults import NO_MOUNTS, can_mount, fill, read_only, small_disk
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.logging import configure_logging, get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 
 pytestmark = [
@@ -125,6 +126,7 @@ def test_heartbeat_and_its_warning_on_a_full_or_read_only_disk(tmp_path):
     with small_disk(tmp_path / "disk", 2**20) as disk:
         folder = RunFolder(disk)
         folder.beat(1, force=True, warning="a long warning, which a shorter text replaces")
+        folder.logs.mkdir()
         fill(disk)
         with pytest.raises(OSError, match="No space left"):
             write_atomically(disk / "other", "text")
@@ -133,5 +135,9 @@ def test_heartbeat_and_its_warning_on_a_full_or_read_only_disk(tmp_path):
             beat = folder.read_heartbeat()
             assert beat is not None
             assert (beat.step, beat.warning, folder.warning()) == (step, warning, warning)
-        with read_only(disk):
+        (disk / "filler").unlink()
+        with folder.claim("launcher"), read_only(disk):
+            assert folder.holder() is not None
+            configure_logging(1, disk / "logs")
+            get_logger().error("this line is lost, and the rank is not")
             assert "is on a read-only disk" in (folder.warning() or "")

@@ -211,9 +211,8 @@ def test_unreachable_store_fails_no_run(tmp_path, s3, caplog, monkeypatch):
     save(saver, 20)
     assert caplog.text.count("the checkpoint of step 20 could not be uploaded") == 1
     assert "does not answer" in caplog.text
-    assert re.search(
-        r"no checkpoint can be uploaded to s3://bucket/runs/first/abc since .*does not", saver.warning() or ""
-    )
+    warning = saver.warning() or ""
+    assert re.search(r"no checkpoint can be uploaded to s3://bucket/runs/first/abc since .*does not", warning)
     assert saver.folder.complete_steps() == [10, 20]
 
     # A start that has a checkpoint goes on with it; one that has none would begin anew without need.

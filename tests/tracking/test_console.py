@@ -132,7 +132,7 @@ def test_a_terminal_shows_progress_while_it_waits_for_the_first_row() -> None:
 
 def test_warning_is_printed_once_and_stays_on_a_terminal() -> None:
     lines = RunConsole()
-    for warning in (None, "no checkpoint", "no checkpoint", None, None):
+    for warning in (None, "no checkpoint", "no checkpoint at step 2", None, None):
         lines.sink.warn(warning)
     assert lines.lines() == [
         "warning: no checkpoint",

@@ -142,10 +142,9 @@ class Report:
     def _beat(self, step: int, *, force: bool = False) -> None:
         """Write the heartbeat; an error is logged once and does not end the run."""
         try:
-            self.folder.beat(step, force=force, warning=self._warning)
+            if self.folder.beat(step, force=force, warning=self._warning):
+                self._heartbeat_failed = False
         except OSError as error:
             if not self._heartbeat_failed:
                 get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
             self._heartbeat_failed = True
-        else:
-            self._heartbeat_failed = False

@@ -83,9 +83,9 @@ class RunFolder:
         """Replace state.json; without `durable` the caller syncs the folder."""
         write_atomically(self.state, json.dumps(asdict(state)) + "\n", durable=durable)
 
-    def beat(self, step: int, *, force: bool = False, warning: str | None = None) -> None:
-        """Write a heartbeat after `step` steps, at most one per second unless `force`. On a full disk it is overwritten
-        in place, which needs no space."""
+    def beat(self, step: int, *, force: bool = False, warning: str | None = None) -> bool:
+        """Write a heartbeat after `step` steps, at most one per second unless `force`; returns True if written. On a
+        full disk it is overwritten in place, which needs no space."""
         now = time.monotonic()
         if force or now - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._last_heartbeat = now
@@ -96,6 +96,8 @@ class RunFolder:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 overwrite(self.heartbeat, text)
+            return True
+        return False
 
     def read_heartbeat(self) -> Heartbeat | None:
         """Read the last heartbeat; None before the first."""

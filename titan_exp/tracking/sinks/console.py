@@ -61,7 +61,7 @@ class ConsoleSink:
 
     def warn(self, warning: str | None) -> None:
         """Display a warning until it is None; elsewhere than on a terminal, print it once."""
-        if self._live is None and warning != self._warning:
+        if self._live is None and (warning is None) != (self._warning is None):
             self._write(f"warning: {warning}" if warning else "the warning is over: checkpoints are written again")
         self._warning = warning
 

@@ -40,7 +40,7 @@ def _handler(rank: int, logs: Path) -> logging.Handler:
     return handler
 
 
-class _StreamHandler(logging.StreamHandler[TextIO]):
+class _Lossy(logging.Handler):
     """Drops lines that a full or read-only disk does not take, where logging would print a traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -48,7 +48,11 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-class _FileHandler(_StreamHandler, logging.FileHandler):
+class _StreamHandler(_Lossy, logging.StreamHandler[TextIO]):
+    pass
+
+
+class _FileHandler(_Lossy, logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         # With `delay`, the file is opened here, outside logging's own error handling.
         with contextlib.suppress(OSError):

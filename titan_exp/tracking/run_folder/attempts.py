@@ -39,7 +39,9 @@ class Attempt:
     restarts: int | None = None
     """Earlier restarts of the same job by the scheduler."""
     requeues: int = 0
-    """Consecutive automatic requeues before this start; 0 if a user submitted it."""
+    """Consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint at the start; 0 without one."""
 
 
 class AttemptLog:

@@ -149,35 +149,35 @@ def test_status_is_unknown_without_the_controller(
         out, err = capsys.readouterr()
         return out + err
 
-    def nothing_is_done(why: str):
-        row = json.loads(typed(0, "status", "--json"))[0]
+    def check_status(why: str):
+        (row,) = json.loads(typed(0, "status", "--json"))
         assert row["state"] == "unknown"
         assert row["reason"].startswith("slurm cannot be asked: ")
         assert why in row["reason"]
         assert "after step 1" in row["reason"]
-        assert "1 unknown" in typed(0, "status")
-        assert "not retried, as it may be queued or running: slurm cannot be asked" in typed(
-            2, "retry", folder.path.name
-        )
-        assert "not cancelled: SLURM cannot be asked: " in typed(2, "cancel", folder.path.name)
-        assert "SLURM cannot be asked, and it may be queued: " in typed(2, "train", *SMALL)
-        assert len(folder.read_attempts()) == 1
 
-    programs = tmp_path / "bin"
+    programs, run_id, squeue = tmp_path / "bin", folder.path.name, cluster.slurm.path("squeue")
     with monkeypatch.context() as changed:
         changed.setenv("PATH", f"{programs}:{os.environ['PATH']}")
         write_program(programs / "squeue", "echo Welcome to the cluster")
-        nothing_is_done("squeue printed no table of jobs: 'Welcome to the cluster")
+        check_status("squeue printed no table of jobs: 'Welcome to the cluster")
+        assert "1 unknown" in typed(0, "status")
+        assert "not retried, as it may be queued or running: slurm cannot be asked" in typed(2, "retry", run_id)
+        assert "not cancelled: SLURM cannot be asked: " in typed(2, "cancel", run_id)
+        assert "SLURM cannot be asked, and it may be queued: " in typed(2, "train", *SMALL)
     cluster.slurm.stop_controller()
     try:
-        assert cluster.status(folder).state == "unknown"
-        nothing_is_done("Unable to contact slurm controller")
+        check_status("Unable to contact slurm controller")
+        (refused,) = cluster.submit(cluster.plan())
+        assert (refused.outcome, refused.job_id) == ("refused", job)
+        assert "SLURM cannot be asked" in (refused.reason or "")
     finally:
         cluster.slurm.start_controller()
+    assert len(folder.read_attempts()) == 1
     # A filter of the user's own squeue is not taken for an answer, nor a notice of the site for a job.
     monkeypatch.setenv("SQUEUE_PARTITION", "elsewhere")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    write_program(programs / "squeue", f'echo Welcome; exec {cluster.slurm.path("squeue")} "$@"')
+    write_program(programs / "squeue", f'echo Welcome; exec {squeue} "$@"')
     assert cluster.status(folder).state == "running"
     (left_alone,) = cluster.submit(cluster.plan())
     assert (left_alone.outcome, left_alone.job_id) == ("running", job)

@@ -31,8 +31,8 @@ PEERS_KILLED = (
 )
 OOM = (
     f"{START}slurmstepd-node1: error: Detected 1 oom-kill event(s) in StepId=12.0. Some of your processes may have "
-    f"been killed by the cgroup out-of-memory handler.\nsrun: error: node1: task 1: Out Of Memory\n{TERMINATING}{CANCELLED}"
-    "srun: error: node2: tasks 2-3: Killed\n"
+    "been killed by the cgroup out-of-memory handler.\nsrun: error: node1: task 1: Out Of Memory\n"
+    f"{TERMINATING}{CANCELLED}srun: error: node2: tasks 2-3: Killed\n"
 )
 
 

@@ -90,6 +90,17 @@ def test_native_crash(folder: RunFolder):
     assert close(folder, log, GLOO, None, GLOO, GLOO) == reason
 
 
+def test_killed_srun(folder: RunFolder):
+    reason = close(folder, START, None, None, None, None)
+    assert reason == "srun was ended by a signal (Killed), and the ranks with it"
+
+
+def test_out_of_memory_before_the_start(folder: RunFolder):
+    folder.update_attempt(1, start=None)
+    reason = close(folder, OOM, code=137)
+    assert reason.startswith("no rank started (srun: rank 1: Out Of Memory); host memory ran out: ask for more with ")
+
+
 def test_earlier_start_of_the_job_is_ignored(folder: RunFolder):
     log = OOM + KILLED_FIRST.replace("task 1", "task 3")
     reason = close(folder, log, GLOO, GLOO, GLOO, None)

@@ -5,6 +5,7 @@ Closes the attempt with its cause, from the rank records and srun's log. Exit co
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ CANCELLED = "cancelled"
 """Prefix of stop reasons that prevent a requeue."""
 ENDED_BY_HAND = 130
 """Exit code of a cancelled run, as after Ctrl-C."""
+SIGNALLED = 128
+"""Added by the shell to the number of the signal that ended a command."""
 MORE_MEMORY = "ask for more with cluster.memory_gb (0: all of the node), or "
 
 
@@ -47,14 +50,14 @@ def main(arguments: Sequence[str]) -> int:
         return code or FAILED
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
-    result = _result(folder, row, job)
+    result = _result(folder, row, job, code)
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     if result.detail:
         print(result.detail)
     return _requeue(folder, row, job, result, load_experiment(folder.config).cluster)
 
 
-def _result(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
+def _result(folder: RunFolder, row: Attempt, job: str, code: int) -> AttemptResult:
     """Result of the attempt.
 
     A killed rank writes no failure record, and its peers record the broken collective. The cause is therefore, in this
@@ -81,6 +84,9 @@ def _result(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     by_srun = re.fullmatch(r"rank \d+ received SIGTERM", stop or "") is not None
     if stop is not None and (not by_srun or not (exits or silent or recorded)):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
+    if code > SIGNALLED and not (codes or log.exits):
+        number = signal.strsignal(code - SIGNALLED) or code
+        return AttemptResult("failed", FAILED, f"srun was ended by a signal ({number}), and the ranks with it")
     if silent or not recorded:
         missing = [rank for rank, record in records.items() if record is None or record.end is None]
         rank, message = (exits[0].rank, exits[0].message) if exits else ((silent or missing)[0], "")
@@ -125,7 +131,12 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), exit=code, reason=reason)
         return code
     folder.update_attempt(row.attempt, job_id=job)
-    reason = f"no rank started (srun ended with exit code {code})"
+    log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
+    why = (
+        f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
+    )
+    remedy = f"; host memory ran out: {MORE_MEMORY}{exit_status.LESS_MEMORY}" if log.out_of_memory else ""
+    reason = f"no rank started ({why}){remedy}"
     close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
     return code
 

@@ -90,6 +90,18 @@ def test_native_crash(folder: RunFolder):
     assert close(folder, log, GLOO, None, GLOO, GLOO) == reason
 
 
+def test_cancelled_step(folder: RunFolder):
+    killed = "srun: error: node2: task 1: Killed\nsrun: launch/slurm: _step_signal: Terminating StepId=15.0\n"
+    aborted = f"{START}srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+    assert close(folder, aborted + killed) == "SLURM ended the job step, by scancel or as a node failed"
+
+
+def test_step_over_its_memory_limit(folder: RunFolder):
+    limit = "slurmstepd: error: StepId=12.0 exceeded memory limit (3072 > 2048), being killed\n"
+    reason = close(folder, f"{START}{limit}srun: Job step aborted: Waiting up to 7 seconds.\n")
+    assert reason.startswith("SLURM ended the job step, as it ran out of host memory: ask for more with cluster.mem")
+
+
 def test_killed_srun(folder: RunFolder):
     reason = close(folder, START, None, None, None, None)
     assert reason == "srun was ended by a signal (Killed), and the ranks with it"

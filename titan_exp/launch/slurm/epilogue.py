@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.rank.rank_env import TOKEN
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.slurm.srun_log import parse_srun_log
+from titan_exp.launch.slurm.srun_log import SrunLog, parse_srun_log
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.close_attempt import close_attempt, requeues_after
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
@@ -58,40 +58,59 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _result(folder: RunFolder, row: Attempt, job: str, code: int) -> AttemptResult:
-    """Result of the attempt.
-
-    A killed rank writes no failure record, and its peers record the broken collective. The cause is therefore, in this
-    order: a failure other than a broken collective, unless srun first reported a rank without a record; such a rank; a
-    broken collective.
-    """
+    """Result of the attempt; `code` is srun's."""
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
-    known = [record for record in records.values() if record is not None]
     hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).report_hang()
     if hang is not None:
         return replace(exit_status.hung(hang), state="preempted")
-    recorded = [exit_status.failure_from_error(record) for record in known if record.failed]
-    codes = [record.exit for record in known if record.exit is not None]
-    stop = folder.stop_reason()
-    if len(codes) == row.world_size:
-        return exit_status.failed(recorded) if recorded else exit_status.ended(codes, stop)
+    codes = [record.exit for record in records.values() if record is not None and record.exit is not None]
+    if len(codes) < row.world_size:
+        return _cut_short(folder, row, job, code, records)
+    failures = [exit_status.failure_from_error(record) for record in records.values() if record and record.failed]
+    return exit_status.failed(failures) if failures else exit_status.ended(codes, folder.stop_reason())
+
+
+def _cut_short(
+    folder: RunFolder, row: Attempt, job: str, code: int, records: Mapping[int, RankRecord | None]
+) -> AttemptResult:
+    """Result of an attempt with ranks that recorded no end.
+
+    A killed rank writes no failure record, and its peers record the broken collective. The cause is therefore, in this
+    order: a failure other than a broken collective, unless srun first reported a rank without a record; a stop
+    request; such a rank; a broken collective.
+    """
+    failures = [exit_status.failure_from_error(record) for record in records.values() if record and record.failed]
     log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
     silent = [rank for rank, record in records.items() if record is None or not (record.end or record.signal)]
     exits = [task for task in log.exits if task.rank in silent]
-    causes = [failure for failure in recorded if not failure.broken_collective]
+    causes = [failure for failure in failures if not failure.broken_collective]
     if causes and not any(task.first for task in exits):
         return exit_status.failed(causes)
+    stop = folder.stop_reason()
     # srun sends SIGTERM to the peers of a failed rank, which record it as a stop request.
     by_srun = re.fullmatch(r"rank \d+ received SIGTERM", stop or "") is not None
-    if stop is not None and (not by_srun or not (exits or silent or recorded)):
+    if stop is not None and (not by_srun or not (exits or silent or failures)):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
-    if code > SIGNALLED and not (codes or log.exits):
-        number = signal.strsignal(code - SIGNALLED) or code
-        return AttemptResult("failed", FAILED, f"srun was ended by a signal ({number}), and the ranks with it")
-    if silent or not recorded:
+    step = _ended_step(log, code) if not failures else None
+    if step is not None:
+        return AttemptResult("failed", FAILED, step)
+    if silent or not failures:
         missing = [rank for rank, record in records.items() if record is None or record.end is None]
         rank, message = (exits[0].rank, exits[0].message) if exits else ((silent or missing)[0], "")
-        recorded = [_unrecorded(folder, row, rank, records[rank], message, out_of_memory=log.out_of_memory)]
-    return exit_status.failed(recorded)
+        failures = [_unrecorded(folder, row, rank, records[rank], message, out_of_memory=log.out_of_memory)]
+    return exit_status.failed(failures)
+
+
+def _ended_step(log: SrunLog, code: int) -> str | None:
+    """Reason if the whole step was ended, and no rank of it first."""
+    if log.aborted and log.out_of_memory:
+        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{exit_status.LESS_MEMORY}"
+    if log.aborted:
+        return "SLURM ended the job step, by scancel or as a node failed"
+    if code > SIGNALLED and not log.exits:
+        signal_name = signal.strsignal(code - SIGNALLED) or code
+        return f"srun was ended by a signal ({signal_name}), and the ranks with it"
+    return None
 
 
 def _unrecorded(

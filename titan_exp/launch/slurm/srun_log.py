@@ -7,7 +7,8 @@ from dataclasses import dataclass
 START = "titan_exp: job"
 """First words of the batch script's line at each start; the log of a requeued job holds several starts."""
 _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
-_TERMINATING = re.compile(r"_step_signal: Terminating |\*\*\* (STEP|JOB) .*CANCELLED AT ")
+_ABORTED = "srun: Job step aborted"
+_TERMINATING = re.compile(rf"{_ABORTED}|_step_signal: Terminating |\*\*\* (STEP|JOB) .*CANCELLED AT ")
 _OUT_OF_MEMORY = re.compile(r"oom[-_ ]?kill|out[-_ ]of[-_ ]memory|exceeded (job |step )?memory limit", re.IGNORECASE)
 _TERMINATED = "Terminated"
 
@@ -32,12 +33,15 @@ class SrunLog:
     out."""
     out_of_memory: bool
     """True if the kernel or SLURM killed a task for its memory."""
+    aborted: bool
+    """True if SLURM ended the step before any task exited."""
 
 
 def parse_srun_log(text: str) -> SrunLog:
     """Parse a job's log."""
     text = text.rpartition(START)[2]
-    return SrunLog(tuple(_task_exits(text)), _OUT_OF_MEMORY.search(text) is not None)
+    aborted = _ABORTED in _TASKS.split(text, maxsplit=1)[0]
+    return SrunLog(tuple(_task_exits(text)), _OUT_OF_MEMORY.search(text) is not None, aborted)
 
 
 def _task_exits(text: str) -> Iterator[TaskExit]:

@@ -53,6 +53,7 @@ def close(folder: RunFolder, log: str, *ends: RankError | str | None, code: int 
         if isinstance(end, RankError):
             record = replace(record, end=10.0 - rank, exit=2 if end.user else 1, error=end)
         write_record(folder, 1, replace(record, signal=end) if isinstance(end, str) else record)
+    folder.logs.mkdir(exist_ok=True)
     (folder.logs / "slurm-12.out").write_text(log)
     assert epilogue.main([str(folder.path), "12", "137"]) == code
     return folder.read_attempts()[0].reason or ""

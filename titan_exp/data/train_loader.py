@@ -1,6 +1,6 @@
 """Training data loader: endless micro-batches in an order that depends on data, seed and batch size, not on the layout.
 
-Data rank r of dp takes the rows j ≡ r (mod dp) of the run; a `Sampler` defines the rows.
+Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` defines the rows.
 """
 
 import json
@@ -70,7 +70,8 @@ class TrainLoader(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serializable position after the last consumed batch: this rank's sampler positions, and `corpus`, equal
-        on all ranks. `load_state_dict` takes the union over all ranks.
+        on all ranks. A position held by several ranks is equal on them at the end of a global batch;
+        `load_state_dict` takes the union over all ranks.
         """
         return {"corpus": self._sampler.corpus, **self._consumed}
 

@@ -135,7 +135,7 @@ elif ! tail -n 1 "$RUN/attempts.jsonl" | grep -qF '"token": "'"$TITAN_EXP_TOKEN"
 fi
 # The log's second name, in the run folder.
 log=@LOG@"/slurm-$JOB.out"
-mkdir -p "$RUN/logs"
+[ -d "$RUN/logs" ] || mkdir "$RUN/logs"
 [ -e "$RUN/logs/slurm-$JOB.out" ] || ln "$log" "$RUN/logs" 2> /dev/null || ln -s "$log" "$RUN/logs"
 """
 

@@ -4,6 +4,7 @@ Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` def
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +18,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, Sampler, SamplerState
+from titan_exp.data.sources.base import CONTENT, REVISION
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
@@ -52,6 +54,11 @@ class TrainLoader(Iterator[Batch]):
         self._consumed: SamplerState = dict(self._sampler.initial_state)
         self._prefetcher: Prefetcher[tuple[Batch, SamplerState]] | None = None
         self._closed = False
+
+    @property
+    def corpus(self) -> dict[str, Any]:
+        """Identity of the data, by config key; equal on all ranks."""
+        return self._sampler.corpus
 
     @property
     def fingerprint(self) -> str:
@@ -150,6 +157,12 @@ def _read_batches(
 def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise UserError("The checkpoint contains no data state.")
+    if CONTENT in present and CONTENT not in saved:
+        warnings.warn(
+            "The checkpoint was written before contents of data files were recorded: their names and sizes are "
+            "compared, their contents are not",
+            stacklevel=2,
+        )
     violations = [
         Violation(
             key,
@@ -157,7 +170,7 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
             f"the checkpoint was made with {saved.get(key)}",
             "that one, or checkpoint.continue_data=restart in a new run",
         )
-        for key in sorted({*saved, *present})
+        for key in sorted({*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
         if saved.get(key) != present.get(key)
     ]
     if violations:

@@ -110,8 +110,7 @@ def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | 
             if old == text:
                 continue
             if old is not None and last_attempt:
-                logs = plan.folder.attempt_logs(last_attempt)
-                logs.mkdir(parents=True, exist_ok=True)
+                logs = plan.folder.make_attempt_logs(last_attempt)
                 write_atomically(logs / name, old)
             write_atomically(path, text)
 
@@ -143,8 +142,8 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
         **prediction,
         plan.folder.config.name: to_yaml(plan.experiment),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
-        plan.folder.code.name: provenance.code_json(ids),
-        plan.folder.diff.name: provenance.diff,
+        plan.folder.code.name: provenance.code_json(ids, plan.experiment),
+        plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }
 

@@ -17,7 +17,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.sampler import NextRow, SamplerState
-from titan_exp.data.sources.base import RandomAccessSource, Source, fingerprint
+from titan_exp.data.sources.base import RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, has_validation_split
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.build import build_tokenizer
@@ -44,6 +44,7 @@ class VirtualShardSampler:
         held_out = 0.0 if has_validation_split(data) else data.validation_fraction
         self.corpus = {
             "data.source": fingerprint(source, data),
+            **content_identity(source),
             "data.tokenizer": tokenizer.fingerprint,
             "data.validation_fraction": held_out,
             "data.virtual_shards": self._shards,

@@ -62,7 +62,7 @@ def _fixed_id(folder: Path, run_id: str) -> str:
     user's in the same project, or a deleted one, whose id W&B never reuses."""
     path = folder / "wandb" / "id"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".new")
         temporary.write_text(f"{run_id}-{secrets.token_hex(3)}")
         temporary.replace(path)
@@ -125,6 +125,6 @@ def _config(resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id
         "run_id": run_id,
         "world_size": world_size,
         "commit": code.get("commit"),
-        "dirty": code.get("dirty"),
+        "dirty": any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
     }
     return config

@@ -30,6 +30,8 @@ class RunFolder:
         """Resolved configuration."""
         self.overrides = self.path / "overrides.yaml"
         """Overrides as typed."""
+        self.nondefault = self.path / "nondefault.yaml"
+        """Overrides that differ from the defaults, of the code that started the run."""
         self.code = self.path / "code.json"
         """Commit, dirty flag, branch."""
         self.diff = self.path / "diff.patch"

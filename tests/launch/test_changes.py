@@ -110,7 +110,8 @@ def test_a_sweep_counts_results_by_change(lab: Path) -> None:
     create_run_folder(plans[-1])
     (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
     head, code, remedy = printed(*plans)
-    assert head == "3 of 3 results are of other code or data than the present:"
+    ids = [plan.run_id for plan in plans]
+    assert head == f"3 of 3 results ({ids[0]}, {ids[1]} and {ids[2]}) are of other code or data than the present:"
     assert code.count("lab_of_mine/decay.py") == 1
     assert f"remove those folders of {plans[0].folder.path.parent}" in remedy
 

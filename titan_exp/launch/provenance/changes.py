@@ -18,7 +18,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 
 NAMES = 5
-"""Maximum number of file names per repository in a message."""
+"""Maximum number of names of files, or of runs, in a message."""
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
 
 
@@ -93,7 +93,9 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
         if lines:
             stale.setdefault(tuple(lines), []).append(plan)
     for lines, runs in stale.items():
-        subject = f"The result in {runs[0].folder.path}" if len(done) == 1 else f"{len(runs)} of {len(done)} results"
+        subject = f"The result in {runs[0].folder.path}"
+        if len(done) > 1:
+            subject = f"{len(runs)} of {len(done)} results ({_named([run.run_id for run in runs])})"
         echo(f"{subject} {'is' if len(runs) == 1 else 'are'} of other code or data than the present:")
         for line in lines:
             echo(f"  {line}")
@@ -123,8 +125,12 @@ def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | 
 
 
 def _count(files: Sequence[str]) -> str:
-    rest = [f"{len(files) - NAMES} more"] if len(files) > NAMES else []
-    return f"{len(files)} file{'s differ' if len(files) > 1 else ' differs'}: {listed([*files[:NAMES], *rest], 'and')}"
+    return f"{len(files)} file{'s differ' if len(files) > 1 else ' differs'}: {_named(files)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    rest = [f"{len(names) - NAMES} more"] if len(names) > NAMES else []
+    return listed([*names[:NAMES], *rest], "and")
 
 
 def _state(part: Mapping[str, Any]) -> str:

@@ -35,6 +35,15 @@ def load_experiment(path: str | Path) -> Experiment:
     Raises:
         UserError: the file cannot be read, or is not an experiment.
     """
+    return _build(read_values(path), [], f"The configuration in {path} cannot be read.")
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """Plain values of a `config.yaml`, unchecked: those of older versions and of foreign code as well.
+
+    Raises:
+        UserError: the file cannot be read, or holds no mapping.
+    """
     import yaml
 
     try:
@@ -46,7 +55,7 @@ def load_experiment(path: str | Path) -> Experiment:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
-    return _build(values, [], f"The configuration in {path} cannot be read.")
+    return values
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class _Rank:
         """Print the changes of code since the last attempt, or the parent run, and since the launch, at the head of
         rank 0's log."""
         if self.rank.rank == 0:
-            with contextlib.suppress(UserError):  # a damaged record does not stop a run
+            # A damaged or unreadable record does not stop a run.
+            with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
                 since, lines = attempt_changes(self.folder, self.attempt)
                 if lines:
                     print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)

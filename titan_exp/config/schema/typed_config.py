@@ -44,16 +44,10 @@ def read_values(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, or holds no mapping.
     """
-    import yaml
+    from titan_exp.config.paths.yaml_file import read_yaml
 
-    try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # same values, ten times faster
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
+    values = read_yaml(Path(path), "a configuration")
+    if not values:
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
     return values
 
@@ -129,11 +123,17 @@ def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:
     """Drop uncomputed values whose interpolation reads a key with a violation."""
-    at_fault = found.keys() - {failure.violation.field for failure in uncomputed}
+    at_fault = found.keys() - {
+        failure.violation.field
+        for failure in uncomputed
+        if any(source in found and source != failure.violation.field for source in failure.sources)
+    }
     consequences: set[str] = set()
     for _ in uncomputed:
         consequences |= {
-            failure.violation.field for failure in uncomputed if (at_fault | consequences) & set(failure.sources)
+            failure.violation.field
+            for failure in uncomputed
+            if (at_fault | consequences) & (set(failure.sources) - {failure.violation.field})
         }
     for field in consequences:
         found.pop(field, None)

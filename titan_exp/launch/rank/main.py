@@ -28,7 +28,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
-from titan_exp.launch.provenance.changes import attempt_changes
+from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
@@ -134,12 +134,16 @@ class _Rank:
         return code
 
     def _print_changes(self) -> None:
-        """Print the changes of code since the last attempt, or since the parent run, at the head of rank 0's log."""
+        """Print the changes of code since the last attempt, or the parent run, and since the launch, at the head of
+        rank 0's log."""
         if self.rank.rank == 0:
-            with contextlib.suppress(UserError):  # a damaged record does not stop a run
+            # A damaged or unreadable record does not stop a run.
+            with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
                 since, lines = attempt_changes(self.folder, self.attempt)
                 if lines:
                     print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
+                if edited := edited_code(self.folder):
+                    print("Code edited after the launch, which recorded the former:", *edited, sep="\n  ", flush=True)
 
     def _end(self, code: int, error: RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)

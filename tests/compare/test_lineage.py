@@ -70,6 +70,7 @@ def test_cost_at_a_budget(family: tuple[Path, Path, Path]):
     before = compare(select([str(path) for path in family], first.parents[1]), at="10000")
     assert [number(before, row, "gpu_hours_with_parents") for row in range(3)] == [pytest.approx(10 / 3600)] * 3
     assert number(before, 2, "tokens_per_second") == 1000
+    assert number(before, 2, "gpu_hours") is None
 
 
 def test_a_parent_elsewhere_has_no_rows_and_an_unknown_cost(family: tuple[Path, Path, Path]):

@@ -142,20 +142,27 @@ def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], floa
 
 
 def _hours(run: Run, tokens: float) -> float | None:
-    return None if run.seconds is None else run.seconds / 3600 * _fraction_before(run, tokens)
+    return _own_hours(run, run.seconds, tokens)
 
 
 def _device_hours(run: Run, tokens: float) -> float | None:
-    return None if run.device_seconds is None else run.device_seconds / 3600 * _fraction_before(run, tokens)
+    return _own_hours(run, run.device_seconds, tokens)
 
 
 def _device_hours_with_parents(run: Run, tokens: float) -> float | None:
     """GPU-hours of a run and, up to the tokens at which it was continued, of its parent and the parent's parents."""
-    own = _device_hours(run, tokens)
+    own = 0.0 if run.begins and tokens <= run.begins else _device_hours(run, tokens)
     if not run.begins or own is None:
         return own
     before = None if run.parent is None else _device_hours_with_parents(run.parent, min(tokens, run.begins))
     return None if before is None else before + own
+
+
+def _own_hours(run: Run, seconds: float | None, tokens: float) -> float | None:
+    """Hours of `seconds` up to `tokens`; None if they are unknown, or the run begins later."""
+    if seconds is None or (run.begins and tokens <= run.begins):
+        return None
+    return seconds / 3600 * _fraction_before(run, tokens)
 
 
 def _fraction_before(run: Run, tokens: float) -> float:

@@ -38,7 +38,8 @@ def run(argv: Sequence[str]) -> int:
     with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")
-        source = open_checkpoint(local_copy(run_path(options.source), step=options.step), options.step)
+        path = local_copy(run_path(options.source), step=options.step)
+        source = open_checkpoint(path, options.step, trust=options.trust)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
         with byte_progress(f"writing {form}") as progress:

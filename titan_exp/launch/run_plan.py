@@ -19,6 +19,8 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.paths.parent_run import normalize_parent
+from titan_exp.config.schema.foreign_code import code_names
+from titan_exp.config.schema.run_signature import signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
@@ -139,9 +141,12 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
     prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
+    config = to_yaml(plan.experiment)
+    signature = signed(config, plan.folder.signature)
     return {
         **prediction,
-        plan.folder.config.name: to_yaml(plan.experiment),
+        plan.folder.config.name: config,
+        **({} if signature is None else {plan.folder.signature.name: signature}),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
         plan.folder.code.name: provenance.code_json(ids),
         plan.folder.diff.name: provenance.diff,
@@ -184,7 +189,7 @@ def _require_same(plan: RunPlan) -> None:
             f"{folder.path} exists without a config.yaml, so it is not a run. Move it away, or choose another "
             "experiment.name."
         )
-    found = run_id(load_experiment(folder.config))
+    found = run_id(load_experiment(folder.config, trust=code_names(to_dict(plan.experiment)).values()))
     if found != plan.run_id:
         raise UserError(
             f"{folder.config} was changed: it now describes run {found}, not {plan.run_id}, and continuing would mix "

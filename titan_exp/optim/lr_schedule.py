@@ -10,6 +10,7 @@ import torch
 
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.secrets.variables import revealed
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -49,4 +50,5 @@ def _decay(config: LRScheduleConfig) -> Callable[[float], float]:
     if not is_dotted(config.decay):
         return DECAYS[config.decay]
     function = import_dotted(config.decay, "lr_schedule.decay")
-    return lambda progress: float(function(progress, **config.options))
+    options = revealed(config.options)
+    return lambda progress: float(function(progress, **options))

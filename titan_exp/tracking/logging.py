@@ -4,6 +4,8 @@ import logging
 import sys
 from pathlib import Path
 
+from titan_exp.config.secrets.variables import concealed
+
 
 def get_logger() -> logging.Logger:
     """Package logger."""
@@ -39,7 +41,7 @@ def _handler(rank: int, logs: Path) -> logging.Handler:
 
 
 class _Formatter(logging.Formatter):
-    """Time, level of warnings and errors, message."""
+    """Time, level of warnings and errors, message; without secrets."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -48,6 +50,9 @@ class _Formatter(logging.Formatter):
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message.strip()}"
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return concealed(super().format(record))
 
 
 class _OnceFilter(logging.Filter):

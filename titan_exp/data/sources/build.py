@@ -8,6 +8,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.builtins import SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
 
 
@@ -34,11 +35,12 @@ def build_validation_source(config: DataConfig) -> Source | None:
 
 
 def _build_own(config: DataConfig) -> Source:
-    own = import_dotted(config.source, "data.source")
+    own, typed = import_dotted(config.source, "data.source"), config.options
+    config = revealed(config)
     try:
         inspect.signature(own).bind(config, **config.options)
     except TypeError as error:
-        reason = f"it cannot be called with the data group and data.options {config.options} ({error})"
+        reason = f"it cannot be called with the data group and data.options {typed} ({error})"
         raise _refusal(config, reason, "a class whose __init__ takes (config, **options)") from error
     source = own(config, **config.options)
     if not isinstance(source, RandomAccessSource | StreamingSource):

@@ -207,17 +207,21 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
             for key in ("training.objective", "training.objective_options", "cluster.kind"):
                 group, _, name = key.partition(".")
                 config[group] = {**config.get(group, {}), name: defaults[group][name]}
-            return OmegaConf.create(_escaped(config))
+            return _literal(config)
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
     length = min(experiment.training.seq_len, source.model.context)
     config = to_dict(dataclasses.replace(experiment, model=source.model))
     config["data"]["tokenizer"], config["training"]["seq_len"] = source.tokenizer, length
+    return _literal(config)
+
+
+def _literal(config: dict[str, Any]) -> DictConfig:
+    """Values of a configuration whose texts hold no interpolations."""
     return OmegaConf.create(_escaped(config))
 
 
 def _escaped(value: Any) -> Any:
-    """Values whose texts OmegaConf reads literally: a configuration that was read is not computed again."""
     match value:
         case dict():
             return {key: _escaped(part) for key, part in value.items()}
@@ -235,7 +239,7 @@ def _compose_groups(groups: list[str]) -> DictConfig:
         if option not in options:
             remedy = did_you_mean(option, options) or f"choose {listed(options)}"
             raise UserError("This cannot be evaluated.", [Violation("data", option, "unknown option", remedy)])
-    return OmegaConf.create(_escaped(to_dict(to_experiment(compose(groups)))))
+    return _literal(to_dict(to_experiment(compose(groups))))
 
 
 def _parse_value(override: str, value: str) -> Any:

@@ -25,7 +25,7 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
         UserError: the import path cannot be imported, or the family's spec describes other parameters.
     """
     family, spec = component("model", config.architecture), model_spec(config)
-    config = revealed(config) if is_dotted(config.architecture) else config
+    config = revealed(config, "model") if is_dotted(config.architecture) else config
     if hasattr(family, "model"):
         model = family.model(config, seq_len=seq_len, backend=attention_backend)
     else:

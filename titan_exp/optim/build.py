@@ -23,5 +23,5 @@ def build_optimizer(parts: Iterable[nn.Module], config: OptimizerConfig) -> torc
     Raises:
         UserError: the import path cannot be imported, or the optimizer cannot shard its state like the parameters.
     """
-    config = revealed(config) if is_dotted(config.name) else config
+    config = revealed(config, "optimizer") if is_dotted(config.name) else config
     return component("optimizer", config.name).build(named_parameters(parts), config)

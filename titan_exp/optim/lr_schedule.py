@@ -50,5 +50,5 @@ def _decay(config: LRScheduleConfig) -> Callable[[float], float]:
     if not is_dotted(config.decay):
         return DECAYS[config.decay]
     function = import_dotted(config.decay, "lr_schedule.decay")
-    options = revealed(config.options)
+    options = revealed(config.options, "lr_schedule.options")
     return lambda progress: float(function(progress, **options))

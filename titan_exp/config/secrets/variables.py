@@ -8,10 +8,12 @@ import dataclasses
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.config.secrets.names import is_secret_variable
 
 Config = TypeVar("Config")
@@ -43,21 +45,29 @@ def without_variables(text: str) -> str:
     return _TYPED.sub(lambda match: _default(match) or "" if is_secret_variable(match["name"]) else match[0], text)
 
 
-def revealed(config: Config) -> Config:
-    """Configuration with the values of its secret variables. Raises UserError if one is not set."""
-    return _reveal(config, "")
+def revealed(config: Config, field: str) -> Config:
+    """Part of a configuration, at the key `field`, with the values of its secret variables. Raises UserError if one is
+    not set."""
+    return _reveal(config, field)
 
 
-def require_variables(config: object, field: str) -> None:
-    """Raise UserError if the environment lacks a secret variable of a configuration; `field` is its key."""
-    missing = [
-        Violation(key, text, f"the environment variable {match['name']} is not set on {socket.gethostname()}", _SET)
+def require_variables(config: object, field: str = "") -> set[str]:
+    """Names of the secret variables that user code reads; `field` as in `revealed`. Raises UserError if the environment
+    lacks one."""
+    read = [
+        (key, text, match)
         for key, text in _texts(config, field)
         for match in _matches(text)
+        if not is_among(key.partition("[")[0], LABELS)
+    ]
+    missing = [
+        Violation(key, text, f"the environment variable {match['name']} is not set on {socket.gethostname()}", _SET)
+        for key, text, match in read
         if match["name"] not in os.environ and match["default"] is None
     ]
     if missing:
         raise UserError("The configuration reads secrets from the environment, and some are missing.", missing)
+    return {match["name"] for _, _, match in read}
 
 
 def concealed(text: str) -> str:
@@ -67,8 +77,29 @@ def concealed(text: str) -> str:
     return text
 
 
+LABELS = ("experiment.notes", "experiment.tags")
+"""Keys with text that nothing reads, in which a secret variable stays as typed."""
 SECRET = "its name says that the value is secret, and only options of your own code may read it"
 """Reason against a secret variable in another key."""
+
+
+def conceal_output() -> None:
+    """Write secrets as their interpolations to standard output and standard error, which are kept in the run folder."""
+    sys.stdout, sys.stderr = cast(TextIO, _ConcealedOutput(sys.stdout)), cast(TextIO, _ConcealedOutput(sys.stderr))
+
+
+class _ConcealedOutput:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(concealed(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 _SET = "set it in the environment in which the run is launched; its value is recorded nowhere"
 
 

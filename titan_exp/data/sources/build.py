@@ -36,7 +36,7 @@ def build_validation_source(config: DataConfig) -> Source | None:
 
 def _build_own(config: DataConfig) -> Source:
     own, typed = import_dotted(config.source, "data.source"), config.options
-    config = revealed(config)
+    config = revealed(config, "data")
     try:
         inspect.signature(own).bind(config, **config.options)
     except TypeError as error:

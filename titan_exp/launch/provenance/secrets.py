@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.schema.foreign_code import code_names
 from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.config.secrets.names import CREDENTIAL_NAME, is_secret_key, is_secret_variable
-from titan_exp.config.secrets.variables import SECRET, variables_in, without_variables
+from titan_exp.config.secrets.variables import LABELS, SECRET, variables_in, without_variables
 
 MASK = "***"
 
@@ -88,8 +88,6 @@ def refuse_secrets(config: Mapping[str, object]) -> None:
         raise UserError("The configuration holds credentials.", found)
 
 
-LABELS = ("experiment.notes", "experiment.tags")
-"""Keys with text that nothing reads, in which a secret variable stays as typed."""
 OPTIONS = ("model.options", "optimizer.options", "lr_schedule.options", "data.options", "training.objective_options")
 """Arguments of user code, which gets the values of secret variables in them."""
 

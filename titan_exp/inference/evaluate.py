@@ -206,7 +206,8 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
             config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
             for key in ("training.objective", "training.objective_options", "cluster.kind"):
                 group, _, name = key.partition(".")
-                config[group] = {**config.get(group, {}), name: defaults[group][name]}
+                if isinstance(config.get(group), dict):  # else reported below
+                    config[group] |= {name: defaults[group][name]}
             return _literal(config)
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
@@ -218,7 +219,9 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
 
 def _literal(config: dict[str, Any]) -> DictConfig:
     """Values of a configuration whose texts hold no interpolations."""
-    return OmegaConf.create(_escaped(config))
+    literal = OmegaConf.create(_escaped(config))
+    assert isinstance(literal, DictConfig)
+    return literal
 
 
 def _escaped(value: Any) -> Any:

@@ -20,12 +20,8 @@ def build_objective(training: TrainingConfig, compile_: CompileConfig, vocab_sha
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind = import_dotted(name, "training.objective") if is_dotted(name) else LanguageModeling
-    objective = kind.build(
-        training,
-        vocab_shard,
-        compile_backend=backend,
-        **revealed(training.objective_options, "training.objective_options"),
-    )
+    options = revealed(training.objective_options, "training.objective_options")
+    objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
     if training.loss_chunk_tokens is not None and _overrides_loss(kind):
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "

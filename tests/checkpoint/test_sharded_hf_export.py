@@ -51,7 +51,7 @@ def small_files_and_counted_bytes() -> None:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ("parallelism.dp_shard=3 training.global_batch_size=12 data.virtual_shards=3", "bf16"),
+        ("parallelism.dp_shard=3 training.global_batch_size=12", "bf16"),
         ("parallelism.tp=2 parallelism.dp_shard=2", "fp32"),
         # More ranks than key and value heads, whose projection each of them holds whole.
         ("parallelism.tp=4 parallelism.sequence_parallel=false", "fp32"),

@@ -69,8 +69,8 @@ TILES = [
         ),
         (["parallelism=ddp", "training.global_batch_size=7"], "training.global_batch_size", "6 or 8"),
         (["parallelism.dp_shard=4", "training.global_batch_size=2"], "training.global_batch_size", "=4"),
-        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "63 or 66"),
-        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "1, 2 or 4"),
+        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "", ""),
+        (["parallelism.dp_replicate=128", "training.global_batch_size=128"], "", ""),
         # precision
         (["training.fp32_modules=[embedding]"], "training.fp32_modules", "mixed_precision=bf16"),
         (
@@ -378,7 +378,10 @@ TILES = [
         (["parallelism.tp=2", "parallelism.cp=2", "parallelism.dp_shard=2"], "", ""),
         (["parallelism.tp=6", "model.ffn_dim=384", "training.seq_len=252"], "", ""),
         (["parallelism.tp=3", "training.seq_len=255", "model.ffn_dim=480"], "parallelism.tp", "tp=1, 2 or 6"),
-        (["parallelism.tp=2", "model.ffn_dim=480"], "parallelism.tp", "ffn_dim=448 or 512"),
+        (["parallelism.tp=2", "model.ffn_dim=480"], "", ""),
+        (["parallelism.tp=6", "model.ffn_dim=480", "training.seq_len=252"], "", ""),
+        (["parallelism.tp=6", "training.seq_len=252"], "parallelism.tp", "tp=2, 4 or 8; or model.ffn_dim=480 or 576"),
+        (["parallelism.tp=2", "model.ffn_dim=480", "quantization=mxfp8"], "quantization.recipe", "leaves it in high"),
         (["parallelism.tp=2", "model.vocab_size=263"], "", ""),
         (
             [

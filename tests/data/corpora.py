@@ -1,5 +1,6 @@
 """Small corpora with a distinct word per position, and loaders over them in any layout."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -131,9 +132,19 @@ class Ranks:
         """Sorted rows of each of the next global batches."""
         return [sorted(row for loader in self.loaders for row in self._share(loader)) for _ in range(count)]
 
+    def rows(self, global_batches: int) -> Rows:
+        """Rows of the next global batches, in the order of the run."""
+        shares = [[row for _ in range(global_batches) for row in self._share(loader)] for loader in self.loaders]
+        return [row for turn in zip(*shares, strict=True) for row in turn]
+
     def state(self) -> dict[str, Any]:
-        """Data state of all ranks, as in a checkpoint."""
-        return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
+        """Data state of all ranks, as in a checkpoint. Ranks that hold the same position agree about it."""
+        state: dict[str, Any] = {}
+        for loader in self.loaders:
+            own = json.loads(json.dumps(loader.state_dict()))
+            assert {key: state[key] for key in own if key in state} == {key: own[key] for key in own if key in state}
+            state |= own
+        return state
 
     def _share(self, loader: TrainLoader) -> Rows:
         return [row for _ in range(self._micro_batches) for row in rows_of(next(loader))]

@@ -28,7 +28,6 @@ def over(*stores: Manifest, seq_len: int = 24, batch: int = 24, seed: int = 0, *
         batch=batch,
         **{"source": "tokens", "paths": paths, "tokenizer": "store", "validation_fraction": 0.0, **data},
     )
-    # Rows are shared evenly by 3 ranks too, which 8 virtual shards are not: stores have none.
     return replace(run, training=replace(run.training, evaluate_every=10))
 
 

@@ -2,7 +2,9 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,55 @@ def test_a_resume_under_other_dp_degrees_skips_and_repeats_nothing(run: Experime
         with Ranks(run, dp_degree, micro_batch_size, state) as ranks:
             found += ranks.global_batches(batches)
             state = json.loads(json.dumps(ranks.state()))
+    assert found == reference
+
+
+@pytest.mark.parametrize(
+    ("source", "dp_degree"),
+    [*(("table", degree) for degree in (2, 3, 5, 6, 12, 24, 128)), *(("stream", degree) for degree in (3, 6, 12, 16))],
+)
+def test_dp_degrees_need_not_divide_the_virtual_shards(source: str, dp_degree: int):
+    """64 shards, the default, of documents at hand; 8 of a stream, each of which has threads."""
+    sources: dict[str, dict[str, Any]] = {
+        "table": {"virtual_shards": 64, "options": {"documents": 100}},
+        "stream": {"source": OWN_STREAM},
+    }
+    for batch in (dp_degree, 3 * dp_degree):
+        run = experiment(batch=batch, **sources[source])
+        with Ranks(run, 1, batch) as ranks:
+            reference = ranks.rows(6)
+        with Ranks(run, dp_degree, 1) as ranks:
+            found = ranks.rows(2)
+            state = ranks.state()
+        assert found == reference[: 2 * batch]
+        with Ranks(run, dp_degree, batch // dp_degree, state) as ranks:
+            assert ranks.rows(4) == reference[2 * batch :]
+            assert set(ranks.state()) == set(state)
+
+
+@every_corpus
+def test_a_resume_under_dp_degrees_that_do_not_divide_the_shards(run: Experiment):
+    with Ranks(run, 1, run.training.global_batch_size) as ranks:
+        reference = ranks.rows(12 * 24 // run.training.global_batch_size)
+    run = replace(run, training=replace(run.training, global_batch_size=24))
+    state, found = None, []
+    for dp_degree, batches in [(4, 2), (3, 1), (8, 2), (6, 1), (24, 3), (1, 1), (12, 2)]:
+        with Ranks(run, dp_degree, 24 // dp_degree, state) as ranks:
+            found += ranks.rows(batches)
+            state = ranks.state()
+    assert found == reference
+
+
+@pytest.mark.parametrize("data", [{}, {"source": OWN_STREAM}], ids=["table", "stream"])
+def test_a_resume_with_a_batch_size_that_does_not_divide_the_rows_before(data: dict[str, Any]):
+    """After 40 rows three ranks take the rows 40, 41 and 42."""
+    with Ranks(experiment(**data), 1, 8) as ranks:
+        reference = ranks.rows(15)
+    state, found = None, []
+    for dp_degree, batch, batches in [(4, 8, 5), (3, 12, 1), (3, 12, 1), (5, 5, 2), (8, 8, 1), (7, 7, 4), (2, 10, 1)]:
+        with Ranks(experiment(batch=batch, **data), dp_degree, batch // dp_degree, state) as ranks:
+            found += ranks.rows(batches)
+            state = ranks.state()
     assert found == reference
 
 
@@ -215,15 +266,6 @@ def test_an_incomplete_or_torn_state_is_refused():
         other.load_state_dict(whole)
     with pytest.raises(UserError, match="no data state"):
         other.load_state_dict({})
-
-
-def test_a_state_that_dp_ranks_cannot_share_evenly_is_refused():
-    with Ranks(experiment(batch=3), 1, 3) as ranks:
-        ranks.global_batches(1)
-        state = ranks.state()
-    loader(experiment()).load_state_dict(state)
-    with pytest.raises(UserError, match="3 rows, which 2 data ranks"):
-        loader(experiment(), dp_degree=2, micro_batch_size=4).load_state_dict(state)
 
 
 def test_sizes_that_the_rules_refuse_fail_an_assertion():

@@ -76,7 +76,6 @@ def test_first_failure_is_the_cause(tmp_path: Path) -> None:
         "raise_everywhere_after_rank_1",
         "parallelism.dp_shard=3",
         "training.global_batch_size=12",
-        "data.virtual_shards=12",
     )
     assert code == 1
     assert "ValueError: the cause" in err

@@ -33,9 +33,9 @@ def test_planning_writes_nothing(tmp_path: Path) -> None:
 
 def test_all_violations_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        planned(tmp_path, "model.kv_heads=3", "data.virtual_shards=64", "parallelism.dp_shard=3")
+        planned(tmp_path, "model.kv_heads=3", "training.fp32_modules=[head]", "parallelism.dp_shard=3")
     fields = {violation.field for violation in caught.value.violations}
-    assert {"model.kv_heads", "data.virtual_shards", "training.global_batch_size"} <= fields
+    assert {"model.kv_heads", "training.fp32_modules", "training.global_batch_size"} <= fields
 
 
 def test_run_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

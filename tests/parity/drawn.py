@@ -30,7 +30,7 @@ class Drawn:
 
 DEGREES = {
     "dp_replicate": (1, 1, 1, 2, 4),
-    "dp_shard": (1, 1, 2, 2, 4, 8),
+    "dp_shard": (1, 1, 2, 2, 3, 4, 8),
     "cp": (1, 1, 1, 2, 3, 4),
     "tp": (1, 1, 2, 2, 3, 4),
     "pp": (1, 1, 2, 2, 3, 4),
@@ -45,6 +45,7 @@ EXPERIMENT = {
     "model.tied_embeddings": ("false", "false", "true"),
     "training.seq_len": (48, 64, 64, 96),
     "training.z_loss": (0.0, 1e-3),
+    "training.global_batch_size": (8, 8, 12),
 }
 
 LAYOUT = {

@@ -330,6 +330,10 @@ def micro_batches_are_taken_for_each_other() -> None:
     patch("titan_exp.parallel.pipeline_parallel.stage.Stage.forward", make)
 
 
+def shared_shards_advance_by_own_rows() -> None:
+    patch("titan_exp.data.virtual_shards.packing.PackedStream.skip_row", lambda _: lambda self: None)
+
+
 MUTATIONS: list[Callable[[], None]] = [
     gradients_are_averaged_once_more,
     the_loss_is_divided_by_local_tokens,
@@ -372,6 +376,9 @@ BY_ROLE = [
 ]
 """An optimizer that treats matrices apart, and a sharded embedding."""
 
+SHARED_SHARDS = ["parallelism.dp_shard=3", "training.global_batch_size=12"]
+"""Three ranks that read 64 virtual shards together."""
+
 STATISTICS = ["model.architecture=tests.trainer.own_statistics", "parallelism.dp_shard=2", *LINES]
 """A model whose blocks report metrics."""
 
@@ -397,6 +404,7 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (PIPELINE, the_tied_weight_counts_twice),
     (PIPELINE, micro_batches_are_taken_for_each_other),
     (BY_ROLE, a_sharded_embedding_is_taken_for_a_matrix),
+    (SHARED_SHARDS, shared_shards_advance_by_own_rows),
     (STATISTICS, metrics_of_modules_are_averaged_over_ranks),
     (STATISTICS, metrics_of_modules_add_up_over_steps),
 ]
@@ -410,7 +418,9 @@ def one_device(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, ULYSSES, PIPELINE, BY_ROLE, STATISTICS], ids=" ".join
+    "layout",
+    [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, ULYSSES, PIPELINE, BY_ROLE, SHARED_SHARDS, STATISTICS],
+    ids=" ".join,
 )
 def test_without_mutation_the_curve_is_the_same(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))
@@ -428,7 +438,9 @@ def test_mutation_is_noticed(tmp_path: Path, one_device, layout, mutate):
 def _experiment(layout: list[str]) -> str:
     """Overrides that change the curve."""
     return " ".join(
-        override for override in layout if override.startswith(("data", "model", "optimizer", "+optimizer"))
+        override
+        for override in layout
+        if override.startswith(("data", "model", "optimizer", "+optimizer", "training.global_batch"))
     )
 
 

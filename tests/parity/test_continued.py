@@ -15,6 +15,9 @@ FSDP4 = ["parallelism.dp_shard=4"]
 HSDP = ["parallelism=hsdp", "training.micro_batch_size=1"]
 FSDP2 = ["parallelism.dp_shard=2"]
 DDP = ["parallelism=ddp"]
+TWO = ["parallelism.dp_shard=2", "training.global_batch_size=12"]
+THREE = ["parallelism.dp_shard=3", "training.global_batch_size=12"]
+"""Three ranks, which read 64 virtual shards together."""
 
 
 def continued(tmp_path: Path, before: list[str], after: list[str]) -> tuple[Curve, Curve]:
@@ -37,7 +40,7 @@ def assert_continues(whole: Curve, changed: Curve) -> None:
         torch.testing.assert_close(changed.weights[name], weight, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("before", "after"), [(FSDP4, []), ([], HSDP), (HSDP, FSDP4), (DDP, FSDP2)])
+@pytest.mark.parametrize(("before", "after"), [(FSDP4, []), ([], HSDP), (HSDP, FSDP4), (DDP, FSDP2), (TWO, THREE)])
 def test_the_curve_continues(tmp_path, before, after):
     whole, changed = continued(tmp_path, before, after)
     assert_continues(whole, changed)

@@ -45,6 +45,10 @@ EXPERIMENTS = {
     "documents": " ".join(LINES),
     "tied": "model.tied_embeddings=true",
     "unclipped": "training.max_grad_norm=null",
+    "twelve rows": f"training.global_batch_size=12 {' '.join(LINES)}",
+    # One step of AdamW with so large an epsilon that the update is 100 times the gradient, beside small weights.
+    "gradients of twelve rows": "training.global_batch_size=12 training.steps=1 optimizer.lr=1e8 optimizer.eps=1e6 "
+    "optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
 }
 
 
@@ -68,6 +72,24 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, layout, experimen
 def test_documents_by_another_kernel(tmp_path: Path, one_device):
     found = train(tmp_path, "model.attention_backend=math", FSDP2, *EXPERIMENTS["documents"].split())
     assert_same_curve(found, one_device("documents"))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism.dp_shard=3",
+        "parallelism.dp_shard=3 training.micro_batch_size=1",
+        "parallelism.dp_shard=6",
+        "parallelism=ddp parallelism.dp_replicate=3",
+        "parallelism.dp_replicate=2 parallelism.dp_shard=3 training.micro_batch_size=2",
+        "parallelism.dp_replicate=3 parallelism.tp=2",
+    ],
+)
+@pytest.mark.parametrize("experiment", ["twelve rows", "gradients of twelve rows"])
+def test_degrees_that_share_virtual_shards(tmp_path: Path, one_device, layout: str, experiment: str):
+    found = train(tmp_path, *layout.split(), *EXPERIMENTS[experiment].split())
+    assert_same_curve(found, one_device(experiment))
 
 
 @pytest.mark.cuda

@@ -78,6 +78,27 @@ def test_every_recipe_is_another_curve(one_device):
     assert plain == pytest.approx(one_device("mx").grad_norm[0], rel=2e-2)
 
 
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "float8_tensorwise",
+        "float8_tensorwise quantization.precomputed_scales=true quantization.float8_all_gather=true",
+        "float8_tensorwise quantization.power_of_two_scales=false",
+        "float8_rowwise",
+        "float8_rowwise_gw_hp",
+        "nvfp4",
+        "mxfp8 quantization.filter=[*.down]",
+    ],
+)
+def test_ranks_cut_through_groups_of_gate_and_up(tmp_path: Path, recipe: str):
+    words = f"{SHORT} quantization={recipe} model.ffn_dim=160".split()
+    expected = train(tmp_path / "one", *words)
+    # Scales that are no powers of two depend on the data-parallel degree.
+    layout = [TP2] if "power_of_two_scales=false" in recipe else [TP2, FSDP2]
+    assert_same_recipe(train(tmp_path / "two", *words, *layout), expected)
+
+
 def scales_are_of_a_rank_s_part() -> None:
     patch("titan_exp.quantization.recipes.Float8LinearImpl.shard", lambda _: lambda self, **_: None)
 
@@ -123,7 +144,7 @@ def test_another_definition_of_a_scale_is_noticed(tmp_path: Path, one_device, re
 def test_gathered_in_float8_it_is_the_same_to_the_bit(tmp_path: Path):
     """Scales that are no powers of two: those of another step would show. Rows of gate and up do not divide by three,
     and are gathered as they are."""
-    recipe = [*RECIPES["any scale"].split(), "model.dim=96", "training.global_batch_size=6", "data.virtual_shards=60"]
+    recipe = [*RECIPES["any scale"].split(), "model.dim=96", "training.global_batch_size=6"]
     layout = ["parallelism.dp_shard=3", "training.mixed_precision=bf16", "training.micro_batch_size=1"]
     bytes_sent = train(tmp_path / "bytes", *recipe, *layout)
     off = ["quantization.float8_all_gather=false", "quantization.precomputed_scales=false"]

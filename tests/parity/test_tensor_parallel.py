@@ -44,6 +44,8 @@ EXPERIMENTS = {
     "tied": "model.tied_embeddings=true",
     "one kv head": "model.kv_heads=1",
     "no groups": "model.kv_heads=4",
+    # Five groups of gate and up rows, which ranks replicate.
+    "cut groups": "model.ffn_dim=160",
 }
 
 
@@ -74,6 +76,10 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
         ("one kv head", f"{TP4} parallelism.cp=2"),
         ("no groups", f"{TP2} parallelism.cp=2 parallelism.cp_method=ulysses"),
         ("no groups", TP4),
+        ("cut groups", f"{TP2} {FSDP2}"),
+        pytest.param("cut groups", f"{TP4} {FSDP2} {AOT}", marks=pytest.mark.night),
+        pytest.param("cut groups", f"{TP2} parallelism.pp=2 training.micro_batch_size=1", marks=pytest.mark.night),
+        pytest.param("cut groups", f"{TP2} {WHOLE_TOKENS} activation_checkpoint=full", marks=pytest.mark.night),
     ],
 )
 def test_nor_of_another_experiment(tmp_path: Path, one_device, experiment, layout):
@@ -90,6 +96,7 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, experiment, layou
         (f"{TP4} model.vocab_size=257", f"{TP2} {FSDP2} model.vocab_size=257"),
         (f"{TP2} {FSDP2} parallelism.cp=2", ""),
         ("parallelism=hsdp", f"{TP2} parallelism.cp=2"),
+        pytest.param(f"{TP2} {FSDP2} model.ffn_dim=160", f"{TP4} model.ffn_dim=160", marks=pytest.mark.night),
     ],
 )
 def test_resumes_with_other_tensor_parallelism(tmp_path: Path, before, after):

@@ -88,7 +88,7 @@ def test_the_page_adds_up_and_loads_nothing(pages: dict[str, Path]):
 
 def test_shards_are_those_of_torch():
     # In the second, three ranks share weights of 64 rows.
-    uneven = "parallelism.dp_shard=3 data.virtual_shards=48 training.global_batch_size=12 training.mixed_precision=bf16"
+    uneven = "parallelism.dp_shard=3 training.global_batch_size=12 training.mixed_precision=bf16"
     found = [part for parts in run_ranks(1, _parts, [LAYOUT, uneven]) for part in parts]
     divided = 0
     for cuts, shape, degrees, places, local_shape, offset in found:

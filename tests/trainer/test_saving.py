@@ -38,7 +38,6 @@ def test_rank_0s_clock_is_what_all_ranks_save_by(tmp_path):
         "training.steps=6",
         "parallelism.dp_shard=3",
         "training.global_batch_size=12",
-        "data.virtual_shards=3",
         mutate=broken_clocks,
     )
     assert steps(tmp_path) == [3, 6]

@@ -18,6 +18,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run
+    from titan_exp.launch.provenance.changes import report_stale
     from titan_exp.launch.related_runs import related_runs
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import plan_run
@@ -36,6 +37,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
                 f"{related.name} is this experiment in another layout or with other steps, saved at step "
                 f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}"
             )
+    report_stale([plan], print)
     executor = executor_for(experiment.cluster.kind)
     code = executor.launch(gate_run(plan, RunConsole().echo))
     # A run fetched from checkpoint.remote, or of no steps, has no metrics.

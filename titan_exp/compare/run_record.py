@@ -102,7 +102,7 @@ def read_run(path: str | Path) -> Run:
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
         device=_device(folder.env),
         commit=code.get("commit"),
-        dirty=code.get("dirty"),
+        dirty=any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
         overrides=_read_overrides(folder.overrides),
         source=str(path),
         predicted=read_predicted_metrics(folder),

@@ -14,7 +14,7 @@ positions."""
 
 
 class Sampler(Protocol):
-    """Rows of one data rank. Row j of the run belongs to rank j mod dp, in every layout."""
+    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on."""
 
     corpus: dict[str, Any]
     """Identity of the data that positions refer to, equal on all ranks; keyed by config keys for error messages."""
@@ -22,8 +22,8 @@ class Sampler(Protocol):
     """Positions before the first row."""
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """Select this rank's positions from all ranks', saved at the end of a global batch under any dp degree. Raises
-        UserError if positions are missing or belong to different rows."""
+        """Select this rank's positions from all ranks', saved at the end of a global batch under any dp degree and any
+        batch size. Raises UserError if positions are missing or belong to different rows."""
         ...
 
     def open(self, state: SamplerState) -> NextRow:

@@ -1,9 +1,10 @@
 """Training data loader: endless micro-batches in an order that depends on data, seed and batch size, not on the layout.
 
-Data rank r of dp takes the rows j ≡ r (mod dp) of the run; a `Sampler` defines the rows.
+Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` defines the rows.
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +18,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, Sampler, SamplerState
+from titan_exp.data.sources.base import CONTENT, REVISION
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
@@ -54,6 +56,11 @@ class TrainLoader(Iterator[Batch]):
         self._closed = False
 
     @property
+    def corpus(self) -> dict[str, Any]:
+        """Identity of the data, by config key; equal on all ranks."""
+        return self._sampler.corpus
+
+    @property
     def fingerprint(self) -> str:
         """Digest of a data state's references: corpus, split, tokenizer, seed, order."""
         return blake2b(json.dumps(self._sampler.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -70,7 +77,8 @@ class TrainLoader(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serializable position after the last consumed batch: this rank's sampler positions, and `corpus`, equal
-        on all ranks. `load_state_dict` takes the union over all ranks.
+        on all ranks. A position held by several ranks is equal on them at the end of a global batch;
+        `load_state_dict` takes the union over all ranks.
         """
         return {"corpus": self._sampler.corpus, **self._consumed}
 
@@ -149,6 +157,12 @@ def _read_batches(
 def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise UserError("The checkpoint contains no data state.")
+    if CONTENT in present and CONTENT not in saved:
+        warnings.warn(
+            "The checkpoint was written before contents of data files were recorded: their names and sizes are "
+            "compared, their contents are not",
+            stacklevel=2,
+        )
     violations = [
         Violation(
             key,
@@ -156,7 +170,7 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
             f"the checkpoint was made with {saved.get(key)}",
             "that one, or checkpoint.continue_data=restart in a new run",
         )
-        for key in sorted({*saved, *present})
+        for key in sorted({*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
         if saved.get(key) != present.get(key)
     ]
     if violations:

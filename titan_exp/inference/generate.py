@@ -21,7 +21,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_kv_rows
+from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
@@ -85,7 +85,7 @@ def generate(
     def shard(model: nn.Module) -> Rows:
         assert mesh is not None
         apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
-        return drop_unused_kv_rows(model)
+        return drop_unused_rows(model)
 
     model = load_source(
         source, device, seq_len=window, dtype=DTYPES[options.dtype], divide=None if mesh is None else shard

@@ -148,8 +148,8 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
         plan.folder.config.name: config,
         **({} if signature is None else {plan.folder.signature.name: signature}),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
-        plan.folder.code.name: provenance.code_json(ids),
-        plan.folder.diff.name: provenance.diff,
+        plan.folder.code.name: provenance.code_json(ids, plan.experiment),
+        plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }
 

@@ -17,7 +17,10 @@ Form = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, torch.dt
 
 
 def float8_all_gather_format(module: nn.Module) -> Form | None:
-    """All-gather format of a module's weight in float8; None if it is not quantized with a precomputed scale."""
+    """All-gather format of a module's weight in float8; None if it is not quantized with a precomputed scale, or
+    replicated by tensor-parallel ranks, which quantize the rows that they use."""
+    if getattr(module, "rows", None) is not None:
+        return None
     linear_impl = getattr(module, "linear_impl", None)
     if not isinstance(linear_impl, Float8LinearImpl) or linear_impl.recipe.rowwise or linear_impl.weight_scale is None:
         return None

@@ -13,7 +13,7 @@ from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, Quantization
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
-from titan_exp.models.spec.tp_plan import Colwise, Rowwise
+from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 RECIPE = "quantization.recipe"
@@ -59,7 +59,7 @@ def dims_divide(
     """Every rank's shard of a quantized weight has whole scaling blocks."""
     recipe, degree, block = quantization.recipe, parallelism.tp, _block(quantization, device)
     for linear in dict.fromkeys(linear for _, linear in _quantized(spec, quantization)):
-        if _is_replicated(linear, degree):
+        if _shares_kv_heads(linear, degree):
             continue  # reported by kv_heads_are_whole
         for dim, size, style in (("inputs", linear.inputs, Rowwise), ("outputs", linear.outputs, Colwise)):
             shards = degree if isinstance(linear.tp, style) else 1
@@ -103,7 +103,7 @@ def kv_heads_are_whole(
     """No rank has a partial gradient of a key or value head, which would be rounded before the reduction."""
     degree = parallelism.tp
     for _, linear in _quantized(spec, quantization):
-        if isinstance(linear.tp, Colwise) and _is_replicated(linear, degree):
+        if isinstance(linear.tp, Colwise) and _shares_kv_heads(linear, degree):
             heads = linear.tp.units
             yield Violation(
                 "parallelism.tp",
@@ -169,9 +169,10 @@ def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[st
             yield name, linear
 
 
-def _is_replicated(linear: LinearSpec, degree: int) -> bool:
-    """True if tensor-parallel ranks replicate outputs."""
-    return isinstance(linear.tp, Colwise) and linear.tp.common is not None and linear.tp.units % degree != 0
+def _shares_kv_heads(linear: LinearSpec, degree: int) -> bool:
+    """True if several tensor-parallel ranks compute the same outputs."""
+    style = linear.tp
+    return isinstance(style, Colwise) and isinstance(style.common, ReplicatedKV) and style.is_replicated(degree)
 
 
 def _block(config: QuantizationConfig, device: str) -> int:

@@ -37,13 +37,14 @@ def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig
 
 
 def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Every rank has whole units of a column-parallel linear: head groups or feed-forward channels."""
+    """Every rank has equal outputs of a column-parallel linear: head groups or feed-forward channels."""
     degree = parallelism.tp
     unsharded = next((name for name, linear in spec.linears() if linear.tp is None), None)
     if unsharded is not None:
         yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
     for style in dict.fromkeys(style for _, style in _colwise(spec) if style.units):
-        widths = listed(multiples_near(style.units * style.width, style.width * degree))
+        step = math.lcm(style.width, degree) if style.common else style.width * degree
+        widths = listed(multiples_near(style.units * style.width, step))
         more = f"; or {style.key}={widths}" if style.key else ""
         reason, largest = f"{style.described} cannot be divided evenly among {degree} ranks", style.units * style.pieces
         yield from check_number(FIELD, degree, style.divides, reason, largest=largest, more=more)
@@ -72,7 +73,8 @@ def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[V
     cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
     shards = dp_shard * cp
     rows = {"model.vocab_size": spec.vocab_size}
-    rows |= {f"the rows of {linear.name}": linear.outputs for linear, style in _colwise(spec) if style.units % tp == 0}
+    sharded = (linear for linear, style in _colwise(spec) if not style.is_replicated(tp))
+    rows |= {f"the rows of {linear.name}": linear.outputs for linear in sharded}
     uneven = [f"{name} ({count})" for name, count in rows.items() if count % (tp * shards)]
     reason = (
         f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: {shards} shards divide "

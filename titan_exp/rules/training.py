@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -23,17 +22,6 @@ def micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) ->
     more = f"; or training.micro_batch_size={sizes}" if size % ranks == 0 else ""
     reason = f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}"
     yield from check_multiple("training.global_batch_size", size, ranks * micro, reason, more)
-
-
-def virtual_shards_divide(data: DataConfig, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Every data-parallel rank reads the same number of virtual shards; token stores have none."""
-    shards, ranks = data.virtual_shards, layout.dp_degree
-    if data.source != "tokens":
-        degrees = listed(nearest_numbers(ranks, divisors(shards)))
-        more = f" (another order of data); or make dp_replicate × dp_shard {degrees}"
-        yield from check_multiple(
-            "data.virtual_shards", shards, ranks, f"it cannot be divided among {_ranks(ranks)}", more
-        )
 
 
 def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -128,4 +116,4 @@ RULES = rules(
         "computed in fp32 anyway",
     ),
 )
-LAYOUT_RULES = rules(micro_batches_are_whole, virtual_shards_divide)
+LAYOUT_RULES = rules(micro_batches_are_whole)

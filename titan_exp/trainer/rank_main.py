@@ -39,6 +39,7 @@ def main(run_folder: str) -> None:
             trainer.restore()
             if dist.get_rank() == 0:
                 _write_running(folder, trainer)
+                _record_data(folder, trainer)
             state = "failed"
             try:
                 state = "done" if trainer.run() else "preempted"
@@ -48,6 +49,22 @@ def main(run_folder: str) -> None:
     if state == "preempted":
         get_logger().info("stopped after step %d, saved", trainer.step)
         sys.exit(STOPPED)
+
+
+def _record_data(folder: RunFolder, trainer: Trainer) -> None:
+    """Record the identity of the data in the attempt's row, and log its differences from the last attempt's."""
+    attempt, present = trainer.report.attempt, trainer.loader.corpus
+    rows = folder.read_attempts()
+    recorded = [row.data for row in rows if row.data is not None and row.attempt < attempt]
+    for key, before in recorded[-1].items() if recorded else ():
+        if key in present and present[key] != before:
+            get_logger().warning("%s changed since the last attempt, from %s to %s", key, before, present[key])
+    if not rows:  # started without a launcher
+        return
+    try:
+        folder.update_attempt(attempt, data=present)
+    except OSError as error:
+        get_logger().error("%s cannot be written (%s)", folder.attempts, error.strerror or error)
 
 
 def _write_running(folder: RunFolder, trainer: Trainer) -> None:

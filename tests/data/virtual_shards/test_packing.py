@@ -76,6 +76,17 @@ def test_state_after_any_row_continues_exactly():
         assert rows(packed, 1) == [reference[done]]
 
 
+@pytest.mark.parametrize("which", [{}, {"documents": 1, "shards": 3, "shard": 2}, {"documents": 2, "shards": 6}])
+@pytest.mark.parametrize("seq_len", [1, 7, 50, 400])
+def test_a_skipped_row_leaves_the_state_of_a_read_one(which: dict[str, Any], seq_len: int):
+    read, skipped = PackedStream(stream(**which), seq_len), PackedStream(stream(**which), seq_len)
+    window = np.zeros(seq_len + 1, dtype=np.int64)
+    for _ in range(40):
+        read.next_row(window)
+        skipped.skip_row()
+        assert skipped.state_dict() == read.state_dict()
+
+
 def test_the_state_before_the_first_row_can_be_restored():
     packed = PackedStream(stream(documents=1, shards=3, shard=2), SEQ_LEN)
     assert packed.state_dict() == {"rows": 0}

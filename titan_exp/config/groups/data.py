@@ -46,8 +46,9 @@ class DataConfig:
     store); null is all of them. Those left out are not trained on either."""
     virtual_shards: PositiveInt
     """Independent streams that the documents are divided into. Part of the experiment: it fixes the order of data.
-    Must be a multiple of the data-parallel degree. When streaming, at most the number of files is best: shards that
-    share a file each read all of it. Source `tokens` has none: any row is found at once."""
+    Best a multiple of the data-parallel degree: otherwise several ranks read and tokenize the same shards, in the same
+    order. When streaming, at most the number of files is best: shards that share a file each read all of it. Source
+    `tokens` has none: any row is found at once."""
     document_mask: bool
     """Tokens attend only within their own document, and the first token of a document is not predicted."""
     reset_positions: bool

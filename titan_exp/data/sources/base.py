@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.data.sources.content import CorpusContent
 
 
 @runtime_checkable
@@ -64,6 +65,19 @@ class StreamingSource(Protocol):
 
 
 Source = RandomAccessSource | StreamingSource
+
+
+CONTENT, REVISION = "data.content", "data.revision"
+"""Keys of a corpus identity: content of local files; fingerprint of a data set of the hub, which also changes with
+files that are not read."""
+
+
+def content_identity(source: Source) -> dict[str, str]:
+    """Content checksum of a source that reads local files, or revision of a data set of the hub, by key."""
+    content, revision = getattr(source, "content", None), getattr(source, "revision", None)
+    if isinstance(content, CorpusContent):
+        return {CONTENT: content.fingerprint()}
+    return {REVISION: revision} if isinstance(revision, str) else {}
 
 
 def fingerprint(source: Source, config: DataConfig) -> str:

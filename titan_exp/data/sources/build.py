@@ -3,13 +3,16 @@
 import inspect
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.builtins import SOURCES
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.import_path import import_dotted
 from titan_exp.config.secrets.variables import revealed
-from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
+from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
+from titan_exp.data.sources.content import CorpusContent
 
 
 def builtin_source(config: DataConfig) -> ModuleType | None:
@@ -21,6 +24,22 @@ def build_source(config: DataConfig) -> Source:
     """Open the training documents, held-out ones included. Raises UserError if they cannot be read."""
     module = builtin_source(config)
     return _build_own(config) if module is None else module.build(config)
+
+
+def known_identity(config: DataConfig) -> tuple[dict[str, Any], CorpusContent | None]:
+    """Identity of the data as far as it is known without opening the source: entries of `Sampler.corpus`, and the local
+    files, if any. Imports no torch. Raises UserError if files are missing."""
+    identity: dict[str, Any] = {}
+    if config.source == "tokens":
+        return {"data.paths": [read_manifest(path).fingerprint for path in config.paths]}, None
+    if config.tokenizer != "bytes":
+        from titan_exp.data.tokenizers.build import build_tokenizer  # imports numpy
+
+        identity["data.tokenizer"] = build_tokenizer(config).fingerprint
+    files = None if (module := builtin_source(config)) is None else module.open_files(config)
+    if files is None:
+        return identity, None
+    return identity | {CONTENT: files.content.fingerprint()}, files.content
 
 
 def has_validation_split(config: DataConfig) -> bool:

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.data_files import LOADERS
 from titan_exp.data.sources.base import Source
+from titan_exp.data.sources.content import CorpusContent
 from titan_exp.data.sources.load_dataset import load_split
+from titan_exp.data.sources.text import matching_files
+from titan_exp.data.sources.text_files import FileSource
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -27,6 +31,18 @@ def build_validation(config: DataConfig) -> Source:
     return _build_split(config, config.validation_split)
 
 
+def open_files(config: DataConfig) -> FileSource | None:
+    """List the local files of a data set; None for one of the hub or of another server."""
+    assert config.dataset is not None
+    folder = Path(config.dataset).expanduser()
+    entries = config.data_files or ((config.dataset,) if folder.is_dir() else ())
+    if not entries or any("://" in entry for entry in entries):
+        return None
+    if config.dataset not in LOADERS and folder.is_dir():
+        entries = tuple(str(folder / entry) for entry in config.data_files) or (str(folder),)
+    return FileSource("huggingface", sorted({file for entry in entries for file in matching_files(entry)}))
+
+
 class HuggingFaceTable:
     """Random-access source over one column of a downloaded, memory-mapped split."""
 
@@ -36,6 +52,7 @@ class HuggingFaceTable:
         self._config = config
         self._dataset = dataset.select_columns([self._column])
         self.fingerprint = f"{_name(config, split)}: {len(dataset)} documents, {self._sample_digest()}"
+        self.content, self.revision = _identity(config, dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -59,6 +76,7 @@ class HuggingFaceStream:
         self._dataset = dataset
         self._config = config
         self.parts = dataset.num_shards
+        self.content, _ = _identity(config, None)
         first = next(self.open(0, None), "")
         self.fingerprint = f"{_name(config, split)}: streamed in {self.parts} parts, {_digest(first)}"
 
@@ -97,6 +115,14 @@ class HuggingFaceReader:
 def _build_split(config: DataConfig, split: str) -> Source:
     kind = HuggingFaceStream if config.streaming else HuggingFaceTable
     return kind(load_split(config, split), config, split)
+
+
+def _identity(config: DataConfig, dataset: Dataset | None) -> tuple[CorpusContent | None, str | None]:
+    """Content of local files, else the fingerprint of a downloaded data set."""
+    files = open_files(config)
+    if files is not None:
+        return files.content, None
+    return None, None if dataset is None else getattr(dataset, "_fingerprint", None)
 
 
 def _name(config: DataConfig, split: str) -> str:

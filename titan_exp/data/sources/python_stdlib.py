@@ -26,6 +26,11 @@ def build(config: DataConfig) -> "PythonStdlibSource":
     return PythonStdlibSource()
 
 
+def open_files(config: DataConfig) -> "PythonStdlibSource":
+    """List the modules."""
+    return PythonStdlibSource()
+
+
 class PythonStdlibSource(FileSource):
     """One document per module. Raises UserError if this Python has no library source."""
 

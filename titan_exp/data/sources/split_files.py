@@ -27,7 +27,7 @@ class SplitFileSource:
     """
 
     def __init__(self, files: FileSource, unit: Granularity) -> None:
-        self._files = files
+        self._files, self.content = files, files.content
         offsets = [_document_offsets(files.path(number), unit) for number in range(len(files))]
         self._offsets = np.concatenate([np.empty(0, dtype=np.int64), *offsets])
         if len(self._offsets) == 0:

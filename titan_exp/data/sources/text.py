@@ -5,19 +5,31 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.data.sources.split_files import SplitFileSource
 from titan_exp.data.sources.text_files import FileSource
+
+if TYPE_CHECKING:
+    from titan_exp.data.sources.split_files import SplitFileSource
 
 _BINARY_CHECK_BYTES = 8192
 
 
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
     """Open the files of `data.paths`, split by `data.document`."""
-    files = TextSource(config.paths)
-    return files if config.document == "file" else SplitFileSource(files, config.document)
+    files = open_files(config)
+    if config.document == "file":
+        return files
+    from titan_exp.data.sources.split_files import SplitFileSource  # imports numpy
+
+    return SplitFileSource(files, config.document)
+
+
+def open_files(config: DataConfig) -> "TextSource":
+    """List the files of `data.paths`."""
+    return TextSource(config.paths)
 
 
 class TextSource(FileSource):
@@ -32,7 +44,7 @@ class TextSource(FileSource):
             raise _refusal(paths, "no file is given", "data.paths='[notes,books/*.txt]'")
         found: dict[Path, str] = {}
         for entry in paths:
-            matches = list(_matches(entry))
+            matches = list(matching_files(entry))
             if not matches:
                 raise _refusal(
                     entry, f"it matches no file (working directory {Path.cwd()})", "an existing file, folder or glob"
@@ -49,7 +61,7 @@ class TextSource(FileSource):
             raise _refusal(list(paths), "no file there contains text", "text files")
 
 
-def _matches(entry: str) -> Iterator[tuple[str, Path]]:
+def matching_files(entry: str) -> Iterator[tuple[str, Path]]:
     """Pairs of key and path; keys are relative to the entry's fixed part, so that moving a corpus keeps its keys."""
     path = Path(entry).expanduser()
     if path.is_dir():

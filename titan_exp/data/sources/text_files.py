@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
+from titan_exp.data.sources.content import CorpusContent
+
 
 class FileSource:
     """Random-access source over files, ordered by key.
@@ -14,12 +16,16 @@ class FileSource:
 
     def __init__(self, name: str, files: Iterable[tuple[str, Path]]) -> None:
         digest, size = blake2b(digest_size=8), 0
+        self.content = CorpusContent()
+        """Checksum of the files, by `content.fingerprint()`."""
         self._keys: list[str] = []
         self._paths: list[Path] = []
         for key, path in sorted(files):
-            length = path.stat().st_size
+            stat = path.stat()
+            length = stat.st_size
             if length == 0:
                 continue
+            self.content.add(key, path, stat)
             self._keys.append(key)
             self._paths.append(path)
             digest.update(f"{key}\0{length}\0".encode("utf-8", errors="surrogateescape"))

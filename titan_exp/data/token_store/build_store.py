@@ -25,6 +25,7 @@ from titan_exp.data.tokenizers.build import build_tokenizer
 _JOB = "job.json"
 _KEYS = {
     "source": "data.paths",
+    "content": "data.paths",
     "held_out": "data.validation_fraction",
     "tokenizer": "data.tokenizer",
     "token_bytes": "data.tokenizer",
@@ -100,7 +101,8 @@ def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
-    saved = {"shuffle": 0, **saved}  # stores written before the option existed
+    # Stores written before these were recorded.
+    saved = {"shuffle": 0, "content": description["content"], **saved}
     violations = [
         Violation(
             _KEYS.get(key, key),

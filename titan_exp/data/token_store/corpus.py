@@ -9,7 +9,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.permutation import Permutation
-from titan_exp.data.sources.base import RandomAccessSource, Source, fingerprint
+from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.validation_split import unit_hash, unit_hashes
 
@@ -67,6 +67,8 @@ class Corpus:
             for split, source in self._sources.items()
         }
         self.fingerprint = "; ".join(fingerprint(source, data) for source in self._sources.values())
+        self.content = [content_identity(source).get(CONTENT) for source in self._sources.values()]
+        """Content of local files, per split; None if there are none."""
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
         """Validation documents: a share of the documents, or a separate split."""
 

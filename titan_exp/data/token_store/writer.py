@@ -133,6 +133,7 @@ def describe_store(job: TokenizeJob, corpus: Corpus, tokenizer: Tokenizer) -> di
         "format": FORMAT,
         "version": VERSION,
         "source": corpus.fingerprint,
+        "content": corpus.content,
         "held_out": corpus.held_out,
         "tokenizer": {
             "fingerprint": tokenizer.fingerprint,

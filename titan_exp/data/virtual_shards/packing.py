@@ -20,8 +20,7 @@ class PackedStream:
 
     def next_row(self, window: np.ndarray) -> list[int]:
         """Fill `window` [seq_len + 1] with the next row; returns its document starts (each in 1..seq_len)."""
-        tokens = self._stream.tokens()
-        offset = int(len(tokens) * self._stream.start) if self._offset is None else self._offset
+        tokens, offset = self._stream.tokens(), self._begin()
         filled, starts = 0, []
         while True:
             chunk = tokens[offset : offset + len(window) - filled]
@@ -36,6 +35,15 @@ class PackedStream:
         self._rows += 1
         return starts
 
+    def skip_row(self) -> None:
+        """Move past the next row without copying its tokens."""
+        offset = self._begin() + self._seq_len
+        while offset >= (length := len(self._stream.tokens())):
+            offset -= length
+            self._stream.advance()
+        self._offset = offset
+        self._rows += 1
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-serializable position: `rows` read, and the stream position and `offset` of the next row."""
         if self._offset is None:
@@ -46,3 +54,7 @@ class PackedStream:
         """Resume from a `state_dict()` of the same shard; `{"rows": 0}` is the beginning."""
         self._rows, self._offset = state["rows"], state.get("offset")
         self._stream.seek(None if self._offset is None else state)
+
+    def _begin(self) -> int:
+        """Offset of the next row's first token in the current document."""
+        return int(len(self._stream.tokens()) * self._stream.start) if self._offset is None else self._offset

@@ -1,13 +1,15 @@
 """Virtual-shard sampler: rows of documents tokenized during training.
 
-Row j of the run comes from virtual shard j mod V. The dp degree divides V, so rank r owns the shards ≡ r (mod dp) and
-no other rank needs their state: a checkpoint of all shards resumes under any dp degree.
+Row j of the run comes from virtual shard j mod V, in every layout. With g = gcd(V, dp), a rank reads all rows of V / g
+shards and keeps one of each dp / g rows. If dp divides V, no other rank reads them. Otherwise dp / g ranks do, and are
+at the same position after each dp rows of the run. A checkpoint of all shards resumes under any dp degree.
 """
 
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.sampler import NextRow, SamplerState
-from titan_exp.data.sources.base import RandomAccessSource, Source, fingerprint
+from titan_exp.data.sources.base import RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, has_validation_split
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.build import build_tokenizer
@@ -31,55 +33,65 @@ _READ_AHEAD_THREADS = 8
 
 
 class VirtualShardSampler:
-    """`Sampler` over one rank's virtual shards. Raises UserError if the corpus or the tokenizer cannot be used."""
+    """`Sampler` over the virtual shards of one rank. Raises UserError if the corpus or the tokenizer cannot be used."""
 
     def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
-        self._shards = data.virtual_shards
-        assert self._shards % dp_degree == 0, "checked by the rules"
-        self._dp_degree = dp_degree
+        self._shards, self._dp_rank = data.virtual_shards, dp_rank
+        self._stride = math.gcd(self._shards, dp_degree)
+        self._readers = dp_degree // self._stride  # ranks that read each shard
         self._seq_len = seq_len
         tokenizer, source = build_tokenizer(data), build_source(data)
         held_out = 0.0 if has_validation_split(data) else data.validation_fraction
         self.corpus = {
             "data.source": fingerprint(source, data),
+            **content_identity(source),
             "data.tokenizer": tokenizer.fingerprint,
             "data.validation_fraction": held_out,
             "data.virtual_shards": self._shards,
             "experiment.seed": seed,
         }
-        own = range(dp_rank, self._shards, dp_degree)
         self._pool: DaemonThreadPool | None = None
         if not isinstance(source, RandomAccessSource):
             self.corpus["data.shuffle_buffer"] = data.shuffle_buffer
-            self._pool = DaemonThreadPool(min(_READ_AHEAD_THREADS, len(own)))
+            self._pool = DaemonThreadPool(min(_READ_AHEAD_THREADS, self._shards // self._stride))
             weakref.finalize(self, self._pool.close)  # a running task would keep the pool alive
-        self._streams = _build_streams(data, source, tokenizer, own, self._pool, seed=seed, held_out=held_out)
-        self.initial_state: SamplerState = {str(shard): {"rows": 0} for shard in own}
+        self._stream = _stream_builder(data, source, tokenizer, self._pool, seed=seed, held_out=held_out)
+        self.initial_state: SamplerState = {str(shard): {"rows": 0} for shard in self._own_shards(0)}
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """Positions of this rank's shards."""
-        _check_complete(states, self._shards, self._dp_degree)
-        return {shard: dict(states[shard]) for shard in self.initial_state}
+        """Positions of the shards that this rank reads."""
+        row = _check_complete(states, self._shards)
+        return {str(shard): dict(states[str(shard)]) for shard in self._own_shards(row)}
 
     def open(self, state: SamplerState) -> NextRow:
         """Open a reader of one row per shard in turn. Only one may be in use: it moves this rank's streams."""
-        packed = {shard: PackedStream(stream, self._seq_len) for shard, stream in sorted(self._streams.items())}
-        for shard, position in state.items():
-            packed[int(shard)].load_state_dict(position)
-        for stream in self._streams.values():
-            stream.prefetch()
-        shards = list(packed)
+        shards = sorted(map(int, state))
+        packed = {shard: PackedStream(self._stream(shard), self._seq_len) for shard in shards}
+        for shard in shards:
+            packed[shard].load_state_dict(state[str(shard)])
+        for shard in shards:
+            self._stream(shard).prefetch()
         rows = sum(position["rows"] for position in state.values())
+        readers, own_turn = self._readers, self._dp_rank // self._stride
 
         # No reference to the sampler: its collection closes the pool that a reading thread may wait for.
         def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
             nonlocal rows
-            shard = shards[rows % len(shards)]
-            rows += 1
-            starts = packed[shard].next_row(window)
-            return starts, {str(shard): packed[shard].state_dict()}
+            starts: list[int] = []
+            moved = [shards[(rows + turn) % len(shards)] for turn in range(readers)]
+            for turn, shard in enumerate(moved):
+                if turn == own_turn:
+                    starts = packed[shard].next_row(window)
+                else:
+                    packed[shard].skip_row()
+            rows += readers
+            return starts, {str(shard): packed[shard].state_dict() for shard in moved}
 
         return next_row
+
+    def _own_shards(self, row: int) -> range:
+        """Shards that this rank reads if the ranks begin at a row of the run."""
+        return range((row + self._dp_rank) % self._stride, self._shards, self._stride)
 
     def state_at(self, rows: int) -> SamplerState | None:
         """Initial state for 0 rows; None otherwise, since positions require reading."""
@@ -91,7 +103,7 @@ class VirtualShardSampler:
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
         """Epochs over the training documents, estimated from this rank's shards."""
-        return {"": sum(self._streams[int(shard)].epochs(position) for shard, position in state.items()) / len(state)}
+        return {"": sum(self._stream(int(shard)).epochs(position) for shard, position in state.items()) / len(state)}
 
     def close(self) -> None:
         """Stop the prefetch threads."""
@@ -99,22 +111,21 @@ class VirtualShardSampler:
             self._pool.close()
 
 
-def _build_streams(
+def _stream_builder(
     data: DataConfig,
     source: Source,
     tokenizer: Tokenizer,
-    own: range,
     pool: DaemonThreadPool | None,
     *,
     seed: int,
     held_out: float,
-) -> dict[int, DocumentStream]:
-    """Document streams of the virtual shards `own`."""
+) -> Callable[[int], DocumentStream]:
+    """Document stream of each virtual shard, built on first use."""
     shards = data.virtual_shards
     if isinstance(source, RandomAccessSource):
         documents = TokenizedDocuments(training_subset(source, held_out), tokenizer)
         order = EpochShuffle(len(documents), seed)
-        return {shard: IndexedStream(documents, order, shard=shard, shards=shards) for shard in own}
+        return cache(lambda shard: IndexedStream(documents, order, shard=shard, shards=shards))
     assert pool is not None
     if source.parts < shards:
         warnings.warn(
@@ -125,11 +136,11 @@ def _build_streams(
         )
     order = EpochShuffle(source.parts, seed)
     spec = StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)
-    return {shard: BlockShuffledStream(spec, pool, shard) for shard in own}
+    return cache(lambda shard: BlockShuffledStream(spec, pool, shard))
 
 
-def _check_complete(states: Mapping[str, dict[str, Any]], shards: int, dp_degree: int) -> None:
-    """Check that all shards are present and stopped at the same row of the run."""
+def _check_complete(states: Mapping[str, dict[str, Any]], shards: int) -> int:
+    """Check that all shards are present and stopped at the same row of the run; returns that row."""
     if set(states) != set(map(str, range(shards))):
         raise UserError(f"The checkpoint's data state holds {len(states)} of {shards} virtual shards.")
     row = sum(state["rows"] for state in states.values())
@@ -138,5 +149,4 @@ def _check_complete(states: Mapping[str, dict[str, Any]], shards: int, dp_degree
         raise UserError(
             f"The checkpoint's data state is inconsistent: virtual shard {wrong[0]} stopped at another row."
         )
-    if row % dp_degree:
-        raise UserError(f"The checkpoint stopped after {row} rows, which {dp_degree} data ranks cannot share evenly.")
+    return row

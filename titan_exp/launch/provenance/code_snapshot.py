@@ -13,8 +13,9 @@ from pathlib import Path
 
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path import find_module, is_dotted
+from titan_exp.config.schema.import_path import find_module
 from titan_exp.launch.provenance.git import run_git
+from titan_exp.launch.provenance.user_code import import_paths, is_installed
 
 FOLDER = ".code"
 """Folder of the snapshots, beside the runs."""
@@ -41,8 +42,9 @@ def take_code_snapshot(runs: Path, experiments: Sequence[Experiment], package: P
     ours = package or Path(titan_exp.__file__).resolve().parent
     copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS))
     here = Path.cwd()
-    modules = [module for module in map(find_module, _dotted_names(experiments)) if module is not None]
-    changing = [module for module in modules if not _is_installed(module) and ours not in module.parents]
+    names = sorted({name for run in experiments for name in import_paths(run).values()})
+    modules = [module for module in map(find_module, names) if module is not None]
+    changing = [module for module in modules if not is_installed(module) and ours not in module.parents]
     mine = [module for module in changing if here in module.parents]
     files = _tracked(here, ["*.py"]) if mine else None
     if files is not None and sum((here / name).stat().st_size for name in files) > OWN_LIMIT:
@@ -51,25 +53,6 @@ def take_code_snapshot(runs: Path, experiments: Sequence[Experiment], package: P
     own = str(_keep(runs, here, files)) if files and any(module in kept for module in mine) else None
     loose = sorted({str(module) for module in changing if own is None or module not in kept})
     return CodeSnapshot(str(copy), own, tuple(loose))
-
-
-def _dotted_names(experiments: Sequence[Experiment]) -> list[str]:
-    names = {
-        name
-        for run in experiments
-        for name in (
-            run.model.architecture,
-            run.optimizer.name,
-            run.lr_schedule.decay,
-            run.data.source,
-            run.cluster.kind,
-        )
-    }
-    return sorted(name for name in names if is_dotted(name))
-
-
-def _is_installed(module: Path) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(module.parts))
 
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:

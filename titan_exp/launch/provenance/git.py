@@ -1,10 +1,13 @@
-"""Git commit and diff of the repository that holds the package."""
+"""Versions of code: commit, diff and checksums of a git repository, or checksums of files without one."""
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,25 +16,43 @@ from titan_exp.launch.provenance.secrets import MASK, mask
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""
+FILES_LIMIT = 2000
+"""Maximum number of files with checksums."""
+DIFF_OPTIONS = (
+    *("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"),
+    *("--src-prefix=a/", "--dst-prefix=b/"),
+)
+"""Options of git diff against a user's settings with which the patch would not apply."""
 GIT_TIMEOUT = 60
 """Timeout in seconds: a repository on a slow network disk must not block a launch."""
 
 
 @dataclass(frozen=True)
 class CodeVersion:
-    """Code version of a run. Without a repository only the package `version` is known."""
+    """Version of titan_exp, or of a part of the user's code: a repository, an installed package, or loose files."""
 
-    version: str
-    commit: str | None
-    """Full hash of HEAD."""
-    branch: str | None
+    name: str
+    """Name of the package or repository; unique in a run."""
+    path: str
+    """Top folder of the repository; else the folder that holds the package or the files."""
+    version: str | None = None
+    """Version of the installed package."""
+    commit: str | None = None
+    """Full hash of HEAD; None without a repository."""
+    branch: str | None = None
     """Branch; None if HEAD is detached."""
-    dirty: bool | None
+    remote: str | None = None
+    """URL of the remote `origin`, without credentials."""
+    dirty: bool | None = None
     """True if the working tree differs from the commit, including untracked files."""
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     """Untracked files too large for the diff, and nested repositories."""
-    masked: bool
+    masked: bool = False
     """True if credentials were masked in the diff, so that it does not apply."""
+    diff: str | None = None
+    """Checksum of the diff before masking; None without one."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Checksums of the code's files, by name relative to `path`; empty if there are more than `FILES_LIMIT`."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
@@ -43,27 +64,112 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
     version = metadata.version("titan_exp")
     root = run_git(folder, "rev-parse", "--show-toplevel")
     if root is None or not run_git(folder, "ls-files", "--", "."):
-        return CodeVersion(version, None, None, None, (), False), ""
-    top = Path(root.strip())
+        return read_files("titan_exp", folder.parent, [folder], version=version)[0], ""
+    code, patch = read_repository("titan_exp", Path(root.strip()), [folder], untracked=["."])
+    return replace(code, version=version), patch
+
+
+def repository_of(path: Path) -> Path | None:
+    """Top folder of the repository of a file or folder, unless it is ignored there; None without one."""
+    folder = path if path.is_dir() else path.parent
+    root = run_git(folder, "rev-parse", "--show-toplevel")
+    kinds = ("--cached", "--others", "--exclude-standard")
+    listed = None if root is None else run_git(folder, "ls-files", *kinds, "--", str(path))
+    return Path(root.strip()) if root is not None and listed else None
+
+
+def read_repository(
+    name: str, top: Path, scopes: Sequence[Path], *, untracked: Sequence[str] | None = None
+) -> tuple[CodeVersion, str]:
+    """Version of a repository, and its diff from HEAD. The code is in the folders or files `scopes`, whose untracked
+    files are in the diff (else those under `untracked`)."""
     commit = run_git(top, "rev-parse", "--verify", "HEAD")
     # A repository without a commit is compared with the empty tree.
     base = commit.strip() if commit else (run_git(top, "hash-object", "-t", "tree", "/dev/null") or "").strip()
-    patch, left_out = _diff(top, base)
+    inside = [os.path.relpath(scope.resolve(), top.resolve()) for scope in scopes]
+    patch, left_out = _diff(top, base, untracked or inside)
     masked = mask(patch)
     branch = run_git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
+    names = run_git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *inside) or ""
     return CodeVersion(
-        version=version,
+        name=name,
+        path=str(top),
         commit=commit.strip() if commit else None,
         branch=branch.strip() if branch else None,
+        remote=_remote(top),
         dirty=bool(patch or left_out),
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
+        diff=_digest(patch.encode(errors="surrogateescape")) if patch else None,
+        files=_checksums(top, filter(None, names.split("\0"))),
     ), masked
 
 
-def _diff(top: Path, base: str) -> tuple[str, list[str]]:
+def read_files(
+    name: str, folder: Path, scopes: Sequence[Path], *, version: str | None = None, save: bool = False
+) -> tuple[CodeVersion, str]:
+    """Version of code in no repository: checksums of its Python files, and with `save` their text as a patch that
+    creates them in an empty folder."""
+    found = {file for path in scopes for file in (path.rglob("*.py") if path.is_dir() else [path])}
+    names = sorted(file.relative_to(folder).as_posix() for file in found if file.is_file())
+    names = [file for file in names if "__pycache__" not in file]
+    patch, left_out, room = "", [], NEW_FILES_LIMIT
+    for file in names if save else ():
+        text = (folder / file).read_bytes().decode(errors="surrogateescape")
+        if len(text) > min(room, NEW_FILE_LIMIT) or not file.endswith(".py"):
+            left_out.append(file)
+        else:
+            room -= len(text)
+            patch += _new_file_patch(file, text)
+    masked = mask(patch)
+    return CodeVersion(
+        name=name,
+        path=str(folder),
+        version=version,
+        left_out=tuple(left_out),
+        masked=masked.count(MASK) > patch.count(MASK),
+        files=_checksums(folder, names),
+    ), masked
+
+
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Checksums by file name; of files too large for the diff, the size instead."""
+    found = sorted(name for name in names if "__pycache__" not in name and (folder / name).is_file())
+    if len(found) > FILES_LIMIT:
+        return {}
+    sizes = {name: (folder / name).stat().st_size for name in found}
+    return {
+        name: _digest((folder / name).read_bytes()) if size <= NEW_FILE_LIMIT else f"{size} bytes"
+        for name, size in sizes.items()
+    }
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
+
+
+def _remote(top: Path) -> str | None:
+    """URL of `origin`, or of the only remote, without user, password, query."""
+    names = (run_git(top, "remote") or "").split()
+    name = "origin" if "origin" in names else names[0] if len(names) == 1 else None
+    url = None if name is None else run_git(top, "remote", "get-url", name)
+    return None if url is None else mask(re.sub(r"(?<=://)[^/@]*@|[?#].*$", "", url.strip()))
+
+
+def _new_file_patch(name: str, text: str) -> str:
+    """Patch that creates a text file."""
+    head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n"
+    if not text:
+        return head
+    lines = text.removesuffix("\n").split("\n")
+    body = "".join(f"+{line}\n" for line in lines)
+    end = "" if text.endswith("\n") else "\\ No newline at end of file\n"
+    return f"{head}--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{body}{end}"
+
+
+def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str]]:
     """Patch of changed and untracked files, and the omitted files. Works on a copy of the index."""
-    taken, left_out = _new_files(top)
+    taken, left_out = _new_files(top, untracked)
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
         original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
@@ -72,13 +178,14 @@ def _diff(top: Path, base: str) -> tuple[str, list[str]]:
             shutil.copy2(original, index["GIT_INDEX_FILE"])
         names = "\0".join(taken)
         run_git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", stdin=names, **index)
-        return run_git(top, "diff", "--no-color", "--no-ext-diff", "--binary", base, **index) or "", left_out
+        return run_git(top, "diff", *DIFF_OPTIONS, base, **index) or "", left_out
 
 
-def _new_files(top: Path) -> tuple[list[str], list[str]]:
+def _new_files(top: Path, folders: Sequence[str]) -> tuple[list[str], list[str]]:
     """Untracked files within the size limits, and the others."""
     taken, left_out, room = [], [], NEW_FILES_LIMIT
-    for name in filter(None, (run_git(top, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")):
+    listed = run_git(top, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders) or ""
+    for name in filter(None, listed.split("\0")):
         path = top / name
         # A name that ends in a slash is a nested repository.
         size = 0 if path.is_symlink() else path.stat().st_size if path.is_file() else room + 1

@@ -25,6 +25,7 @@ from titan_exp.config.secrets.variables import concealed
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
+from titan_exp.launch.provenance.changes import attempt_changes
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
 from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
@@ -100,6 +101,7 @@ class _Rank:
         self._write(self.record)
         self._handle_signals()
         self._start_parent_watchdog()
+        self._print_changes()
         watchdog = self._start_watchdog()
         code, error = _call(_rank_main, str(self.folder.path))
         if error is not None:
@@ -109,6 +111,14 @@ class _Rank:
         if error is not None:
             print(FAILURE_MARK, error.message if error.user else error.traceback, sep="\n", file=sys.stderr, flush=True)
         return code
+
+    def _print_changes(self) -> None:
+        """Print the changes of code since the last attempt, or since the parent run, at the head of rank 0's log."""
+        if self.rank.rank == 0:
+            with contextlib.suppress(UserError):  # a damaged record does not stop a run
+                since, lines = attempt_changes(self.folder, self.attempt)
+                if lines:
+                    print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
 
     def _end(self, code: int, error: RankError | None) -> None:
         self._write(replace(self.record, end=time.time(), exit=code, error=error))

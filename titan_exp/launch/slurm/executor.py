@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Executor, JobStatus, Submission, SubmitOptions
+from titan_exp.launch.provenance.changes import report_changes
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.rank.rank_env import RankInfo
@@ -156,6 +157,7 @@ def _submit(
             ready.append(plan)
         else:
             yield submission
+    report_changes(ready, echo)
     for group in group_by_resources(ready):
         yield from _submit_group(Batch(runs, group, snapshot))
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import indent
 
@@ -19,6 +20,7 @@ from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.sinks.sink import Value
+from titan_exp.trainer.profiling.slow_options import repeated_reading
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
@@ -62,6 +64,9 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
     plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
     if shown:
         print(PREDICTED)
+    repeated = (repeated_reading(entry.plan.experiment.data, entry.plan.layout) for entry in sweep_plan.planned)
+    for line in dict.fromkeys(chain.from_iterable(repeated)):
+        print(f"slower than without: {line}")
     _show_skipped(sweep_plan.skipped)
     waiting = [
         entry.plan.folder.path for entry in sweep_plan.planned if now[entry.plan.folder.path].state not in _LEFT_ALONE

@@ -14,6 +14,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import Point, values_of
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
+from titan_exp.launch.provenance.changes import report_stale
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.options import SweepOptions
@@ -73,6 +74,7 @@ def _submit(
     sweep_plan: SweepPlan, options: SweepOptions, console: RunConsole, study: StudySweep | None
 ) -> tuple[dict[Path, Submission], int]:
     """Submit all runs, executors that wait last; returns results by folder path, and the exit code."""
+    report_stale([entry.plan for entry in sweep_plan.planned], console.echo)
     titles = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
     by_kind: dict[str, list[RunPlan]] = {}
     for entry in sweep_plan.planned:

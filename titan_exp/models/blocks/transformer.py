@@ -160,6 +160,7 @@ class FeedForward(nn.Module):
         assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
         assert layer.linear("feed_forward.down").inputs % GROUP == 0, "checked by the family's rules"
         self._plan = layer.tp_plan("feed_forward")
+        self.group = GROUP
         self.gate_up = _linear(layer, "feed_forward.gate_up")
         self.down = _linear(layer, "feed_forward.down")
 
@@ -169,7 +170,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x))."""
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(swiglu(self.gate_up(x), self.group))
 
 
 class TransformerBlock(nn.Module):

@@ -20,13 +20,26 @@ class ReplicatedKV:
 
 
 @dataclass(frozen=True)
+class ReplicatedGateUp:
+    """Sharding of groups of gate and up rows among ranks, if their boundaries cut through groups: weights replicated.
+
+    A unit is a group of gate rows and as many up rows. Each rank computes its channels only.
+    """
+
+    pieces: int
+    """Channels per group."""
+    count: str
+    """Attribute of the block that counts a group's channels in this rank's outputs: all of its channels."""
+
+
+@dataclass(frozen=True)
 class Colwise:
     """Column-parallel linear: each rank computes some outputs from the whole input."""
 
     units: int
     """Groups of consecutive outputs that stay together, such as the heads of one key."""
-    common: ReplicatedKV | None = None
-    """Split of a unit if there are more ranks than units; None if units cannot be split."""
+    common: ReplicatedKV | ReplicatedGateUp | None = None
+    """Split of units that cannot be divided among the ranks; None if units cannot be split."""
     described: str = "the units of a linear layer"
     """Noun phrase for error messages."""
     key: str = ""
@@ -36,14 +49,18 @@ class Colwise:
 
     @property
     def pieces(self) -> int:
-        """Ranks that a unit can be split among."""
+        """Parts that a unit can be split into."""
         return 1 if self.common is None else self.common.pieces
 
     def divides(self, degree: int) -> bool:
-        """True if each of `degree` ranks gets equal whole units, or an equal split of one."""
-        if self.units % degree == 0:
-            return True
-        return self.common is not None and degree % self.units == 0 and self.pieces % (degree // self.units) == 0
+        """True if each of `degree` ranks gets equal whole units, or equal splits of them."""
+        if isinstance(self.common, ReplicatedKV) and self.is_replicated(degree):
+            return degree % self.units == 0 and self.pieces % (degree // self.units) == 0
+        return self.units * self.pieces % degree == 0
+
+    def is_replicated(self, degree: int) -> bool:
+        """True if `degree` ranks replicate the weight, since some units are used by several of them."""
+        return self.common is not None and self.units % degree != 0
 
 
 @dataclass(frozen=True)

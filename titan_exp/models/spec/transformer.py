@@ -10,7 +10,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 from titan_exp.models.spec.model_spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, ReplicatedKV, Rowwise
+from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, ReplicatedGateUp, ReplicatedKV, Rowwise
 
 FFN_GROUP = 32
 """Gate and up rows alternate in groups of this many in the fused weight; `ops.swiglu` computes on them."""
@@ -49,9 +49,10 @@ def transformer_layer(config: TransformerConfig, *, out_std: float, qk_norm: boo
     dim, std, width = config.dim, config.init_std, config.head_dim
     attention = AttentionSpec(config.heads, config.kv_heads, qk_dim=width, v_dim=width)
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
-    channels = f"{config.ffn_dim // FFN_GROUP} groups of {FFN_GROUP} feed-forward channels (model.ffn_dim)"
+    channels = f"{config.ffn_dim} feed-forward channels (model.ffn_dim)"
     qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, width, count="group"), heads)
-    gate_up = Colwise(config.ffn_dim // FFN_GROUP, None, channels, key="model.ffn_dim", width=FFN_GROUP)
+    split = ReplicatedGateUp(FFN_GROUP, count="group")
+    gate_up = Colwise(config.ffn_dim // FFN_GROUP, split, channels, key="model.ffn_dim", width=FFN_GROUP)
     head_norms = (
         VectorSpec("attention.q_norm", width, HeadParallel()),
         VectorSpec("attention.k_norm", width, HeadParallel()),

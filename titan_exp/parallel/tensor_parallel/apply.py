@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_exp.models.spec.tp_plan import (
     Colwise,
     HeadParallel,
+    ReplicatedGateUp,
     ReplicatedKV,
     Rowwise,
     SequenceParallel,
@@ -58,8 +59,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
                 _mark_partial(module)
 
 
-def drop_unused_kv_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
-    """Drop the replicated KV rows that this rank does not use, in place (inference only).
+def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
+    """Drop the rows of replicated weights that this rank does not use, in place (inference only).
 
     For a model on the meta device. Returns the kept rows by the weight's name, since the weight is no DTensor.
     """
@@ -126,11 +127,16 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl))
         return
     assert isinstance(style, Colwise), "a linear layer is sharded by columns or by rows"
-    if style.units % region.degree == 0:
+    assert style.divides(region.degree), "checked by the rules"
+    if not style.is_replicated(region.degree):
         setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, linear_impl))
         return
-    assert style.common is not None, "checked by the rules"
-    rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
+    assert style.common is not None, "only units with a split are replicated"
+    unit = weight.shape[0] // style.units
+    if isinstance(style.common, ReplicatedGateUp):
+        rows = tuple(_gate_up_rows_of(region, unit, style.units, style.common))
+    else:
+        rows = tuple(_rows_of(region, unit, style.units, style.common))
     shared = ColumnParallelLinear(weight, region, linear_impl, rows)
     _mark_partial(shared)
     setattr(block, name, shared)
@@ -145,6 +151,19 @@ def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Replica
     start, share = region.rank // sharing * unit, common.pieces // sharing * common.width
     yield slice(start + region.rank % sharing * share, start + (region.rank % sharing + 1) * share)
     yield slice(start + common.pieces * common.width, start + unit)
+
+
+def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedGateUp) -> Iterator[slice]:
+    """This rank's gate rows, then its up rows, of a weight with `units` groups of `unit` rows each."""
+    assert unit == 2 * common.pieces, "a group has as many gate rows as up rows"
+    channels, rest = divmod(units * common.pieces, region.degree)
+    assert rest == 0, "checked by the rules"
+    first, end = region.rank * channels, (region.rank + 1) * channels
+    for half in (0, common.pieces):
+        for group in range(first // common.pieces, -(-end // common.pieces)):
+            start = max(first - group * common.pieces, 0)
+            stop = min(end - group * common.pieces, common.pieces)
+            yield slice(group * unit + half + start, group * unit + half + stop)
 
 
 def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:

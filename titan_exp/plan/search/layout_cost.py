@@ -65,7 +65,7 @@ def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedPart
     Per-token bytes shrink at most by tp, cp and the micro-batch size, parameters at most by tp and shards.
     """
     own, other = candidate.parallelism, sampled.parallelism
-    if False not in parts.samples:
+    if False not in parts.samples or not sampled.replicated <= candidate.replicated:
         return 0.0
     # The first of several blocks is used for a stage's only block.
     parts = replace(parts, samples={True: parts.samples[False], **parts.samples})

@@ -14,6 +14,7 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules import violations
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
@@ -60,6 +61,15 @@ class Candidate:
         """Key-value heads of the model; 1 without attention."""
         spec = model_spec(self.experiment.model)
         return 1 if spec is None or spec.attention is None else spec.attention.kv_heads
+
+    @property
+    def replicated(self) -> frozenset[str]:
+        """Linears whose weights tensor-parallel ranks replicate, since they cannot be divided by whole units."""
+        spec, tp = model_spec(self.experiment.model), self.parallelism.tp
+        linears = () if spec is None else spec.linears()
+        return frozenset(
+            name for name, linear in linears if isinstance(linear.tp, Colwise) and linear.tp.is_replicated(tp)
+        )
 
     @property
     def shards(self) -> int:

@@ -145,8 +145,8 @@ class LowerBounds:
     def _terms(self, candidate: Candidate, load: "_RankLoad", profile: Profile) -> dict[str, float]:
         """Terms from one profile: seconds per micro-batch and block by kind of cost, and bytes."""
         own, other = candidate.parallelism, profile.candidate.parallelism
-        # If tp exceeds the kv heads, weights are divided by less than the degree.
-        if own.tp < other.tp > candidate.kv_heads:
+        # Replicated weights are not divided by the degree.
+        if own.tp < other.tp > candidate.kv_heads or not profile.candidate.replicated <= candidate.replicated:
             return {}
         sampled = _rank_load(profile.candidate)
         terms = _parameter_bytes(profile, candidate, load)

@@ -38,6 +38,8 @@ class Attempt:
     """Submission token in the scheduler's job; identifies the job even if its id was not recorded."""
     restarts: int | None = None
     """Earlier restarts of the same job by the scheduler."""
+    data: dict[str, Any] | None = None
+    """Identity of the training data as the ranks opened it, by config key."""
     requeues: int = 0
     """Consecutive automatic requeues before this start; 0 if a user submitted it."""
 

@@ -125,6 +125,6 @@ def _config(resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id
         "run_id": run_id,
         "world_size": world_size,
         "commit": code.get("commit"),
-        "dirty": code.get("dirty"),
+        "dirty": any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
     }
     return config

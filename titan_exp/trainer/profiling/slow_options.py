@@ -1,15 +1,19 @@
 """Options of a configuration that cost speed, each with a faster alternative, for the log."""
 
 from collections.abc import Iterator
+from math import gcd
 
+from titan_exp.config.errors.did_you_mean import listed, multiples_near
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
+from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import attention_backend, model_spec
+from titan_exp.models.spec.tp_plan import Colwise
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
 """Backends of torch.compile that generate no code."""
@@ -21,6 +25,8 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     Lists only options known to be slower without a measurement. The layout must be resolved.
     """
     cuda = device_type(experiment.cluster) == "cuda"
+    yield from _replicated_weights(experiment)
+    yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))
     yield from _optimizer(experiment.optimizer, cuda=cuda)
     yield from _quantization(experiment.quantization, experiment.model, cuda=cuda)
     unmasked_bf16 = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
@@ -41,6 +47,31 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
             f"parallelism.tp={parallelism.tp} exchanges activations between nodes of {size}, several times per block; "
             f"parallelism.tp={size} or less stays within a node"
         )
+
+
+def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
+    """Virtual shards that several data-parallel ranks read, if any, and numbers of shards that one rank each reads."""
+    shards, ranks = data.virtual_shards, layout.dp_degree
+    readers = ranks // gcd(shards, ranks)
+    if readers > 1 and data.source != "tokens":
+        yield (
+            f"data.virtual_shards={shards} is not a multiple of the {ranks} data-parallel ranks: each document is read "
+            f"and tokenized by {readers} ranks; data.virtual_shards={listed(multiples_near(shards, ranks))} reads it "
+            "once, in another order"
+        )
+
+
+def _replicated_weights(experiment: Experiment) -> Iterator[str]:
+    spec, tp = model_spec(experiment.model), experiment.parallelism.tp
+    styles = () if spec is None else (linear.tp for _, linear in spec.linears())
+    for style in dict.fromkeys(style for style in styles if isinstance(style, Colwise) and style.key):
+        if style.is_replicated(tp):
+            widths = listed(multiples_near(style.units * style.width, style.width * tp))
+            yield (
+                f"parallelism.tp={tp} cuts through groups of {style.width} of the {style.described}: each rank "
+                f"computes its share of them, but keeps the whole weight of gate and up; {style.key}={widths} divides "
+                "it too"
+            )
 
 
 def _optimizer(optimizer: OptimizerConfig, *, cuda: bool) -> Iterator[str]:

@@ -1,0 +1,194 @@
+"""Changes of code and data since the last start, and since a finished run."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.test_git import git
+from tests.launch.test_run_plan import planned
+from titan_exp.compare.run_record import read_run
+from titan_exp.data.sources import content
+from titan_exp.data.sources.build import known_identity
+from titan_exp.launch.provenance.changes import attempt_changes, code_changes, report_changes, report_stale
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
+from titan_exp.tracking.run_folder.run_folder import RunState
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Repository with a decay, and a corpus beside it; the current folder."""
+    folder = tmp_path / "lab"
+    (folder / "lab_of_mine").mkdir(parents=True)
+    (folder / "lab_of_mine/decay.py").write_text("def slow(progress): return 1 - progress\n")
+    (folder / "notes.md").write_text("")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text("some text\n" * 100)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def plan_of(lab: Path, *overrides: str) -> RunPlan:
+    words = ("lr_schedule.decay=lab_of_mine.decay.slow", "experiment.name=idea")
+    data = ("data=text", f"data.paths=[{lab.parent / 'corpus'}]", "data.document=paragraph")
+    return planned(lab.parent / "runs", *words, *data, *overrides)
+
+
+def finish(plan: RunPlan) -> RunPlan:
+    """Folder of a finished run, as launcher and rank 0 leave it."""
+    create_run_folder(plan)
+    row = plan.folder.add_attempt(world_size=1, hosts=["here"])
+    plan.folder.update_attempt(row.attempt, start=time.time(), data=known_identity(plan.experiment.data)[0])
+    plan.folder.write_state(RunState("done", 3, time.time(), 1, None))
+    return plan
+
+
+def printed(*plans: RunPlan) -> list[str]:
+    lines: list[str] = []
+    report_stale(plans, lines.append)
+    return lines
+
+
+def test_an_unchanged_run_says_nothing(lab: Path) -> None:
+    assert printed(finish(plan_of(lab))) == []
+    (lab / "notes.md").write_text("of another day")
+    git(lab, "commit", "-qam", "notes")
+    os.utime(lab.parent / "corpus/a.txt")
+    assert printed(plan_of(lab)) == []  # code and data are the same
+
+
+def test_a_finished_run_of_other_code_and_data(lab: Path) -> None:
+    plan, commit = finish(plan_of(lab)), git(lab, "rev-parse", "HEAD")[:10]
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    (lab / "lab_of_mine/new.py").write_text("")
+    (lab.parent / "corpus/a.txt").write_text("other txt\n" * 100)
+    head, code, data, remedy = printed(plan_of(lab))
+    assert head == f"The result in {plan.folder.path} is of other code or data than the present:"
+    assert code == (
+        f"  lab: from commit {commit} to commit {commit} with uncommitted changes; "
+        "2 files differ: lab_of_mine/decay.py and lab_of_mine/new.py"
+    )
+    assert data.startswith("  data files: from 1 file, 1000 bytes, content ")
+    assert "experiment.name=idea-2" in remedy
+    # The remedy leads to another folder, of the same run id.
+    assert plan_of(lab, "experiment.name=idea-2").folder.path != plan.folder.path
+
+
+def test_code_of_titan_exp_counts(lab: Path) -> None:
+    plan = finish(plan_of(lab))
+    record = json.loads(plan.folder.code.read_text())
+    name = next(iter(record["files"]))
+    record |= {"commit": "0" * 40, "dirty": False, "files": {**record["files"], name: "0" * 12}}
+    plan.folder.code.write_text(json.dumps(record))
+    _, line, _ = printed(plan)
+    assert line.startswith("  titan_exp: from commit 0000000000 to commit ")
+    assert line.endswith(f"; 1 file differs: {name}")
+
+
+def test_a_sweep_counts_results_by_change(lab: Path) -> None:
+    plans = [finish(plan_of(lab, f"experiment.seed={seed}")) for seed in range(3)]
+    plans.append(plan_of(lab, "experiment.seed=3"))
+    create_run_folder(plans[-1])
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    head, code, remedy = printed(*plans)
+    assert head == "3 of 3 results are of other code or data than the present:"
+    assert code.count("lab_of_mine/decay.py") == 1
+    assert f"remove those folders of {plans[0].folder.path.parent}" in remedy
+
+
+def test_large_corpora_touched_since(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "WHOLE_BYTES", 10)
+    plan = finish(plan_of(lab))
+    assert printed(plan) == []
+    os.utime(lab.parent / "corpus/a.txt", (time.time() + 60, time.time() + 60))
+    _, line, _ = printed(plan)
+    assert "modified since" in line
+    assert "others may differ" in line
+
+
+def test_data_that_is_gone(lab: Path) -> None:
+    plan = finish(plan_of(lab))
+    shutil.rmtree(lab.parent / "corpus")
+    _, line, _ = printed(plan)
+    assert line.startswith("  data: not compared, since it cannot be read now (")
+
+
+def test_the_next_attempt_says_what_changed(lab: Path) -> None:
+    plan = plan_of(lab)
+    create_run_folder(plan)
+    plan.folder.add_attempt(world_size=1, hosts=["here"])
+    refresh_snapshot(plan, 1)
+    assert attempt_changes(plan.folder, 2) == ("attempt 1", [])
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    refresh_snapshot(plan, 1)
+    since, (line,) = attempt_changes(plan.folder, 2)
+    assert (since, "1 file differs: lab_of_mine/decay.py" in line) == ("attempt 1", True)
+    lines: list[str] = []
+    report_changes([plan], lines.append)
+    assert lines == [f"Code changed since attempt 1:\n  {line}"]
+    # Both versions are kept.
+    first, second = (json.loads((folder / "code.json").read_text()) for folder in codes(plan))
+    assert code_changes(first, second) == [line]
+    assert "return 1\n" in plan.folder.diff.read_text()
+
+
+def codes(plan: RunPlan) -> tuple[Path, Path]:
+    return plan.folder.attempt_logs(1), plan.folder.path
+
+
+def test_a_continued_run_is_compared_with_its_parent(lab: Path) -> None:
+    parent = finish(plan_of(lab))
+    step = parent.folder.checkpoints / "step-00000003"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    child = plan_of(lab, f"checkpoint.continue_from={parent.folder.path}", "training.steps=2000")
+    create_run_folder(child)
+    since, (line,) = attempt_changes(child.folder, 1)
+    assert since == f"idea/{parent.run_id}"
+    assert "lab_of_mine/decay.py" in line
+
+
+def test_comparison_counts_changes_of_user_code(lab: Path) -> None:
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    plan = finish(plan_of(lab))
+    record = json.loads(plan.folder.code.read_text())
+    plan.folder.code.write_text(json.dumps(record | {"dirty": False}))
+    assert read_run(plan.folder.path).dirty
+    plan.folder.code.write_text(json.dumps(record | {"dirty": False, "imported": []}))
+    assert read_run(plan.folder.path).dirty is False
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"commit": "a" * 40, "dirty": True}, {"commit": "a" * 40, "dirty": True}, []),
+        ({"version": "1"}, {"version": "2"}, ["titan_exp: from version 1 to version 2"]),
+        ({"diff": "1", "commit": "a"}, {"diff": "2", "commit": "a"}, ["titan_exp: commit a"]),
+        (
+            {"imported": [{"name": "lab", "version": "1"}]},
+            {"imported": [{"name": "more", "version": "2"}]},
+            ["lab: no longer imported", "more: imported now, not before (version 2)"],
+        ),
+        (
+            {"files": {str(number): "0" for number in range(7)}},
+            {"files": {str(number): "1" for number in range(7)}},
+            ["titan_exp: no commit; 7 files differ: 0, 1, 2, 3, 4 and 2 more"],
+        ),
+    ],
+)
+def test_records_without_files_and_with_many(
+    before: Mapping[str, Any], after: Mapping[str, Any], expected: list[str]
+) -> None:
+    assert code_changes(before, after) == expected

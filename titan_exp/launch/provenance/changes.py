@@ -1,0 +1,136 @@
+"""Changes of code and data between a recorded start of a run and the present."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.parent_run import parent_location
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.data.sources.build import known_identity
+from titan_exp.launch.provenance.provenance import IMPORTED, read_provenance
+from titan_exp.launch.run_plan import RunPlan
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import read_json
+
+NAMES = 5
+"""Maximum number of file names per repository in a message."""
+DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
+
+
+def code_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Differences between two code records (`code.json`), a line per repository or package.
+
+    Code is the same if its files are: a commit that changes other files of a repository does not count.
+    """
+    old, new = _parts(before), _parts(after)
+    lines = [_change(name, old[name], new[name]) for name in old if name in new]
+    lines += [f"{name}: no longer imported" for name in old if name not in new]
+    lines += [f"{name}: imported now, not before ({_state(new[name])})" for name in new if name not in old]
+    return [line for line in lines if line is not None]
+
+
+def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
+    """Start that attempt `attempt` continues, and the code changes since: the last attempt, or the parent run."""
+    present = read_json(folder.code) or {}
+    if attempt > 1:
+        kept = read_json(folder.attempt_logs(attempt - 1) / folder.code.name)
+        return f"attempt {attempt - 1}", [] if kept is None else code_changes(kept, present)
+    experiment = load_experiment(folder.config)
+    if experiment.checkpoint.continue_from is None:
+        return "", []
+    parent = parent_location(experiment.checkpoint.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    recorded = read_json(Path(parent) / folder.code.name)
+    return f"{experiment.checkpoint.continue_from}", [] if recorded is None else code_changes(recorded, present)
+
+
+def report_changes(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
+    """Print the code changes since the attempts or parents that these runs continue; their folders are up to date."""
+    continued: dict[tuple[str, ...], int] = {}
+    for plan in plans:
+        rows = plan.folder.read_attempts()
+        since, lines = attempt_changes(plan.folder, (rows[-1].attempt if rows else 0) + 1)
+        if lines:
+            heading = f"Code changed since {since}:" if len(plans) == 1 else "run(s) continue with other code:"
+            continued[heading, *lines] = continued.get((heading, *lines), 0) + 1
+    for (heading, *lines), count in continued.items():
+        echo("\n  ".join([heading if len(plans) == 1 else f"{count} {heading}", *lines]))
+
+
+def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
+    """Print which finished runs are of other code or data than the present, and how to run them anew."""
+    done = [plan for plan in plans if (state := plan.folder.read_state()) is not None and state.state == "done"]
+    if not done:
+        return
+    provenance, identities = read_provenance(), dict[str, Any]()
+    stale: dict[tuple[str, ...], list[RunPlan]] = {}
+    for plan in done:
+        recorded = read_json(plan.folder.code)
+        lines = [] if recorded is None else code_changes(recorded, provenance.code_record(plan.experiment))
+        lines += _data_changes(plan.folder, plan.experiment, identities)
+        if lines:
+            stale.setdefault(tuple(lines), []).append(plan)
+    for lines, runs in stale.items():
+        subject = f"The result in {runs[0].folder.path}" if len(done) == 1 else f"{len(runs)} of {len(done)} results"
+        echo(f"{subject} {'is' if len(runs) == 1 else 'are'} of other code or data than the present:")
+        for line in lines:
+            echo(f"  {line}")
+    if stale:
+        name = done[0].experiment.experiment.name
+        folders = "that folder" if len(done) == 1 else f"those folders of {done[0].folder.path.parent}"
+        echo(f"To train with the present ones, add experiment.name={name}-2 (any new name), or remove {folders}.")
+
+
+def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {"titan_exp": record, **{part["name"]: part for part in record.get(IMPORTED, ())}}
+
+
+def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    before, after = _state(old), _state(new)
+    files, present = old.get("files") or {}, new.get("files") or {}
+    if files and present:
+        changed = sorted(file for file in {*files, *present} if files.get(file) != present.get(file))
+        if not changed:
+            return None
+        count = f"{len(changed)} file{'s differ' if len(changed) > 1 else ' differs'}"
+        rest = [f"{len(changed) - NAMES} more"] if len(changed) > NAMES else []
+        names = f"; {count}: {listed([*changed[:NAMES], *rest], 'and')}"
+    elif (before, old.get("diff")) == (after, new.get("diff")):
+        return None
+    else:
+        names = ""
+    return f"{name}: {before}{names}" if before == after else f"{name}: from {before} to {after}{names}"
+
+
+def _state(part: Mapping[str, Any]) -> str:
+    if part.get("commit"):
+        return f"commit {part['commit'][:10]}{' with uncommitted changes' if part.get('dirty') else ''}"
+    return f"version {part['version']}" if part.get("version") else "no commit"
+
+
+def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[str, Any]) -> list[str]:
+    """Differences between the data that the ranks recorded and the present files."""
+    rows = [row for row in folder.read_attempts() if row.data is not None]
+    if not rows or rows[-1].data is None:
+        return []
+    key = repr(experiment.data)
+    try:
+        if key not in identities:
+            identities[key] = known_identity(experiment.data)
+        present, files = identities[key]
+    except (UserError, OSError) as error:
+        return [f"data: not compared, since it cannot be read now ({str(error).splitlines()[0]})"]
+    recorded = {name: rows[-1].data[name] for name in present if name in rows[-1].data}
+    lines = [
+        f"{DATA_NAMES.get(name, name)}: from {before} to {present[name]}"
+        for name, before in recorded.items()
+        if before != present[name]
+    ]
+    began = rows[-1].start or rows[-1].intent
+    if not lines and files is not None and files.is_sampled and files.modified > began:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(files.modified))
+        lines.append(f"data files: modified since, at {when}; sampled contents are the same, others may differ")
+    return lines

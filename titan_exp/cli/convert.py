@@ -14,8 +14,8 @@ from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
-from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
@@ -78,7 +78,7 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
             return (
                 f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
             )
-    if model_spec(source.model) is None:
+    if is_dotted(source.model.architecture):
         return f"the model group is in {target / 'model.json'}"
     overrides = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():

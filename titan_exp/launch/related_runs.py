@@ -8,9 +8,10 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_paths import saved_state, step_of
-from titan_exp.config.schema.foreign_code import Trust, code_names
+from titan_exp.config.schema.foreign_code import Trust
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
-from titan_exp.config.schema.typed_config import load_experiment, to_dict
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.provenance.user_code import import_paths
 from titan_exp.launch.run_id import identity, run_id
 
 AUTO = "auto"
@@ -43,7 +44,7 @@ def related_runs(experiment: Experiment) -> list[RelatedRun]:
     The layout of the experiment is resolved. Runs of as many steps as it has, and the run itself, are left out.
     """
     wanted, own = _trajectory(experiment), run_id(experiment)
-    trust = code_names(to_dict(experiment)).values()
+    trust = import_paths(experiment).values()
     found = [
         related
         for related in _saved_runs(Path(experiment.paths.runs).expanduser() / experiment.experiment.name, trust)

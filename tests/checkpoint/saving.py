@@ -37,6 +37,7 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[t
 def checkpointer(tmp_path: Path, mode: str = "async", **settings: Any) -> Checkpointer:
     """Checkpointer of a run in `tmp_path`, with settings of the group `checkpoint`."""
     config = replace(to_experiment(compose([f"checkpoint.mode={mode}"])).checkpoint, every=10, **settings)
+    tmp_path.mkdir(parents=True, exist_ok=True)
     return Checkpointer(config, tmp_path / "checkpoints")
 
 

@@ -2,6 +2,7 @@ import errno
 import multiprocessing
 import os
 import pickle
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -259,3 +260,26 @@ def test_save_process_writes_and_reports_failures(tmp_path, caplog):
     other, other_optimizer = trained(seed=9, steps=0)
     assert checkpointer(tmp_path).load(10, [other], other_optimizer).data == {"0": {"rows": 3}}
     assert all(map(torch.equal, expected, snapshot(other, other_optimizer)))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "async_process"])
+def test_deleted_run_folder_is_not_created_again(tmp_path, caplog, mode):
+    model, optimizer = trained()
+    run = tmp_path / "run"
+    run.mkdir()
+    saver = checkpointer(run, mode)
+    try:
+        saver.save(10, [model], optimizer, {}, {"step": 10})
+        saver.wait()
+        shutil.rmtree(run / "checkpoints")
+        saver.save(20, [model], optimizer, {}, {"step": 20})
+        saver.wait()
+        assert "were deleted: until that of step 20 is complete" in caplog.text
+        assert saver.folder.complete_steps() == [20]
+        shutil.rmtree(run)
+        saver.save(30, [model], optimizer, {}, {"step": 30})
+        saver.wait()
+        assert "step 30 could not be written" in caplog.text
+        assert not run.exists()
+    finally:
+        saver.close()

@@ -56,6 +56,7 @@ def remote_run(url: str) -> RemoteRun:
 def started(tmp_path: Path, url: str, **settings: Any) -> Checkpointer:
     """Checkpointer of a starting run with its folder in `tmp_path`."""
     config = replace(to_experiment(compose(["checkpoint=sync"])).checkpoint, every=10, **settings)
+    tmp_path.mkdir(exist_ok=True)
     one = Checkpointer(config, tmp_path / "checkpoints", remote=remote_run(url))
     one.latest()
     return one

@@ -12,6 +12,7 @@ from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 
 def run(tmp_path: Path, *rows: dict) -> Path:
     folder = tmp_path / "first" / "3f2a"
+    folder.mkdir(parents=True, exist_ok=True)
     sink = JsonlSink(folder / "metrics.jsonl", attempt=1)
     for row in rows:
         sink.log(row)

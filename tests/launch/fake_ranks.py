@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -88,6 +89,12 @@ def wait_for_ever(path: str) -> None:
     folder = RunFolder(path)
     write_surroundings(folder)
     wait_until(lambda: False)
+
+
+def lose_folder(path: str) -> None:
+    """Delete the run folder, then fail as the trainer does without it."""
+    shutil.rmtree(path)
+    (Path(path) / "config.yaml").read_text()
 
 
 def obey_stop(path: str) -> None:

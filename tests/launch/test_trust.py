@@ -1,6 +1,5 @@
 """Code, environment and Hydra settings that a foreign run folder names are left alone without --trust."""
 
-import ast
 import os
 import shutil
 import sys
@@ -15,7 +14,8 @@ from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.schema.foreign_code import CODE_KEYS, Untrusted
+from titan_exp.config.schema.foreign_code import Untrusted
+from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
 from titan_exp.config.schema.run_signature import is_own, key_path, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.launch.related_runs import related_runs
@@ -23,7 +23,6 @@ from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
-PACKAGE = Path(__file__).resolve().parents[2] / "titan_exp"
 CANARY = """\
 from pathlib import Path
 Path({file!r}).touch()
@@ -125,7 +124,7 @@ def test_exports_of_foreign_code(export: str, trained: Path, tmp_path: Path, can
 def test_code_that_a_verb_does_not_run_needs_no_trust(verb: str, trained: Path, tmp_path: Path, canary: Path):
     path = foreign(trained, tmp_path)
     config = yaml.safe_load((path / "config.yaml").read_text())
-    for group, _, name in (key.partition(".") for key in CODE_KEYS[1:]):
+    for group, _, name in (key.partition(".") for key in IMPORT_PATH_KEYS[1:]):
         if verb != "evaluate" or group != "data":
             config[group][name] = "canary_code.corpus"
     (path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -140,24 +139,12 @@ def test_evaluate_on_other_data_does_not_import_the_source(trained: Path, tmp_pa
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("key", CODE_KEYS)
+@pytest.mark.parametrize("key", IMPORT_PATH_KEYS)
 def test_every_key_with_an_import_path_needs_trust(key: str, trained: Path, tmp_path: Path, canary: Path):
     path = foreign(trained, tmp_path, key, "canary_code.corpus")
     with pytest.raises(Untrusted, match=key):
         load_experiment(path / "config.yaml")
     assert not canary.exists()
-
-
-def test_the_table_of_keys_is_complete():
-    """Every key with which an import path is resolved."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("import_dotted", "find_dotted"):
-                found |= {part.value for part in node.args[1:] if isinstance(part, ast.Constant)}
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_known":
-                found |= {part.value for part in node.args[:1] if isinstance(part, ast.Constant)}
-    assert found == set(CODE_KEYS)
 
 
 def test_a_run_is_ones_own_if_one_launched_it(tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch):

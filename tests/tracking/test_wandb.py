@@ -24,6 +24,7 @@ from titan_exp.tracking.logging import configure_logging
 
 order = json.load(sys.stdin)
 folder = Path(order["folder"])
+folder.mkdir(exist_ok=True)
 configure_logging(0, folder / "logs")
 experiment = resolve_layout(to_experiment(compose(["model=llama_debug", "tracking=wandb", *order["overrides"]])), 1)
 sinks = build_sinks(experiment, folder, "3f2a", order["attempt"])

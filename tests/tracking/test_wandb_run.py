@@ -35,6 +35,8 @@ def test_configured_fields(tmp_path: Path) -> None:
 
 
 def test_a_folder_keeps_its_id_and_another_folder_has_another(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
     first = described(tmp_path / "a").id
     assert first.startswith("3f2a-")
     assert described(tmp_path / "a", "experiment.seed=3").id == first

@@ -27,6 +27,7 @@ def experiment(*overrides: str) -> Experiment:
 def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:
     """Train on one rank in this process."""
     folder = RunFolder(path)
+    path.mkdir(parents=True, exist_ok=True)
     with joined_process_group(CPU):
         trainer = Trainer(experiment(*overrides), folder, CPU)
         trainer.restore()

@@ -129,6 +129,13 @@ class Checkpointer:
             return
         self._last_save = begin
         self.wait()
+        if self._leader and self.durable is not None and self.folder.newest_step() is None:
+            get_logger().warning(
+                "the checkpoints in %s were deleted: until that of step %d is complete, an interrupted run starts "
+                "from the beginning",
+                self.folder.path,
+                step,
+            )
         if weights_only:
             state = {**model_state_dict(parts), PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
@@ -164,13 +171,12 @@ class Checkpointer:
             save.wait()
         except (dcp.CheckpointException, OSError) as error:
             # torch raises on every rank if one of them fails to write.
+            newest = self.folder.newest_step()
             get_logger().error(
                 "the checkpoint of step %d could not be written (%s); training continues, and %s",
                 save.step,
                 _first_failure(error),
-                "there is none yet"
-                if self.durable is None
-                else f"the newest complete one is that of step {self.durable}",
+                "there is none yet" if newest is None else f"the newest complete one is that of step {newest}",
             )
             self._newest = None
             if self._leader:
@@ -305,7 +311,7 @@ class Checkpointer:
         failure: list[Any] = [None]
         if self._leader:
             try:
-                self.folder.path.mkdir(parents=True, exist_ok=True)
+                self.folder.path.mkdir(exist_ok=True)
                 self.folder.remove_stale()
             except OSError as error:
                 failure[0] = f"{error.filename or self.folder.path}: {error.strerror or error}"

@@ -25,6 +25,13 @@ class CheckpointFolder:
         matches = (COMPLETE_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def newest_step(self) -> int | None:
+        """Step of the newest complete checkpoint; None without one, or if the disk cannot be read."""
+        try:
+            return max(self.complete_steps(), default=None)
+        except OSError:
+            return None
+
     def path_of(self, step: int) -> Path:
         """Folder of a complete checkpoint."""
         return self.path / step_name(step)

@@ -50,7 +50,7 @@ def _names(verb: str) -> list[str] | None:
             from titan_exp.cli.help import guides
 
             return sorted(guides())
-        if verb in ("status", "logs", "cancel", "retry", "compare"):
+        if verb in ("status", "show", "diff", "logs", "cancel", "retry", "compare"):
             from titan_exp.launch.state.run_lookup import run_groups
 
             return sorted(run_groups(Path("runs")))

@@ -24,6 +24,8 @@ it continues it.
 """
 RETRIED = ("failed", "lost")
 """States that are retried."""
+BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "checkpoint.initial=null")
+"""Overrides that forget where the parent itself began."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -64,4 +66,4 @@ def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> in
     if not trust:
         require_plain(entry.folder.config)
     path = str(entry.folder.path.absolute())
-    return train(["--config-path", path, *overrides, f"checkpoint.continue_from={path}"])
+    return train(["--config-path", path, *BEGINNING, *overrides, f"checkpoint.continue_from={path}"])

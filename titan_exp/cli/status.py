@@ -26,12 +26,16 @@ titan-exp status: state, step, loss, speed and time left of runs. Changes nothin
   titan-exp status paths.runs=FOLDER  runs of another folder
 
 A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), or lost (its process ended
-without a record). GPU-hours are those of all its starts. For a planned run, "/predicted" is its speed over the
+without a record). GPU-hours are those of all its starts, without a parent's. "continued from" is the parent of a
+continued run, and the step at which it begins. For a planned run, "/predicted" is its speed over the
 predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the process on a CPU) beside the predicted
 peak."""
 HELP_TEXT = options_help(USAGE, StatusOptions)
-COLUMNS = ("run", "id", "state", "step", "loss", "tokens/s", "/predicted", "MFU", "GiB/predicted", "left", "GPU-hours")
-OPTIONAL = ("/predicted", "MFU", "GiB/predicted", "GPU-hours")
+COLUMNS = (
+    *("run", "id", "state", "step", "loss", "tokens/s"),
+    *("/predicted", "MFU", "GiB/predicted", "left", "GPU-hours", "continued from"),
+)
+OPTIONAL = ("/predicted", "MFU", "GiB/predicted", "GPU-hours", "continued from")
 WATCH_EVERY = 2.0
 """Refresh interval in seconds."""
 
@@ -81,7 +85,7 @@ def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
     shown = [name for name in names if name in fixed or any(row.get(name, "-") != "-" for row in cells)]
     table = Table(box=None, pad_edge=False)
     for name in shown:
-        left = name in ("run", "id", "state", "reason")
+        left = name in ("run", "id", "state", "continued from", "reason")
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name in ("id", "state"))
     for row in cells:
         table.add_row(*(row.get(name, "-") for name in shown))
@@ -103,6 +107,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "MFU": _number(row.mfu, ".1%"),
         "GiB/predicted": "-" if peak is None else f"{_number(row.memory, '.2f')}/{peak:.2f}",
         "GPU-hours": _number(row.gpu_hours, ",.2f"),
+        "continued from": "-" if row.parent is None else f"{row.parent} at {row.parent_step}",
         **{metric: _number(value, ".4g") for metric, value in row.reported.items()},
         "reason": (row.reason or "-").partition("\n")[0],
     }

@@ -18,6 +18,9 @@ from titan_exp.tracking.sinks.sink import REPORTED
 
 Direction = Literal["min", "max"]
 
+WITH_PARENTS = "gpu_hours_with_parents"
+"""Name of the metric that exists for the sake of continued runs."""
+
 Reader = Callable[[Run, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
@@ -62,7 +65,9 @@ def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run],
     added = [target_metric(target)] if target is not None else []
     if not names:
         reported = [_logged(name) for name in sorted(logged) if name.startswith(REPORTED)]
-        built_in = [metric for metric in DEFAULT if metric.name != "best_validation_loss" or _worsens(runs)]
+        left_out = {"best_validation_loss"} if not _worsens(runs) else set()
+        left_out |= set() if any(run.begins for run in runs) else {WITH_PARENTS}
+        built_in = [metric for metric in DEFAULT if metric.name not in left_out]
         return built_in + added + reported
     known = METRIC_BY_NAME | {metric.name: metric for metric in added}
     unknown = [name for name, _ in names if name not in known and name not in logged]
@@ -78,11 +83,6 @@ def final_loss(run: Run, tokens: float) -> float | None:
     _, losses = run.series("loss", tokens)
     tail = last_fiftieth(losses)
     return math.fsum(tail) / len(tail) if tail and all(map(math.isfinite, tail)) else math.nan if tail else None
-
-
-def fraction_before(run: Run, tokens: float) -> float:
-    """Fraction of a run's tokens up to `tokens`; scales its time."""
-    return min(1.0, tokens / run.tokens) if run.tokens else 1.0
 
 
 def _directed(metric: Metric, better: str | None) -> Metric:
@@ -112,16 +112,22 @@ def _best_validation(run: Run, tokens: float) -> float | None:
     return min(values, default=None)
 
 
+def own_values(run: Run, key: str, tokens: float) -> list[float]:
+    """Values of a run's own rows up to `tokens`, or of all its own rows if it begins there; none of its parent's."""
+    up_to = tokens if tokens > run.begins else math.inf
+    return run.series(key, up_to, above=run.begins or -1.0)[1]
+
+
 def _median(key: str) -> Reader:
     def read(run: Run, tokens: float) -> float | None:
-        values = [value for value in run.series(key, tokens)[1] if math.isfinite(value)]
+        values = [value for value in own_values(run, key, tokens) if math.isfinite(value)]
         return median(values) if values else None
 
     return read
 
 
 def _memory(run: Run, tokens: float) -> float | None:
-    return max(run.series("memory", tokens)[1], default=None)
+    return max(own_values(run, "memory", tokens), default=None)
 
 
 def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
@@ -135,11 +141,26 @@ def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], floa
 
 
 def _hours(run: Run, tokens: float) -> float | None:
-    return None if run.seconds is None else run.seconds / 3600 * fraction_before(run, tokens)
+    return None if run.seconds is None else run.seconds / 3600 * _fraction_before(run, tokens)
 
 
 def _device_hours(run: Run, tokens: float) -> float | None:
-    return None if run.device_seconds is None else run.device_seconds / 3600 * fraction_before(run, tokens)
+    return None if run.device_seconds is None else run.device_seconds / 3600 * _fraction_before(run, tokens)
+
+
+def _device_hours_with_parents(run: Run, tokens: float) -> float | None:
+    """GPU-hours of a run and, up to the tokens at which it was continued, of its parent and the parent's parents."""
+    own = _device_hours(run, tokens)
+    if not run.begins or own is None:
+        return own
+    before = None if run.parent is None else _device_hours_with_parents(run.parent, min(tokens, run.begins))
+    return None if before is None else before + own
+
+
+def _fraction_before(run: Run, tokens: float) -> float:
+    """Fraction of a run's own tokens up to `tokens`; scales its time."""
+    own = run.tokens - run.begins
+    return min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0
 
 
 def last_fiftieth(losses: list[float]) -> list[float]:
@@ -187,8 +208,16 @@ METRICS = (
         "peak of rank 0 over the prediction: of allocated tensors on a GPU, of the process on a CPU",
         _of_predicted(_memory, lambda prediction: prediction.memory),
     ),
-    Metric("time", "time", "h", "min", "wall clock of all starts, scaled to these tokens", _hours),
-    Metric("gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours),
+    Metric("time", "time", "h", "min", "own wall clock of all starts, scaled to these tokens", _hours),
+    Metric("gpu_hours", "GPU-hours", "h", "min", "own wall clock times processes; on CPU one each", _device_hours),
+    Metric(
+        WITH_PARENTS,
+        "GPU-hours with parents",
+        "h",
+        "min",
+        "the same and, of a continued run, those of its parents up to where it begins",
+        _device_hours_with_parents,
+    ),
 )
 """Built-in metrics; a study or `--metrics` may select others from metrics.jsonl."""
 

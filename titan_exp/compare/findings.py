@@ -59,6 +59,7 @@ def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
     return [
         *_about_statistics(comparison),
         *_about_states(comparison),
+        *_about_lineage(comparison),
         *_about_layouts(checks),
         *_about_environment(comparison),
         *comparison.notes,
@@ -142,6 +143,17 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
             if metric.is_loss and (count := row.diverged(metric.name)):
                 runs = format_items(len(row.runs), "run")
                 yield f"{row.label}: {count} of {runs} diverged in {metric.title}, left out of its mean."
+
+
+def _about_lineage(comparison: Comparison) -> Iterator[str]:
+    continued = [run for run in comparison.runs if run.lineage is not None]
+    for run in continued:
+        yield f"{run.run_id} was continued from {run.lineage}."
+    if continued:
+        yield (
+            "The curve of a continued run begins with its parent's; its speed, memory, time and GPU-hours are its own, "
+            "and `GPU-hours with parents` adds its parents'."
+        )
 
 
 def _about_layouts(checks: Sequence[LayoutCheck]) -> Iterator[str]:

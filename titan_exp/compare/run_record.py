@@ -1,16 +1,18 @@
 """Run record: configuration, metrics and state of one run, read from its folder or W&B."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.schema.typed_config import read_values
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
-from titan_exp.tracking.run_folder.lineage import Lineage, read_history
+from titan_exp.tracking.run_folder.lineage import Lineage, ancestors, read_history
+from titan_exp.tracking.run_folder.overrides import read_overrides
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
@@ -36,9 +38,9 @@ class Run:
     rows: Sequence[Row]
     world_size: int | None
     seconds: float | None
-    """Wall-clock time of all attempts."""
+    """Wall-clock time of all attempts, without those of parents."""
     device_seconds: float | None
-    """Wall-clock time times processes, over all attempts."""
+    """Wall-clock time times processes, over all attempts, without those of parents."""
     device: str | None
     """GPU or CPU name."""
     commit: str | None
@@ -49,11 +51,20 @@ class Run:
     """Folder or URL."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
     """Predictions made before the start."""
+    lineage: Lineage | None = None
+    """Parent and step of a continued run, whose `rows` begin with its parent's."""
+    parent: "Run | None" = None
+    """Parent of a continued run; None if it is not on this machine."""
 
     @property
     def seed(self) -> int | None:
         """Seed of initial weights and data order."""
         return self.config.get("experiment", {}).get("seed")
+
+    @property
+    def begins(self) -> int:
+        """Tokens that its parents had trained on when a run was continued; 0 for other runs."""
+        return 0 if self.lineage is None else self.lineage.tokens
 
     @property
     def tokens(self) -> int:
@@ -65,12 +76,14 @@ class Run:
         """Optimizer steps at the last row."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
 
-    def series(self, key: str, up_to: float = math.inf) -> tuple[list[float], list[float]]:
-        """Known values of a metric with their token counts, up to `up_to` tokens."""
+    def series(self, key: str, up_to: float = math.inf, *, above: float = -1.0) -> tuple[list[float], list[float]]:
+        """Known values of a metric with their token counts, above `above` and up to `up_to` tokens."""
         known = [
-            (float(row["tokens"] or 0), float(value))
+            (float(tokens), float(value))
             for row in self.rows
-            if (value := row.get(key)) is not None and row.get("tokens") is not None and (row["tokens"] or 0) <= up_to
+            if (value := row.get(key)) is not None
+            and (tokens := row.get("tokens")) is not None
+            and above < tokens <= up_to
         ]
         return [tokens for tokens, _ in known], [value for _, value in known]
 
@@ -78,10 +91,11 @@ class Run:
 def read_run(path: str | Path) -> Run:
     """Read a run folder in any state. Raises UserError if it has no configuration or a damaged file."""
     folder = RunFolder(path)
-    config = _read_config(folder.config)
+    config = read_values(folder.config)
     code = read_json(folder.code) or {}
     attempts = folder.read_attempts()
     rows = read_history(folder.path)
+    ancestor = next(ancestors(folder.path), None)
     state, reason = _state(folder)
     alive = state in ("running", "lost")
     spans = [
@@ -97,16 +111,23 @@ def read_run(path: str | Path) -> Run:
         config=config,
         rows=rows,
         world_size=attempts[-1].world_size if attempts else None,
-        # Rows of a continued run include its parent's, whose seconds do not count here.
-        seconds=sum(seconds for _, seconds in known) if known and Lineage.read(folder.path) is None else None,
+        seconds=sum(seconds for _, seconds in known) if known else None,
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
         device=_device(folder.env),
         commit=code.get("commit"),
         dirty=any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
-        overrides=_read_overrides(folder.overrides),
+        overrides=read_overrides(folder.overrides) or (),
         source=str(path),
         predicted=read_predicted_metrics(folder),
+        lineage=None if ancestor is None else ancestor.lineage,
+        parent=None if ancestor is None or ancestor.folder is None else _read_parent(ancestor.folder),
     )
+
+
+def _read_parent(folder: Path) -> Run | None:
+    with suppress(UserError):  # removed in part: its cost is unknown
+        return read_run(folder)
+    return None
 
 
 def _state(folder: RunFolder) -> tuple[str, str | None]:
@@ -129,29 +150,6 @@ def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
         return max(0.0, attempt.end - attempt.start)
     beat = living.read_heartbeat() if living else None
     return max(0.0, min(beat.time, time.time()) - attempt.start) if beat else None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
-
-    # Not validated, so that configurations of older versions can be compared.
-    try:
-        values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} contains no configuration.")
-    return values
-
-
-def _read_overrides(path: Path) -> tuple[str, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return tuple(str(json.loads(line[2:])) for line in lines if line.startswith("- "))
-    except (OSError, ValueError):
-        return ()
 
 
 def _device(path: Path) -> str | None:

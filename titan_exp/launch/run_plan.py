@@ -15,6 +15,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
@@ -29,6 +30,7 @@ from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.atomic_write import sync_all
+from titan_exp.tracking.run_folder.overrides import overrides_text
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
 
@@ -112,8 +114,7 @@ def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | 
             if old == text:
                 continue
             if old is not None and last_attempt:
-                logs = plan.folder.attempt_logs(last_attempt)
-                logs.mkdir(parents=True, exist_ok=True)
+                logs = plan.folder.make_attempt_logs(last_attempt)
                 write_atomically(logs / name, old)
             write_atomically(path, text)
 
@@ -139,19 +140,32 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
     """Contents by file name: configuration, overrides, code, environment, prediction."""
     provenance = provenance or read_provenance()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
-    typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
+    config = to_yaml(plan.experiment)
     prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
     config = to_yaml(plan.experiment)
     signature = signed(config, plan.folder.signature)
     return {
         **prediction,
         plan.folder.config.name: config,
+<<<<<<< HEAD
         **({} if signature is None else {plan.folder.signature.name: signature}),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
+=======
+        plan.folder.overrides.name: overrides_text(list(map(mask_override, plan.overrides))),
+        plan.folder.nondefault.name: _nondefault(plan, config),
+>>>>>>> main
         plan.folder.code.name: provenance.code_json(ids, plan.experiment),
         plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }
+
+
+def _nondefault(plan: RunPlan, config: str) -> str:
+    """Overrides that differ from the defaults: those in the folder, unless its configuration changes."""
+    folder = plan.folder
+    if folder.nondefault.exists() and folder.config.exists() and folder.config.read_text(encoding="utf-8") == config:
+        return folder.nondefault.read_text(encoding="utf-8")
+    return overrides_text(list(map(mask_override, nondefault_overrides(to_dict(plan.experiment)))))
 
 
 def _create(plan: RunPlan, provenance: Provenance | None) -> bool:

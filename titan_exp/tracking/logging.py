@@ -33,7 +33,7 @@ def configure_logging(rank: int, logs: Path) -> None:
 def _handler(rank: int, logs: Path) -> logging.Handler:
     if rank == 0:
         return logging.StreamHandler(sys.stdout)
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(exist_ok=True)
     # Created with the first warning, to avoid thousands of empty files.
     handler = logging.FileHandler(logs / f"rank-{rank}.log", delay=True)
     handler.setLevel(logging.WARNING)

@@ -9,7 +9,12 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
+<<<<<<< HEAD
 from titan_exp.config.schema.typed_config import load_group
+=======
+from titan_exp.config.paths.checkpoint_paths import step_of
+from titan_exp.config.schema.typed_config import load_experiment
+>>>>>>> main
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
@@ -17,6 +22,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.meta_init import local_shard, materialize_parameters
+from titan_exp.tracking.run_folder.lineage import ancestors
 
 Rows = Mapping[str, Sequence[slice]]
 """Row ranges of source parameters, by name, that this rank's parameters concatenate."""
@@ -91,8 +97,10 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
 
 
 def describe(path: Path, source: OpenCheckpoint) -> str:
-    """One-line description of a source."""
-    if source.format == "dcp" and source.path.name.startswith("step-"):
-        step = int(source.path.name.removeprefix("step-"))
-        return f"{source.model.name} after step {step} of {path if path != source.path else path.parent.parent}"
-    return str(source.path)
+    """One-line description of a source; of a run with those from which it was continued."""
+    step = step_of(source.path)
+    if source.format != "dcp" or step is None:
+        return str(source.path)
+    run = path if path != source.path else path.parent.parent
+    parents = "".join(f", continued from {ancestor.lineage}" for ancestor in ancestors(run))
+    return f"{source.model.name} after step {step} of {run}{parents}"

@@ -13,6 +13,7 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 from titan_exp.trainer.distributed import joined
+from titan_exp.trainer.log_head import log_head
 from titan_exp.trainer.profiling.compile_cache import set_compile_cache
 from titan_exp.trainer.profiling.oom_report import explain_oom
 from titan_exp.trainer.profiling.slow_option_warnings import log_slow_options
@@ -29,7 +30,10 @@ def main(run_folder: str) -> None:
     experiment = load_experiment(folder.config, trust=True)
     if require_variables(experiment):
         conceal_output()
-    configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logging(rank, folder.logs)
+    if rank == 0:
+        log_head(folder)
     set_compile_cache(folder, experiment.experiment.name)
     with joined(experiment.cluster) as device:
         trainer: Trainer | None = None

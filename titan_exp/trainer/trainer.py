@@ -30,6 +30,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.gc import GarbageCollection
+from titan_exp.trainer.log_head import log_lineage
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.parent_state import load_parent_state
@@ -247,7 +248,7 @@ class Trainer:
             self.loader.load_state_dict(restored.data)
         if dist.get_rank() == 0:
             lineage.write(self.folder.path)
-        get_logger().info("continuing %s after step %d", lineage.parent, self.step)
+            log_lineage(self.folder)
         self._log_changes(restored.progress.get("config"))
 
     def _log_changes(self, saved: Any) -> None:

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from titan_exp.checkpoint.dcp.checksums import FileChecksum, write_checksums
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.tracking.run_folder.atomic_write import mkdir_below
 
 
 class ChecksumWriter(dcp.FileSystemWriter):
@@ -57,6 +58,7 @@ class PublishingWriter(ChecksumWriter):
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
         super().__init__(folder.partial_path(step), single_file_per_rank=True)
+        self._recording.root = folder.path.parent
         self._folder, self._step = folder, step
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -76,6 +78,14 @@ class _RecordingFileSystem(FileSystem):
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None
         """First OSError while writing."""
+        self.root: Path | None = None
+        """Folder that is never created, such as a deleted run folder."""
+
+    def mkdir(self, path: str | PathLike[str]) -> None:
+        if self.root is None:
+            super().mkdir(path)
+        else:
+            mkdir_below(self.root, Path(path))
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:

@@ -34,7 +34,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
+from titan_exp.tracking.run_folder.atomic_write import mkdir_below, sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILE_BYTES = 5e9
@@ -101,7 +101,7 @@ class ShardedHFExporter:
     def _preallocate(self, partial: Path, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
         """Write metadata and preallocate the tensors' files."""
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        mkdir_below(partial.parents[1], partial)
         tokenizer, special = run_tokenizer(self._data)
         write_hf_metadata(partial, self._model, dtype, tokenizer, special)
         preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)

@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
-from titan_exp.tracking.run_folder.atomic_write import sync_file
+from titan_exp.tracking.run_folder.atomic_write import mkdir_below, sync_file
 
 DOWNLOADING = ".fetching"
 """Suffix of a checkpoint folder during download; unlike a partial one, it is kept for the next start."""
@@ -89,7 +89,7 @@ def _download_shard(
 ) -> tuple[str, str] | None:
     name = ""
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        mkdir_below(target.parents[1], target)
         for name, expected in checksums.items():
             PROGRESS.keep_alive()
             file = target / name

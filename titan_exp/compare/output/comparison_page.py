@@ -15,7 +15,7 @@ from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.downsample import downsampled_curves
 from titan_exp.compare.output.formats import plain
 from titan_exp.compare.output.table import MARKS, text_table, title
-from titan_exp.compare.stats.pareto import COST, loss_metric, pareto
+from titan_exp.compare.stats.pareto import cost_metric, loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.html import render_page
@@ -87,7 +87,7 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
         ],
         "pareto": {
             "loss": loss.title if loss else "",
-            "cost": COST.title,
+            "cost": cost_metric(comparison).title,
             "points": [
                 {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front} for p in pareto(comparison)
             ],

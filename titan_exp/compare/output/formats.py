@@ -143,6 +143,8 @@ def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
 def _run(comparison: Comparison, row: Row, run: Run) -> dict[str, Any]:
     return {
         **{name: getattr(run, name) for name in RUN_FIELDS},
+        "parent": None if run.lineage is None else run.lineage.name,
+        "parent_step": None if run.lineage is None else run.lineage.step,
         **{metric.name: row.numbers[metric.name].get(run.seed) for metric in comparison.metrics},
     }
 

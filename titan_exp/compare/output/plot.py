@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +14,7 @@ from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_count
-from titan_exp.tracking.run_folder.lineage import read_history
+from titan_exp.tracking.run_folder.lineage import ancestors, read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import Value
 
@@ -42,12 +42,14 @@ def draw(run_folder: Path) -> Path:
     _draw_small(lr, rows, "lr", "learning rate")
     lr.set_xlabel("step")
     lr.locator_params(axis="x", integer=True)
-    _mark_resumes((loss, grad_norm, lr), rows)
+    begins = [ancestor.lineage.step for ancestor in ancestors(run_folder)]
+    _mark((loss, grad_norm, lr), _resumes(rows), ":", "resumed")
+    _mark((loss, grad_norm, lr), begins, "--", "continued")
     if loss.get_legend_handles_labels()[0]:
         loss.legend(frameon=False, loc="upper right")
     figure.align_ylabels()
     _add_tokens(loss, rows)
-    _add_title(figure, run_folder, rows)
+    _add_title(figure, run_folder, rows, begins)
     return _save(figure, run_folder / "loss.png")
 
 
@@ -100,12 +102,16 @@ def _style(axes: "Axes") -> None:
     axes.margins(x=0.02)
 
 
-def _mark_resumes(panels: tuple["Axes", ...], rows: list[dict[str, Value]]) -> None:
-    starts = [after for before, after in pairwise(rows) if before.get("attempt") != after.get("attempt")]
-    steps = [float(row["step"] or 0) for row in starts]
+def _resumes(rows: list[dict[str, Value]]) -> list[float]:
+    """First steps of later attempts."""
+    starts = [after for before, after in pairwise(rows) if (before.get("attempt") or 0) < (after.get("attempt") or 0)]
+    return [float(row["step"] or 0) for row in starts]
+
+
+def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label: str) -> None:
     for axes in panels:
         for step in steps:
-            axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=":", label="resumed" if step == steps[0] else None)
+            axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=style, label=label if step == steps[0] else None)
 
 
 def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
@@ -125,9 +131,11 @@ def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
     return lambda places: np.asarray(places) * factor
 
 
-def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]]) -> None:
+def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]], begins: Sequence[int]) -> None:
     folder = run_folder.resolve()
-    losses, validation, speeds = (_series(rows, key)[1] for key in ("loss", "validation_loss", "tokens_per_second"))
+    losses, validation = (_series(rows, key)[1] for key in ("loss", "validation_loss"))
+    own = [row for row in rows if (row["step"] or 0) > max(begins, default=-1)]
+    _, speeds = _series(own, "tokens_per_second")
     parts = [f"step {rows[-1]['step']}"]
     if tokens := rows[-1].get("tokens"):
         parts.append(f"{format_count(tokens)} tokens")

@@ -5,7 +5,7 @@ Run folders are authoritative: W&B may lack the last rows of a killed run and th
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
 from titan_exp.tracking.sinks.sink import Row, Value
 from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
@@ -69,7 +70,13 @@ def from_wandb(run: "ApiRun") -> Run:
         dirty=identity.get("dirty"),
         overrides=(),
         source=run.url,
+        lineage=_lineage(identity),
     )
+
+
+def _lineage(identity: Mapping[str, Any]) -> Lineage | None:
+    found = [identity.get(name) for name in ("parent", "parent_step", "parent_tokens")]
+    return None if None in found else Lineage(*found)  # pyright: ignore[reportArgumentType]  # as `wandb_run` wrote it
 
 
 @contextmanager

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric
+from titan_exp.compare.compared_metrics import METRIC_BY_NAME, WITH_PARENTS, Metric
 from titan_exp.compare.comparison import Comparison
 
 ROUNDING = 1e-4
 """Relative loss difference that counts as equal, since layouts round differently."""
-
-COST = METRIC_BY_NAME["gpu_hours"]
 
 
 @dataclass(frozen=True)
@@ -17,11 +15,16 @@ class ParetoPoint:
 
     row: int
     gpu_hours: float
-    """Mean over seeds."""
+    """Mean over seeds; of continued runs with their parents'."""
     loss: float
     """Mean over seeds of the loss metric; lower is better."""
     is_on_front: bool
     """True unless another row is cheaper at no higher loss, or better at no higher cost."""
+
+
+def cost_metric(comparison: Comparison) -> Metric:
+    """GPU-hours, with those of parents if a run was continued."""
+    return METRIC_BY_NAME[WITH_PARENTS if any(run.begins for run in comparison.runs) else "gpu_hours"]
 
 
 def loss_metric(comparison: Comparison) -> Metric | None:
@@ -31,11 +34,11 @@ def loss_metric(comparison: Comparison) -> Metric | None:
 
 def pareto(comparison: Comparison) -> list[ParetoPoint]:
     """Rows with a known loss and cost, cheapest first. Noise between seeds is not considered."""
-    metric, budget = loss_metric(comparison), comparison.budget
+    metric, cost, budget = loss_metric(comparison), cost_metric(comparison), comparison.budget
     known: list[tuple[float, float, int]] = []
     for index, row in enumerate(comparison.rows):
-        hours = [COST.read(run, budget.tokens) for run in row.runs if budget.reached(run)]
-        costs = [cost for cost in hours if cost is not None]
+        hours = [cost.read(run, budget.tokens) for run in row.runs if budget.reached(run)]
+        costs = [number for number in hours if number is not None]
         loss = row.estimates[metric.name] if metric else None
         if costs and loss is not None:
             known.append((sum(costs) / len(costs), loss.mean, index))

@@ -6,11 +6,13 @@ from titan_exp.config.command_line.options import option_name
 from titan_exp.config.command_line.verb_options import (
     CompareOptions,
     ConvertOptions,
+    DiffOptions,
     DownloadOptions,
     EvaluateOptions,
     GenerateOptions,
     LogsOptions,
     PlanOptions,
+    ShowOptions,
     StatusOptions,
     TokenizeOptions,
 )
@@ -23,6 +25,8 @@ OPTIONS: dict[str, type] = {
     "download": DownloadOptions,
     "tokenize": TokenizeOptions,
     "evaluate": EvaluateOptions,
+    "diff": DiffOptions,
+    "show": ShowOptions,
     "logs": LogsOptions,
     "plan": PlanOptions,
     "status": StatusOptions,

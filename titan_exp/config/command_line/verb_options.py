@@ -217,6 +217,22 @@ class StatusOptions:
 
 
 @dataclass(frozen=True)
+class ShowOptions:
+    """Options of `titan-exp show`."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """Options of `titan-exp diff`."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
 class LogsOptions:
     """Options of `titan-exp logs`."""
 

@@ -1,5 +1,6 @@
 """User errors: violations of the configuration, printed without a traceback."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,3 +49,9 @@ def shown(value: object, text: Callable[[str], str] = str) -> str:
             return text(value)
         case _:
             return str(value)
+
+
+def in_quotes(text: str) -> str:
+    """String in quotes as Hydra reads them: a backslash is one before a quote and at the end alone."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"

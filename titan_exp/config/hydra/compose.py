@@ -1,12 +1,14 @@
 """Hydra composition from overrides, outside the command line."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import __version__, initialize_config_dir
 from hydra import compose as hydra_compose
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from titan_exp.config.hydra.resolvers import register_resolvers
@@ -38,8 +40,20 @@ OWN_FILE = [
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
     """Compose the configuration like `titan-exp train`, without Hydra's own node."""
     register_resolvers()
-    with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
+    with config_folder():
         return hydra_compose(CONFIG_NAME, [*default_overrides(), *overrides])
+
+
+@contextmanager
+def config_folder() -> Iterator[None]:
+    """Initialize Hydra with `CONF_DIR`, also inside a verb that Hydra has started."""
+    hydra = GlobalHydra.instance()
+    before, hydra.hydra = hydra.hydra, None
+    try:
+        with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
+            yield
+    finally:
+        hydra.hydra = before
 
 
 def default_overrides() -> list[str]:

@@ -32,5 +32,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def same_value(value: Any, other: Any) -> bool:
+    """True if two values of a configuration are the same: 1 and 1.0, a number and its text, not 1 and true."""
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(same_value, value, other))
+    if isinstance(value, bool) or isinstance(other, bool):
+        return value is other
+    return value == other or (isinstance(value, str) != isinstance(other, str) and str(value) == str(other))
+
+
 def _value(values: Mapping[str, Any], key: str) -> str:
     return shown(values[key]) if key in values else "not there"

@@ -5,18 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS, is_dotted
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE, is_own
-
-CODE_KEYS = (
-    "model.architecture",
-    "optimizer.name",
-    "training.objective",
-    "lr_schedule.decay",
-    "data.source",
-    "cluster.kind",
-)
-"""Keys whose value may be an import path."""
 
 Trust = bool | Collection[str]
 """True trusts a configuration; import paths in a collection are trusted, as those that the user has typed."""
@@ -33,7 +23,7 @@ class Untrusted(UserError):
 def code_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Import paths in a configuration, by key."""
     found: dict[str, str] = {}
-    for key in CODE_KEYS:
+    for key in IMPORT_PATH_KEYS:
         group, _, name = key.partition(".")
         values = config.get(group)
         value = values.get(name) if isinstance(values, Mapping) else None
@@ -43,7 +33,11 @@ def code_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def require_trust(
-    path: Path, text: bytes, config: Mapping[str, Any], trust: Trust = False, imports: Collection[str] = CODE_KEYS
+    path: Path,
+    text: bytes,
+    config: Mapping[str, Any],
+    trust: Trust = False,
+    imports: Collection[str] = IMPORT_PATH_KEYS,
 ) -> None:
     """Raise Untrusted if a configuration that this user did not launch names code.
 

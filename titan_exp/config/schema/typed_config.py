@@ -16,7 +16,8 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.schema.component import config_class, current_names
-from titan_exp.config.schema.foreign_code import CODE_KEYS, Trust, require_trust
+from titan_exp.config.schema.foreign_code import Trust, require_trust
+from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
 from titan_exp.config.schema.schema import annotation_of, hints, keys, meaning_of, optional_fields
 from titan_exp.config.secrets.variables import SECRET, variables_in
 
@@ -38,12 +39,13 @@ def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
         UserError: the file cannot be read, or is not an experiment.
         Untrusted: this user did not launch the run, and it names code without `trust`.
     """
+<<<<<<< HEAD
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust)
     return _build(values, [], f"The configuration in {path} cannot be read.")
 
 
-def load_group(path: Path, group: str, imports: Collection[str] = CODE_KEYS, trust: Trust = False) -> Any:
+def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KEYS, trust: Trust = False) -> Any:
     """One group of a resolved `config.yaml`, as `load_experiment`; `imports` are the keys whose code the caller
     imports."""
     values = read_values(path, [key for key in imports if key.startswith(f"{group}.")], trust)
@@ -64,6 +66,17 @@ def read_values(path: Path, imports: Collection[str] = (), trust: Trust = False)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+=======
+    return _build(read_values(path), [], f"The configuration in {path} cannot be read.")
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """Plain values of a `config.yaml`, unchecked: those of older versions and of foreign code as well.
+
+    Raises:
+        UserError: the file cannot be read, or holds no mapping.
+    """
+>>>>>>> main
     import yaml
 
     try:
@@ -76,7 +89,11 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
+<<<<<<< HEAD
     return values, text
+=======
+    return values
+>>>>>>> main
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:

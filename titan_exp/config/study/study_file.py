@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
 from titan_exp.config.study.study import Axis, Choice, Condition, Direction, Exclusion, Study, split_override
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -272,5 +272,4 @@ def _quoted(text: str) -> str:
     """Text as an override's value, quoted if Hydra would parse it differently."""
     if text and not set(text) & set(" ,()[]{}'\"\\=#\t\n"):
         return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return in_quotes(text)

@@ -32,7 +32,7 @@ RECORDER_ENTRIES = "2000"
 
 
 class Watchdog(threading.Thread):
-    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process."""
+    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and `on_poll` may at every poll."""
 
     def __init__(
         self,
@@ -42,17 +42,19 @@ class Watchdog(threading.Thread):
         rank: int,
         progress: ProgressTracker,
         give_up: Callable[[str], None],
+        on_poll: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="titan_exp watchdog", daemon=True)
         self._warn, self._kill = _seconds(config.hang_warn_minutes), _seconds(config.hang_kill_minutes)
         self._files, self._rank, self._progress, self._give_up = files, rank, progress, give_up
+        self._on_poll = on_poll
         limits = [limit for limit in (self._warn, self._kill) if limit is not None]
         self._poll_interval = min([POLL_INTERVAL, *(limit / 10 for limit in limits)])
         self._warned = self._hanging = False
         self._stopped = threading.Event()
         if self._kill is not None:
             os.environ.setdefault(RECORDER_SIZE, RECORDER_ENTRIES)
-            files.logs.mkdir(parents=True, exist_ok=True)
+            files.logs.mkdir(exist_ok=True)
             # Kept open for faulthandler's C timer.
             self._stacks = files.stacks(rank).open("w", encoding="utf-8")
 
@@ -74,6 +76,7 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Poll until stopped."""
         while not self._stopped.is_set():
+            self._on_poll()
             position = self._progress.snapshot()
             if self._kill is not None:
                 left = limit(self._kill, position) - position.seconds

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import tempfile
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 from titan_exp.trainer.rank_call import REQUEST, RESPONSE
 
 POLL_INTERVAL = 0.05
@@ -27,7 +27,7 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
     Request and response are JSON values. Raises UserError if a rank raised one, RuntimeError with the traceback or log
     tail if a rank failed otherwise, and KeyboardInterrupt after a signal.
     """
-    with tempfile.TemporaryDirectory(prefix="titan_exp-") as scratch:
+    with temporary_folder() as scratch:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
         write_atomically(folder.path / REQUEST, json.dumps(request), durable=False)

@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +23,9 @@ from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.temporary_folder import create_temporary_folder, remove_stale_temporary_folders
 
 if TYPE_CHECKING:
     from submitit import Job
@@ -51,6 +52,7 @@ class LocalRanks:
         """submitit's job id: the pid of its controller."""
         self._cluster = layout.cluster
         self._rendezvous_folder: Path | None = None
+        self._folder_lock: FileLock | None = None
         self._job: Job[None] | None = None
         self._controller: psutil.Process | None = None
         self._processes: dict[int, psutil.Process] = {}
@@ -71,8 +73,9 @@ class LocalRanks:
         """Start all ranks. Raises OSError if the logs cannot be written."""
         from submitit import LocalExecutor
 
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="titan_exp-"))
+        self.folder.make_attempt_logs(self.attempt)
+        remove_stale_temporary_folders()
+        self._rendezvous_folder, self._folder_lock = create_temporary_folder()
         executor = LocalExecutor(self.logs)
         executor.update_parameters(
             tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
@@ -121,6 +124,8 @@ class LocalRanks:
         self._hang.remove_empty()
         if self._rendezvous_folder is not None:
             shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     def result(self) -> AttemptResult:
         """Result of the attempt; call after `poll` returned True."""

@@ -17,7 +17,9 @@ from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
 from titan_exp.launch.summary import Summary, describe, summarize
-from titan_exp.tracking.run_folder.run_folder import RunState
+from titan_exp.tracking.run_folder.folder_watch import FolderWatch
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.state import FAILED
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""
@@ -51,8 +53,8 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
             return RunOutcome(0, summary)
         execution = _Execution(plan, _open_attempt(plan, state, console), console)
         result = execution.run()
-    summary = replace(summarize(plan.folder), state=result.state)
-    _report(plan, summary, result, console)
+    summary = replace(summarize(execution.folder), state=result.state)
+    _report(replace(plan, folder=execution.folder), summary, result, console)
     stopped_by_signal = result.state == "preempted" and execution.interrupts.first is not None
     return RunOutcome(INTERRUPTED if stopped_by_signal else result.exit_code, summary)
 
@@ -86,6 +88,7 @@ class _Execution:
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
         self.log = FileTail(self.ranks.log(0))
         self.interrupts = Interrupts()
+        self.folder_watch = FolderWatch(plan.folder.path)
 
     def run(self) -> AttemptResult:
         """Start, monitor and close the attempt."""
@@ -100,10 +103,16 @@ class _Execution:
             self.ranks.close()
             self.console.close(result.state)
             self._close(result)
+            self.folder_watch.close()
         return result
 
     def _close(self, result: AttemptResult) -> None:
         state, code, reason = result.state, result.exit_code, result.reason
+        moved = self.folder_watch.moved_to()
+        if moved is not None:
+            self.folder = RunFolder(moved)
+        if not self.folder.config.exists():
+            return  # the folder was deleted
         try:
             close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
         except OSError as error:
@@ -113,6 +122,10 @@ class _Execution:
     def _follow(self) -> AttemptResult:
         stopping, interrupts = False, self.interrupts
         while not self.ranks.poll():
+            loss = self.folder_watch.loss()
+            if loss is not None:
+                self.ranks.kill()
+                return AttemptResult("failed", FAILED, loss)
             if interrupts.first and not stopping:
                 stopping = True
                 self.folder.request_stop(f"the launcher received {interrupts.first}")
@@ -124,7 +137,9 @@ class _Execution:
             self._show()
             time.sleep(POLL_INTERVAL)
         self._show()
-        return self.ranks.result()
+        result = self.ranks.result()
+        loss = self.folder_watch.confirmed_loss() if result.state == "failed" else None
+        return result if loss is None else AttemptResult("failed", FAILED, loss)
 
     def _show(self) -> None:
         self.console.log_lines(self.log.lines())
@@ -140,6 +155,7 @@ def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: Run
         # A UserError explains itself; other failures show their traceback.
         text = result.detail if result.exit_code == UserError.exit_code else f"{result.detail}\n{result.reason}"
         console.error(text.strip())
-    console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+    if plan.folder.path.exists():
+        console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
     if result.state == "preempted":
         console.echo("The same command continues it.")

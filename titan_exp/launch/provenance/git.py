@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
+from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""
@@ -170,8 +170,8 @@ def _new_file_patch(name: str, text: str) -> str:
 def _diff(top: Path, base: str, untracked: Sequence[str]) -> tuple[str, list[str]]:
     """Patch of changed and untracked files, and the omitted files. Works on a copy of the index."""
     taken, left_out = _new_files(top, untracked)
-    with tempfile.TemporaryDirectory() as folder:
-        index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+    with temporary_folder() as folder:
+        index = {"GIT_INDEX_FILE": str(folder / "index")}
         original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
         if original.is_file():
             # Keeps the mtime: git rereads only files that are as new as the index.

@@ -14,6 +14,7 @@ from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
+from titan_exp.tracking.run_folder.temporary_folder import redirect_temporary_files
 
 
 def rank_environment(
@@ -35,6 +36,7 @@ def rank_environment(
         ATTEMPT: str(attempt),
         LAUNCHER: str(os.getpid()),
         FALLBACK_FOLDER: str(rendezvous_folder),
+        **redirect_temporary_files(rendezvous_folder),
         VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else gpus,
         "PYTHONPATH": os.pathsep.join(_python_path()),
         # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.

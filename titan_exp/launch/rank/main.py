@@ -10,11 +10,14 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -26,21 +29,36 @@ from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
 from titan_exp.launch.provenance.changes import attempt_changes
+from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
 from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
-from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankError, RankRecord, read_record, write_record
+from titan_exp.launch.rank.rank_status import (
+    FALLBACK_FOLDER,
+    FOLDER_LOST,
+    HANG,
+    RankError,
+    RankRecord,
+    read_record,
+    write_record,
+)
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.folder_watch import FolderWatch
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
+from titan_exp.tracking.run_folder.state import DONE, ENDED_STATES, FAILED, HUNG, STOPPED
+from titan_exp.tracking.run_folder.temporary_folder import (
+    hold_temporary_folder,
+    redirect_temporary_files,
+    remove_stale_temporary_folders,
+    temporary_folder,
+)
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: import path of the rank's main function; the trainer by default."""
 TRAINER = "titan_exp.trainer.rank_main.main"
 FAILURE_MARK = "titan_exp: this rank failed"
 """Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
-STATES: dict[int, StateName] = {DONE: "done", STOPPED: "preempted"}
 
 
 def run_rank(folder: RunFolder, rank: RankInfo) -> int:
@@ -90,6 +108,7 @@ class _Rank:
         self.folder, self.rank, self.attempt = folder, rank, rank.attempt
         self.record = RankRecord(rank.rank, os.getpid(), socket.gethostname(), time.time())
         self.parent_watchdog: ParentWatchdog | None = None
+        self.folder_watch = FolderWatch(folder.path)
 
     def run(self) -> int:
         """Run the trainer; returns the exit code. The rank's lock is held until this process exits."""
@@ -103,9 +122,16 @@ class _Rank:
         self._start_parent_watchdog()
         self._print_changes()
         watchdog = self._start_watchdog()
+<<<<<<< HEAD
         code, error = _call(_rank_main, str(self.folder.path))
         if error is not None:
             error = replace(error, message=concealed(error.message), traceback=concealed(error.traceback))
+=======
+        with _temporary_files():
+            code, error = _call(_rank_main, str(self.folder.path))
+        if error is not None:
+            self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
+>>>>>>> main
         watchdog.stop()
         self._end(code, error)
         if error is not None:
@@ -126,9 +152,9 @@ class _Rank:
         if self.rank.rank == 0 or (alone and code not in (DONE, STOPPED)):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
-                reason = error.message if code == HUNG else f"rank {self.rank.rank}: {error.type}: {error.message}"
+                reason = error.reason(self.rank.rank)
             with contextlib.suppress(OSError):  # on a full disk, the launcher or the next start closes the attempt
-                state = STATES.get(code, "failed")
+                state = ENDED_STATES.get(code, "failed")
                 close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=False)
         if self.parent_watchdog is not None and self.parent_watchdog.orphaned:
             self._remove_rendezvous_folder()
@@ -185,18 +211,56 @@ class _Rank:
             HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
             rank=self.rank.rank,
             progress=PROGRESS,
-            give_up=lambda reason: self._give_up(reason, HUNG, "Hung"),
+            give_up=lambda reason: self._give_up(reason, HUNG, HANG),
+            on_poll=lambda: self._give_up_if_lost(self.folder_watch.loss()),
         )
         watchdog.start()
         return watchdog
 
+    def _give_up_if_lost(self, loss: str | None) -> None:
+        """Exit if the run folder was deleted or moved; only a moved one records the end."""
+        if loss is None:
+            return
+        with contextlib.suppress(OSError):
+            print(f"rank {self.rank.rank}: {loss}", file=sys.stderr, flush=True)
+        moved = self.folder_watch.moved_to()
+        if moved is None:
+            _kill_self(FAILED)
+        else:
+            self.folder = RunFolder(moved)
+            self._give_up(loss, kind=FOLDER_LOST)
+
     def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
         """Exit from a watchdog thread; the main thread may hang."""
         self._end(code, RankError(kind, reason, "", user=False))
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        os._exit(code)
+        _kill_self(code)
+
+
+def _kill_self(code: int) -> NoReturn:
+    """Kill all child processes and exit, from any thread."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _temporary_files() -> Iterator[None]:
+    """Hold the launcher's temporary folder, or without a launcher send temporary files into one of this process."""
+    launchers = os.environ.get(FALLBACK_FOLDER)
+    if launchers is not None:
+        lock = hold_temporary_folder(Path(launchers))
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+        return
+    remove_stale_temporary_folders()
+    with temporary_folder() as path, environment(redirect_temporary_files(path)):
+        tempfile.tempdir = None  # read again
+        yield
+    tempfile.tempdir = None
 
 
 def _rank_main(path: str) -> None:

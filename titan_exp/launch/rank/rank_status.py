@@ -12,7 +12,11 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 from titan_exp.tracking.run_folder.state import DONE, STOPPED
 
 FALLBACK_FOLDER = "TITAN_EXP_SPARE"
-"""Environment variable: folder on another disk for the record if the run folder's disk is full."""
+"""Environment variable: folder on another disk for the record if the run folder is missing or its disk is full."""
+
+
+HANG, FOLDER_LOST = "Hung", "FolderLost"
+"""Types of the errors that concern the run and not one rank."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class RankError:
     traceback: str
     user: bool
     """True for a UserError, whose message needs no traceback."""
+
+    def reason(self, rank: int) -> str:
+        """First line of the message, with the rank and the type unless it concerns the run."""
+        line = self.message.strip().partition("\n")[0]
+        return line if self.type in (HANG, FOLDER_LOST) else f"rank {rank}: {self.type}: {line}".removesuffix(": ")
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,11 @@ class RankRecord:
 
 
 def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
-    """Write a rank's record beside the attempt's logs, or into the fallback folder if that disk is full."""
-    logs, name = folder.attempt_logs(attempt), _name(record.rank)
+    """Write a rank's record beside the attempt's logs, or into the fallback folder if that fails."""
+    name = _name(record.rank)
     text = json.dumps(asdict(record), indent=2) + "\n"
     try:
-        logs.mkdir(parents=True, exist_ok=True)
-        write_atomically(logs / name, text, durable=False)
+        write_atomically(folder.make_attempt_logs(attempt) / name, text, durable=False)
     except OSError:
         fallback = os.environ.get(FALLBACK_FOLDER)
         if fallback is None:

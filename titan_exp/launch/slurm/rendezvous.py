@@ -46,8 +46,7 @@ def publish_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
     """Write rank 0's address (loopback on one node) and links to the rank logs into the attempt's log folder."""
     assert rank.attempt is not None
     address = "127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname()
-    logs = folder.attempt_logs(rank.attempt)
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = folder.make_attempt_logs(rank.attempt)
     write_atomically(logs / "meeting", f"{address} {_free_port(int(os.environ['SLURM_JOB_ID']))}\n", durable=False)
     for number in range(rank.world_size):
         link = logs / f"rank-{number:05d}.log"

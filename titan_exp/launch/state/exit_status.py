@@ -47,11 +47,8 @@ def failure_from_error(record: RankRecord) -> RankFailure:
     if record.error is None:
         return RankFailure(record.rank, record.end, record.exit, f"rank {record.rank}: exit code {record.exit}", "")
     error = record.error
-    first_line = error.message.strip().partition("\n")[0]
-    reason = f"rank {record.rank}: {error.type}: {first_line}".removesuffix(": ")
-    if record.exit == HUNG:
-        reason = first_line  # applies to the run, not to this rank
-    return RankFailure(record.rank, record.end, record.exit, reason, error.message if error.user else error.traceback)
+    detail = error.message if error.user else error.traceback
+    return RankFailure(record.rank, record.end, record.exit, error.reason(record.rank), detail)
 
 
 def failure_from_signal(rank: int, last_seen: float, log: Path) -> RankFailure:

@@ -12,6 +12,7 @@ from titan_exp.launch.executor import JobStatus, executor_for, trusted_executor
 from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.state import ENDED_STATES
 
 StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end."""
@@ -70,7 +71,7 @@ def count_states(states: Sequence[str]) -> str:
 
 def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
     """Status by files and locks, and the executor of the last attempt."""
-    state = folder.read_state()
+    state = folder.read_state() or _state_of_attempts(folder)
     if state is None:
         return RunStatus("new", 0, None, 0), None
     attempts = folder.read_attempts() if state.state != "done" else []
@@ -88,6 +89,16 @@ def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
     if last.hosts != (socket.gethostname(),) and age < STALE:  # locks are invisible across some network disks
         return RunStatus("running", step, None, state.attempt, job_id), kind
     return RunStatus("lost", step, _lost_reason(state, age), state.attempt, job_id), kind
+
+
+def _state_of_attempts(folder: RunFolder) -> RunState | None:
+    """Run state by the last attempt, if state.json was deleted; None before the first."""
+    attempts = folder.read_attempts()
+    if not attempts:
+        return None
+    last = attempts[-1]
+    state = "running" if last.end is None else ENDED_STATES.get(last.exit, "failed")
+    return RunState(state, 0, last.end or last.start or last.intent, last.attempt, last.reason)
 
 
 def _lost_reason(state: RunState, age: float) -> str:

@@ -4,11 +4,14 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.plan.gate.predicted import read_predicted_metrics
+from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import REPORTED, Value
@@ -48,6 +51,11 @@ class StatusRow:
     """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
     tokens_per_second_predicted: Value = None
+    validation_loss: Value = None
+    parent: str | None = None
+    """NAME/ID or URL of the run from which a continued one begins."""
+    parent_step: int | None = None
+    """Step at which a continued run begins."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics reported by the objective, the model and the optimizer, by name."""
 
@@ -67,6 +75,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     left = None
     if status.state == "running" and steps is not None:
         left = _seconds_left(values, steps - step)
+    lineage = _lineage(entry.folder)
     return StatusRow(
         label=entry.label,
         group=entry.group,
@@ -86,8 +95,17 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         memory=values.get("memory"),
         memory_predicted=predicted.memory,
         tokens_per_second_predicted=predicted.tokens_per_second,
+        validation_loss=values.get("validation_loss"),
+        parent=None if lineage is None else lineage.name,
+        parent_step=None if lineage is None else lineage.step,
         reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
+
+
+def _lineage(folder: RunFolder) -> Lineage | None:
+    with suppress(UserError):  # damaged, which `show` explains; the table is of other runs as well
+        return Lineage.read(folder.path)
+    return None
 
 
 def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:

@@ -4,7 +4,6 @@ Without a pipeline, five layers and three micro-batches. With a pipeline, a synt
 action, first and repeated; the schedule simulation tracks hidden states passed between stages.
 """
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -55,6 +54,7 @@ from titan_exp.plan.trace.segments import (
     sum_costs,
 )
 from titan_exp.plan.trace.trace_step import trace_step
+from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
 PASSES = 2
 """Number of passes through the pipeline in a sampled step."""
@@ -177,8 +177,8 @@ def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, re
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
     # Events include the first step, which runs in full with a pipeline.
     in_full = pipeline and record_events
-    with tempfile.TemporaryDirectory() as folder:
-        small, layers, simulate = _small_model(experiment, mode, Path(folder) / "schedule.csv", lone=lone)
+    with temporary_folder() as folder:
+        small, layers, simulate = _small_model(experiment, mode, folder / "schedule.csv", lone=lone)
         with fake_rank(small, 0) as fake:
             trace_step(
                 fake.state,

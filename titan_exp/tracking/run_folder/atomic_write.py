@@ -31,6 +31,13 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
         sync_folder(path.parent)
 
 
+def mkdir_below(root: Path, path: Path) -> None:
+    """Create the folder `path` below `root`, but never `root`, such as a deleted run folder. Raises OSError."""
+    for name in path.relative_to(root).parts:
+        root = root / name
+        root.mkdir(exist_ok=True)
+
+
 def sync_all(folder: Path) -> None:
     """Fsync a folder and every file in it, after several writes with `durable=False`."""
     for path in folder.iterdir():

@@ -67,13 +67,14 @@ class AttemptLog:
         return row
 
     def update(self, number: int, **fields: Any) -> Attempt:
-        """Set fields of row `number`; returns the new row."""
+        """Set fields of row `number`; returns the new row. A row whose file was deleted is added again."""
         with self._locked():
             rows = self.read()
-            index = next(index for index, row in enumerate(rows) if row.attempt == number)
-            rows[index] = replace(rows[index], **fields)
-            self._write(rows)
-        return rows[index]
+            known = next((row for row in rows if row.attempt == number), Attempt(number, intent=time.time()))
+            row = replace(known, **fields)
+            others = [other for other in rows if other.attempt != number]
+            self._write(sorted([*others, row], key=lambda each: each.attempt))
+        return row
 
     def _locked(self) -> FileLock:
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))

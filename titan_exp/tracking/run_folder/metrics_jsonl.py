@@ -27,7 +27,6 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         repair(path)
         self._attempt = attempt
         self._path = path

@@ -10,8 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
+=======
+from titan_exp.tracking.run_folder.atomic_write import mkdir_below, write_atomically
+>>>>>>> main
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held
 from titan_exp.tracking.run_folder.state import Heartbeat, RunState, parse_state, read_json
@@ -33,6 +37,8 @@ class RunFolder:
         """Signatures of the configuration by the users who launched the run."""
         self.overrides = self.path / "overrides.yaml"
         """Overrides as typed."""
+        self.nondefault = self.path / "nondefault.yaml"
+        """Overrides that differ from the defaults, of the code that started the run."""
         self.code = self.path / "code.json"
         """Commit, dirty flag, branch."""
         self.diff = self.path / "diff.patch"
@@ -68,6 +74,12 @@ class RunFolder:
     def attempt_logs(self, number: int) -> Path:
         """Log folder of attempt `number`, with the ranks' status records."""
         return self.logs / f"attempt-{number:03d}"
+
+    def make_attempt_logs(self, number: int) -> Path:
+        """Create the log folder of attempt `number`; returns it. Raises OSError if the run folder is missing."""
+        logs = self.attempt_logs(number)
+        mkdir_below(self.path, logs)
+        return logs
 
     def read_state(self) -> RunState | None:
         """Read state.json; None before the run folder is created."""

@@ -12,6 +12,8 @@ StateName = Literal["pending", "running", "done", "failed", "preempted"]
 
 DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
 """Exit codes of a rank: trained to the end; stopped after saving, on request; failed; killed by the watchdog."""
+ENDED_STATES: dict[int | None, StateName] = {DONE: "done", STOPPED: "preempted"}
+"""States by exit code; any other is `failed`."""
 
 
 @dataclass(frozen=True)

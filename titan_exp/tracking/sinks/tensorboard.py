@@ -24,6 +24,7 @@ class TensorBoardSink:
         if self._writer is None:
             from torch.utils.tensorboard.writer import SummaryWriter
 
+            self._folder.mkdir(exist_ok=True)  # torch would also create a deleted run folder
             self._writer = SummaryWriter(self._folder, purge_step=step, flush_secs=15)
         for key, value in row.items():
             if key != "step" and value is not None:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_dict
+from titan_exp.tracking.run_folder.lineage import Ancestor, ancestors
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
@@ -39,11 +40,14 @@ class WandbRun:
     notes: str
     config: dict[str, Any]
     """Resolved configuration, and a flat block `run` for filters."""
+    parent_id: str | None = None
+    """W&B id of the run from which a continued one begins; None without one, or if it was not logged to W&B."""
 
 
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
     """Build the W&B arguments of a run."""
     tracking, naming = experiment.tracking, experiment.experiment
+    ancestor = next(ancestors(folder.path), None)
     return WandbRun(
         id=_fixed_id(folder.path, run_id),
         name=_name(folder.overrides) or run_id,
@@ -53,20 +57,33 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
         mode=tracking.wandb_mode,
         tags=naming.tags,
         notes=naming.notes,
-        config=_config(to_dict(experiment), ResolvedLayout.of(experiment).world_size, folder, run_id),
+        config=_config(to_dict(experiment), ResolvedLayout.of(experiment).world_size, folder, run_id, ancestor),
+        parent_id=None if ancestor is None or ancestor.folder is None else _stored_id(ancestor.folder),
     )
 
 
 def _fixed_id(folder: Path, run_id: str) -> str:
     """W&B id, created once and stored in the folder. The random suffix distinguishes folders of the same run: another
     user's in the same project, or a deleted one, whose id W&B never reuses."""
-    path = folder / "wandb" / "id"
+    path = _id_file(folder)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".new")
         temporary.write_text(f"{run_id}-{secrets.token_hex(3)}")
         temporary.replace(path)
     return path.read_text().strip()
+
+
+def _id_file(folder: Path) -> Path:
+    return folder / "wandb" / "id"
+
+
+def _stored_id(folder: Path) -> str | None:
+    """W&B id of a run; None if it was not logged to W&B."""
+    try:
+        return _id_file(folder).read_text().strip()
+    except OSError:
+        return None
 
 
 def _typed(overrides: Path) -> list[str]:
@@ -111,7 +128,9 @@ def _is_volatile(override: str) -> bool:
     return group in (*VOLATILE, "hydra") or key in ("experiment.name", "experiment.tags", "experiment.notes")
 
 
-def _config(resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id: str) -> dict[str, Any]:
+def _config(
+    resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id: str, ancestor: Ancestor | None
+) -> dict[str, Any]:
     config = {group: values for group, values in resolved.items() if group not in VOLATILE}
     study = resolved["experiment"]["name"]
     config["experiment"] = {"name": study, "seed": resolved["experiment"]["seed"]}
@@ -127,4 +146,7 @@ def _config(resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id
         "commit": code.get("commit"),
         "dirty": any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
     }
+    if ancestor is not None:
+        lineage = ancestor.lineage
+        config["run"] |= {"parent": lineage.name, "parent_step": lineage.step, "parent_tokens": lineage.tokens}
     return config

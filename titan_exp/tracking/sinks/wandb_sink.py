@@ -36,6 +36,9 @@ class WandbSink:
         self._run = _start(run, folder)
         self._replay = self._run.settings.mode == "offline"
         self._run.define_metric("*", step_metric="step")
+        if run.parent_id is not None and self._run.url:
+            # `fork_from` would exclude `resume`, which every later attempt needs; W&B shows a URL as a link.
+            self._run.summary["parent_url"] = f"{self._run.url.rpartition('/')[0]}/{run.parent_id}"
         self._defined: set[str] = set()
 
     def log(self, row: Row) -> None:

@@ -55,7 +55,7 @@ def write_breakdown(memory: MemoryBreakdown, folder: Path, when: str, rank: int,
     Raises:
         OSError: the disk is full or read-only.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path = folder / f"memory-{when}-rank-{rank:05d}.txt"
     write_atomically(path, memory.text() + more, durable=False)
     if memory.device == "cuda":

@@ -89,7 +89,7 @@ class ProfileWindow:
 
     def _write(self, profiler: profile, step: int) -> None:
         first = self.first + 1
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         target = self.folder / f"steps-{first}-{step}-rank-{self.rank:05d}.json"
         profiler.export_chrome_trace(str(target))
         get_logger().info("trace of steps %d to %d: %s", first, step, target)

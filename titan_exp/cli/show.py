@@ -1,0 +1,40 @@
+"""Show one run: configuration, code, lineage, state, checkpoints, next commands."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.verb_options import ShowOptions
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.state.run_lookup import find_runs, require_one, split_runs_folder
+
+USAGE = """\
+titan-exp show RUN: one run, from its folder. Changes nothing, and imports no code that its configuration names.
+
+  titan-exp show RUN                   its state, attempts and checkpoints; what differs from the defaults, as a command
+                                       that composes it; its code; its parents and children; commands to go on
+  titan-exp show RUN paths.runs=FOLDER a run of another folder
+
+RUN is a path, an id prefix or STUDY/LABEL. titan-exp diff A B compares two."""
+HELP_TEXT = options_help(USAGE, ShowOptions)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    options, rest = take_options(ShowOptions, argv)
+    runs, named = split_runs_folder(rest)
+    if len(named) != 1:
+        raise UserError("titan-exp show takes one run: titan-exp show RUN; titan-exp status lists runs.")
+    entry = require_one(find_runs(named, runs), named[0])
+    from titan_exp.launch.state.run_summary import summarize_run
+    from titan_exp.launch.state.run_summary_text import summary_lines
+
+    if not entry.folder.path.is_dir():
+        raise UserError(f"{entry.label}: this run has not been started yet. titan-exp sweep {entry.group} starts it.")
+    # Other verbs find NAME/ID in the default folder of runs.
+    is_default = runs == split_runs_folder([])[0] and entry.folder.path.parent.parent == runs
+    path = entry.folder.path
+    summary = summarize_run(entry, "/".join(path.parts[-2:]) if is_default else str(path))
+    print(json.dumps(asdict(summary), indent=1) if options.json else "\n".join(summary_lines(summary)))
+    return 0

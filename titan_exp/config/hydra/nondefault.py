@@ -1,0 +1,166 @@
+"""Overrides of a resolved configuration: options and values that differ from the defaults."""
+
+import dataclasses
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from threading import Lock
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from titan_exp.config.errors.user_error import in_quotes, shown
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import CONF_DIR, compose, config_folder, default_overrides
+from titan_exp.config.schema.component import KINDS, builtin_components, component
+from titan_exp.config.schema.config_diff import flatten, same_value
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, is_among
+from titan_exp.config.schema.schema import hints
+
+_PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)
+_lock = Lock()
+"""Hydra has one global state."""
+
+
+def nondefault_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Overrides with which `titan-exp train` composes these resolved values, as few as possible: an option of a group
+    if it leaves fewer keys to set, then keys. Keys that are not in `values` may have any value, and so may keys without
+    effect, such as those of quantization without a recipe.
+
+    Values are compared and never interpolated, so that a configuration may be another user's.
+    """
+    wanted, defaults = flatten(values), _composed()
+    plain = OmegaConf.create(_merged(_raw(defaults), _without_interpolations(values)))
+    options = [
+        f"{group}={name}" for group in values if (name := _nearest_option(group, defaults, wanted, plain)) is not None
+    ]
+    composed = _composed(*options) if options else defaults
+    keys = (differing for group in values for differing in _differing(_raw(composed), group, wanted, plain))
+    return [*options, *(f"{key}={shown(value, _quoted)}" for key, value in keys)]
+
+
+def _nearest_option(group: str, defaults: DictConfig, wanted: Mapping[str, Any], plain: DictConfig) -> str | None:
+    """Option of a group that leaves the fewest keys to set; None for the default."""
+    left = len(list(_differing(_raw(defaults), group, wanted, plain)))
+    best, found = (left, left), None
+    for name, option in _options(group).items() if left else ():
+        left = len(list(_differing({group: option}, group, wanted, plain)))
+        if (1 + left, left) < best:
+            best, found = (1 + left, left), name
+    return found
+
+
+def _differing(
+    raw: Mapping[str, Any], group: str, wanted: Mapping[str, Any], plain: DictConfig
+) -> Iterator[tuple[str, Any]]:
+    """Keys of a group, `+` before new ones, whose composed values are not the wanted ones."""
+    composed = flatten(raw.get(group) or {}, f"{group}.")
+    declared = flatten(_declared(group, wanted), f"{group}.")
+    inactive = [
+        switched for switched, switch in COUNTS_BESIDE.items() if same_value(wanted.get(switch), declared.get(switch))
+    ]
+    for key, value in wanted.items():
+        if not key.startswith(f"{group}.") or is_among(key, inactive):
+            continue
+        if key not in composed:
+            if key not in declared or not same_value(declared[key], value):
+                yield f"+{key}", value
+        elif not same_value(_value(composed[key], key, plain), value):
+            yield key, value
+
+
+def _value(raw: Any, key: str, plain: DictConfig) -> Any:
+    """Value of a composed key where all other keys have the wanted values."""
+    if not _interpolates(raw):
+        return raw
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(plain, parent)
+    before = node[name]
+    node[name] = raw
+    try:
+        value = node[name]
+    except OmegaConfBaseException:
+        return raw
+    finally:
+        node[name] = before
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of a group's dataclass; of the base class for a component of the user's."""
+    kind = hints(Experiment).get(group)
+    name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
+    if name in (builtin_components(group) if group in KINDS else ()):
+        kind = component(group, str(name)).Config
+    found = {}
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is not dataclasses.MISSING:
+            found[field.name] = default
+            if dataclasses.is_dataclass(default) and not isinstance(default, type):
+                found[field.name] = dataclasses.asdict(default)
+    return found
+
+
+def _composed(*options: str) -> DictConfig:
+    with _lock:
+        return pickle.loads(_pickled(options, tuple(default_overrides())))
+
+
+@cache
+def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
+    try:
+        return pickle.dumps(compose(options))
+    except (HydraException, OmegaConfBaseException):  # a mistake in conf/local is not the run's
+        return pickle.dumps(compose(["~local@_global_", *options]))
+
+
+@cache
+def _options(group: str) -> dict[str, Any]:
+    """Uninterpolated values of every option of a group, by name."""
+    files = [path for path in sorted((CONF_DIR / group).glob("*.yaml")) if "@package _global_" not in path.read_text()]
+    if not files:
+        return {}
+    with _lock, config_folder():
+        found = _raw(hydra_compose(None, [f"+{group}@option{place}={path.stem}" for place, path in enumerate(files)]))
+    return {path.stem: found[f"option{place}"] for place, path in enumerate(files)}
+
+
+def _raw(cfg: DictConfig) -> dict[str, Any]:
+    found: dict = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
+    return found
+
+
+def _merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries with the values of `over` in place of others."""
+    found = dict(values)
+    for key, value in over.items():
+        before = found.get(key)
+        found[key] = _merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _interpolates(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _without_interpolations(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_interpolations(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_interpolations(part) for part in value]
+    return "" if _interpolates(value) else value
+
+
+def _quoted(text: str) -> str:
+    """String as an override's value, quoted if Hydra would read another value."""
+    try:
+        float(text)
+    except ValueError:
+        if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false"):
+            return text
+    return in_quotes(text)

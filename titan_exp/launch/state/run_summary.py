@@ -1,0 +1,129 @@
+"""Summary of one run, for `titan-exp show`: configuration, code, lineage, state, checkpoints, next commands."""
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.hydra.nondefault import nondefault_overrides
+from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE, step_of
+from titan_exp.config.schema.typed_config import read_values
+from titan_exp.launch.provenance.recorded_code import RecordedCode, read_recorded_code
+from titan_exp.launch.state.run_lookup import RunEntry
+from titan_exp.launch.state.status_rows import StatusRow, status_rows
+from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.lineage import ancestors, children
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """Complete checkpoint of a run."""
+
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Relative:
+    """Parent or child of a run."""
+
+    run: str
+    """NAME/ID, or URL."""
+    step: int
+    """Step at which the child begins."""
+
+
+@dataclass(frozen=True)
+class NextCommand:
+    """Command for a run, with its purpose."""
+
+    purpose: str
+    command: str
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Everything that `titan-exp show` prints."""
+
+    status: StatusRow
+    overrides: tuple[str, ...]
+    """Overrides that differ from the present defaults."""
+    code: RecordedCode
+    parents: tuple[Relative, ...] = ()
+    """Parent, its parent, and so on."""
+    children: tuple[Relative, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    commands: tuple[NextCommand, ...] = field(default=())
+
+
+def summarize_run(entry: RunEntry, name: str) -> RunSummary:
+    """Read the summary of a run, whose commands call it `name`. Raises UserError if its configuration cannot be read.
+
+    Nothing that the configuration names is imported, and none of its interpolations is resolved.
+    """
+    folder = entry.folder
+    values = read_values(folder.config)
+    (status,) = status_rows([entry])
+    summary = RunSummary(
+        status,
+        tuple(nondefault_overrides(values)),
+        read_recorded_code(folder),
+        tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in ancestors(folder.path)),
+        tuple(Relative("/".join(path.parts[-2:]), lineage.step) for path, lineage in children(folder.path)),
+        tuple(folder.read_attempts()),
+        tuple(_checkpoints(folder.checkpoints)),
+    )
+    commands = [*_commands_for_state(summary, entry, name), *_commands_from_checkpoints(summary, values, name)]
+    return RunSummary(**{**vars(summary), "commands": tuple(commands)})
+
+
+def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    if not folder.is_dir():
+        return []
+    complete = [path for path in folder.iterdir() if COMPLETE_NAME.fullmatch(path.name)]
+    found = [
+        SavedCheckpoint(step_of(path) or 0, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        for path in complete
+        if (path / METADATA_FILE).is_file()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _commands_for_state(summary: RunSummary, entry: RunEntry, name: str) -> list[NextCommand]:
+    match summary.status.state:
+        case "failed" | "lost":
+            return [_next("retry", "titan-exp retry", name), _next("log", "titan-exp logs", name)]
+        case "running" | "queued":
+            return [_next("follow", "titan-exp logs -f", name), _next("stop", "titan-exp cancel", name)]
+        case "preempted" | "new" if entry.point is not None:
+            return [_next("start", "titan-exp sweep", entry.group)]
+        case "preempted" | "new":
+            return [_next("start", "titan-exp train --config-path", str(entry.folder.path))]
+    return []
+
+
+def _commands_from_checkpoints(summary: RunSummary, values: dict[str, Any], name: str) -> list[NextCommand]:
+    found, steps = [], summary.status.steps or 0
+    weights_only = (values.get("checkpoint") or {}).get("last") == "weights"
+    whole = [saved.step for saved in summary.checkpoints if not (weights_only and saved.step >= steps)]
+    if whole and whole[-1] > 0:
+        newest, middle = whole[-1], whole[(len(whole) - 1) // 2]
+        found.append(_next("extend", "titan-exp retry", name, f"training.steps={2 * max(steps, newest)}"))
+        end = middle + max(1, middle // 10)
+        branch = [f"checkpoint.continue_step={middle}", f"training.steps={end}"]
+        decay = [f"lr_schedule.decay_steps={end - middle}", "lr_schedule.decay=linear"]
+        found.append(_next("branch off a decay", "titan-exp retry", name, *branch, *decay))
+    if summary.checkpoints:
+        found.append(_next("generate", "titan-exp generate", name, "prompt=Once"))
+        found.append(_next("evaluate", "titan-exp evaluate", name))
+    before = [relative.run for relative in summary.parents[:1] if "://" not in relative.run]
+    after = [relative.run for relative in summary.children]
+    found.append(_next("compare", "titan-exp compare", *before, name, *after))
+    if before or after:
+        found.append(_next("differences", "titan-exp diff", *[*before, name, *after][:2]))
+    return found
+
+
+def _next(purpose: str, verb: str, *words: str) -> NextCommand:
+    return NextCommand(purpose, f"{verb} {shlex.join(words)}")

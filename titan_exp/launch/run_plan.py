@@ -140,20 +140,15 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
     """Contents by file name: configuration, overrides, code, environment, prediction."""
     provenance = provenance or read_provenance()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
-    config = to_yaml(plan.experiment)
     prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
     config = to_yaml(plan.experiment)
     signature = signed(config, plan.folder.signature)
     return {
         **prediction,
         plan.folder.config.name: config,
-<<<<<<< HEAD
         **({} if signature is None else {plan.folder.signature.name: signature}),
-        plan.folder.overrides.name: "".join(typed) or "[]\n",
-=======
         plan.folder.overrides.name: overrides_text(list(map(mask_override, plan.overrides))),
         plan.folder.nondefault.name: _nondefault(plan, config),
->>>>>>> main
         plan.folder.code.name: provenance.code_json(ids, plan.experiment),
         plan.folder.diff.name: provenance.patch(plan.experiment),
         plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",

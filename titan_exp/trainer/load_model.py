@@ -9,12 +9,8 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
-<<<<<<< HEAD
-from titan_exp.config.schema.typed_config import load_group
-=======
 from titan_exp.config.paths.checkpoint_paths import step_of
-from titan_exp.config.schema.typed_config import load_experiment
->>>>>>> main
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend

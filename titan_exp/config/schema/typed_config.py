@@ -39,7 +39,6 @@ def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
         UserError: the file cannot be read, or is not an experiment.
         Untrusted: this user did not launch the run, and it names code without `trust`.
     """
-<<<<<<< HEAD
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust)
     return _build(values, [], f"The configuration in {path} cannot be read.")
@@ -53,30 +52,19 @@ def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KE
     return _build_groups({group: values.get(group)}, [], message, [group])[group]
 
 
-def read_values(path: Path, imports: Collection[str] = (), trust: Trust = False) -> dict[str, Any]:
+def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = False) -> dict[str, Any]:
     """Values of a `config.yaml`, not validated, so that older versions can be read.
 
     Raises:
         UserError: the file cannot be read.
         Untrusted: this user did not launch the run, and a key of `imports` names code without `trust`.
     """
-    values, text = _read(path)
-    require_trust(path, text, values, trust, imports)
+    values, text = _read(Path(path))
+    require_trust(Path(path), text, values, trust, imports)
     return {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-=======
-    return _build(read_values(path), [], f"The configuration in {path} cannot be read.")
-
-
-def read_values(path: str | Path) -> dict[str, Any]:
-    """Plain values of a `config.yaml`, unchecked: those of older versions and of foreign code as well.
-
-    Raises:
-        UserError: the file cannot be read, or holds no mapping.
-    """
->>>>>>> main
     import yaml
 
     try:
@@ -89,11 +77,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
-<<<<<<< HEAD
     return values, text
-=======
-    return values
->>>>>>> main
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:

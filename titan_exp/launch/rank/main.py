@@ -122,16 +122,11 @@ class _Rank:
         self._start_parent_watchdog()
         self._print_changes()
         watchdog = self._start_watchdog()
-<<<<<<< HEAD
-        code, error = _call(_rank_main, str(self.folder.path))
-        if error is not None:
-            error = replace(error, message=concealed(error.message), traceback=concealed(error.traceback))
-=======
         with _temporary_files():
             code, error = _call(_rank_main, str(self.folder.path))
         if error is not None:
             self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
->>>>>>> main
+            error = replace(error, message=concealed(error.message), traceback=concealed(error.traceback))
         watchdog.stop()
         self._end(code, error)
         if error is not None:

@@ -10,12 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
-=======
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below, write_atomically
->>>>>>> main
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held
 from titan_exp.tracking.run_folder.state import Heartbeat, RunState, parse_state, read_json

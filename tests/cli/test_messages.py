@@ -157,7 +157,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "optimizer.lr=${.name}"], "optimizer.lr=adamw: must be a number"),
         (["train", "--dryrun"], "did you mean --dry-run?"),
         (["train", "--lr=3"], "keys are set without dashes: optimizer.lr=3"),
-        (["train", "--steps", "3"], "training.steps=..."),
+        (["train", "--steps", "3"], "keys are set without dashes: training.steps=3"),
         (["train", "training.steps:100"], "type training.steps=100"),
         (["train", "optimizer.lr", "=", "3"], "type optimizer.lr=3"),
         (["train", "optimizer.lr=", "3"], "type optimizer.lr=3"),

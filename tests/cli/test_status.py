@@ -155,6 +155,20 @@ def test_status_table(make, capsys: pytest.CaptureFixture[str]):
     assert "There is no run under nowhere/" in capsys.readouterr().out
 
 
+def test_warning_of_a_running_run(make, capsys):
+    running = make(2, "running", ago=5)
+    running.beat(4, force=True, warning="no checkpoint can be written")
+    with running.claim("launcher"):
+        assert main(["status", "x"]) == 0
+        assert "no checkpoint can be written" in capsys.readouterr().out
+        assert main(["status", "x", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["warning"] == "no checkpoint can be written"
+        running.write_state(RunState("running", 4, time.time() + 1, 2, None))  # a newer attempt
+        assert [row.warning for row in status_rows(find_runs(["x"], Path("runs")))] == [None]
+    running.write_state(RunState("failed", 4, time.time() - 10, 1, None))
+    assert [row.warning for row in status_rows(find_runs(["x"], Path("runs")))] == [None]
+
+
 def test_gpu_hours(make):
     folder = make(0, "done")
     folder.update_attempt(1, start=1000.0, end=1000.0 + 1800)

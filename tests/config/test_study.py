@@ -178,7 +178,7 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
         (GRID + "metrics: {loss: down}\n", "min or max"),
         (GRID + "sizes: [a]\n", "names with values"),
         (GRID + GRID, "axes stands here twice"),
-        ("[]", "is not YAML|contains no study"),
+        ("[]", "not YAML|holds a list where a study is expected"),
     ],
 )
 def test_every_mistake_is_reported(study, text: str, says: str):

@@ -183,9 +183,9 @@ def test_configuration_composed_from_a_run_file_is_equal(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         ("a: [", "not YAML"),
-        ("3", "no configuration"),
+        ("3", "the single value 3 where a configuration is expected"),
         ("training: {steps: 3}", "experiment: this group"),
     ],
 )

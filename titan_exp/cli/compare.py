@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,9 @@ def run(argv: Sequence[str]) -> int:
         print(options_help(USAGE.format(metrics=metrics), CompareOptions), end="")
         return 0
     argv = [word.removeprefix("--") if word.startswith("--paths.runs=") else word for word in argv]
+    for flag, word in pairwise(argv):
+        if flag in ("--markdown", "--csv", "--latex", "--json") and "." in word and not Path(word).is_dir():
+            raise UserError(f"{flag} {word}: a file is given after an equals sign: {flag}={word}")
     options, rest = take_options(CompareOptions, argv)
     if options.group and not options.from_wandb:
         raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")

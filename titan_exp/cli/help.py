@@ -14,7 +14,9 @@ def run(argv: Sequence[str]) -> int:
     topic = argv[0] if len(argv) == 1 else " ".join(argv)
     found = guides()
     if topic not in found:
-        offer = did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."
+        verbs = [path.stem for path in Path(__file__).parent.glob("*.py")]
+        help_of_verb = f"The verb is described by titan-exp {topic} --help." if topic in verbs else ""
+        offer = help_of_verb or did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."
         raise UserError(f"titan-exp help {topic}: unknown guide. {offer[:1].upper()}{offer[1:]}")
     text = found[topic].read_text(encoding="utf-8")
     if not sys.stdout.isatty():

@@ -33,6 +33,7 @@ def run_with_hydra(
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, default_overrides
+    from titan_exp.config.hydra.config_groups import check_places, has_own_folders
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
@@ -53,9 +54,7 @@ def run_with_hydra(
         except Exception as error:
             failures.append(error)
 
-    added = arguments.value_of("--config-dir", "-cd")
-    if added is not None and not os.path.isdir(added):
-        raise UserError(f"--config-dir {added}: no such folder. It must hold groups, as {CONF_DIR} does.")
+    check_places(arguments)
     search_current_directory()
     register_resolvers()
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *arguments.overrides]
@@ -77,7 +76,12 @@ def run_with_hydra(
     finally:
         sys.argv = before
     if failures:
-        raise failures[0]
+        first = failures[0]
+        # A file of the user's may be the cause of many wrong or missing keys.
+        if isinstance(first, UserError) and first.violations and has_own_folders(arguments):
+            files = unknown_names(arguments)
+            raise UserError(MESSAGE, files) if files else first
+        raise first
     return max(codes, default=0)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from titan_exp.cli.help import guides
 from titan_exp.config.errors.did_you_mean import listed, nearest
+from titan_exp.config.errors.os_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError
 
 USAGE = """\
@@ -33,6 +34,19 @@ Start here
   titan-exp sweep                        list the studies and their questions
   titan-exp help TOPIC                   a guide: {guides}
 """
+
+OTHER_VERBS = {
+    "train": ("run", "start", "launch", "pretrain", "submit"),
+    "status": ("list", "ls", "ps", "runs", "top"),
+    "cancel": ("stop", "kill", "abort"),
+    "retry": ("resume", "continue", "restart"),
+    "logs": ("log", "tail"),
+    "sweep": ("study", "studies", "grid"),
+    "evaluate": ("eval", "validate", "test"),
+    "convert": ("export",),
+    "compare": ("plot", "report", "table"),
+}
+"""Words that other tools use for a verb."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, RuntimeError) as error:
+        message = explain_os_error(error)
+        if message is None or with_traceback:
+            raise
+        print(message, file=sys.stderr)
+        return UserError.exit_code
 
 
 @cache
@@ -97,6 +117,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         raise UserError(
             f"A verb comes first: titan-exp train {' '.join(argv)}\n  The verbs are {listed(verbs(), 'and')}."
         )
-    offer = nearest(verb, verbs(), 1)
+    offer = next(([meant] for meant, others in OTHER_VERBS.items() if verb in others), None) or nearest(
+        verb, verbs(), 1
+    )
     suggestion = f"Did you mean titan-exp {' '.join([*offer, *rest])}? " if offer else ""
     raise UserError(f"{verb}: unknown verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")

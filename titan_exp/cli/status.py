@@ -109,7 +109,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "GPU-hours": _number(row.gpu_hours, ",.2f"),
         "continued from": "-" if row.parent is None else f"{row.parent} at {row.parent_step}",
         **{metric: _number(value, ".4g") for metric, value in row.reported.items()},
-        "reason": (row.reason or "-").partition("\n")[0],
+        "reason": (row.reason or row.warning or "-").partition("\n")[0],
     }
 
 

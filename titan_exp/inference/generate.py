@@ -170,8 +170,14 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
         return prompts or [options.prompt]
     try:
         lines = Path(options.prompts).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"prompts={options.prompts} cannot be read: {error}") from error
+    except OSError as error:
+        raise UserError(
+            f"prompts={options.prompts} cannot be read: {(error.strerror or str(error)).lower()}."
+        ) from error
+    except ValueError as error:
+        raise UserError(
+            f"prompts={options.prompts} is not UTF-8 text. It takes a text file, a prompt a line."
+        ) from error
     prompts += [line for line in lines if line]
     if not prompts:
         raise UserError(f"prompts={options.prompts}: all lines of the file are empty.")

@@ -1,8 +1,10 @@
 """Rank logging: rank 0 to standard output, warnings of other ranks to one file each."""
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from titan_exp.config.secrets.variables import concealed
 
@@ -32,12 +34,31 @@ def configure_logging(rank: int, logs: Path) -> None:
 
 def _handler(rank: int, logs: Path) -> logging.Handler:
     if rank == 0:
-        return logging.StreamHandler(sys.stdout)
+        return _StreamHandler(sys.stdout)
     logs.mkdir(exist_ok=True)
     # Created with the first warning, to avoid thousands of empty files.
-    handler = logging.FileHandler(logs / f"rank-{rank}.log", delay=True)
+    handler = _FileHandler(logs / f"rank-{rank}.log", delay=True)
     handler.setLevel(logging.WARNING)
     return handler
+
+
+class _Lossy(logging.Handler):
+    """Drops lines that a full or read-only disk does not take, where logging would print a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+class _StreamHandler(_Lossy, logging.StreamHandler[TextIO]):
+    pass
+
+
+class _FileHandler(_Lossy, logging.FileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # With `delay`, the file is opened here, outside logging's own error handling.
+        with contextlib.suppress(OSError):
+            super().emit(record)
 
 
 class _Formatter(logging.Formatter):

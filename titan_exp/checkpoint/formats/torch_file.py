@@ -4,6 +4,7 @@ import mmap
 import os
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
             "state_dict() again."
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise UserError(f"{path} is not a file written by torch.save, or is cut off.") from error
         raise UserError(f"{path} cannot be read as a torch file: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors.")

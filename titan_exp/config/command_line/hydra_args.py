@@ -5,17 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
 SWITCHES += ("--shell-completion", "-sc")
 """Hydra's flags without a value."""
 
 VALUED = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-VALUED += ("--experimental-rerun", "--info", "-i")
+VALUED += ("--info", "-i")
 """Hydra's flags with a value."""
 
 SWEEP_SWITCHES = ("--dry-run", "--prune", "--yes", "--skip")
 """Flags of sweeps without a value; `--jobs` has one."""
+
+VIEWS = ("job", "hydra", "all")
+"""Values of `--cfg`."""
 
 TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Values of `--info`, which are optional."""
@@ -44,6 +49,8 @@ class Arguments:
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Separate Hydra's flags from overrides."""
+    if any(word.partition("=")[0] == "--experimental-rerun" for word in argv):
+        raise UserError("--experimental-rerun: a run is repeated by titan-exp train --config-path runs/NAME/ID.")
     pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(
@@ -51,6 +58,10 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     )
     flags: list[str] = []
     for name, value in found.items():
+        known = VIEWS if name in ("--cfg", "-c") else TOPICS if name in ("--info", "-i") else ()
+        if known and value not in known:
+            file = "; a configuration file is --config-path FILE" if Path(str(value)).suffix else ""
+            raise UserError(f"{name} {value}: choose {listed(known)}{file}.")
         if name in ("--config-path", "-cp"):
             flags += _own_config(str(value))
         else:

@@ -37,10 +37,15 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
     options, rest = take_options(kind, argv, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
-        known, pairs = f"the options are {listed(names, 'and')}", [word.partition("=") for word in rest]
-        raise _refused(
-            [Violation(key, value, "unknown option", did_you_mean(key, names) or known) for key, _, value in pairs]
-        )
+        known = f"the options are {listed(names, 'and')}"
+        bare = " ".join(word for word in rest if "=" not in word)
+        pairs = [word.partition("=") for word in rest if "=" in word]
+        found = [Violation(key, value, "unknown option", did_you_mean(key, names) or known) for key, _, value in pairs]
+        if bare:
+            remedy = did_you_mean(bare, names) or f"an option is name=value, quoted if it contains spaces; {known}"
+            remedy = f"text to continue is prompt='{bare}'" if "prompt" in names else remedy
+            found.append(Violation(bare, "", "no option has this name", remedy))
+        raise _refused(found)
     return options
 
 
@@ -118,7 +123,8 @@ def take_flags(
                 value = queue.pop(0)
             found[name] = _read(name, value, with_value[name])
         elif word.startswith("-") and word != "-" and name not in foreign:
-            raise UserError(_unknown(word, [*alone, *with_value, *offered], foreign, verb))
+            after = queue[0] if queue and not equals and "=" not in queue[0] and not queue[0].startswith("-") else ""
+            raise UserError(_unknown(word, after, [*alone, *with_value, *offered], foreign, verb))
         else:
             rest.append(word)
     return found, rest
@@ -132,26 +138,34 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _unknown(word: str, own: Sequence[str], foreign: Iterable[str], verb: str) -> str:
-    key = word.lstrip("-")
-    # Hydra's --run is what a command does anyway.
-    offer = did_you_mean(word.partition("=")[0], [flag for flag in (*own, *foreign) if flag != "--run"])
+def _unknown(word: str, after: str, own: Sequence[str], foreign: Iterable[str], verb: str) -> str:
+    """Message for an unknown flag; `after` is the word after it if that may be its value."""
+    key = word.lstrip("-") + (f"={after}" if after else "")
+    if keys := _keys_like(key, (*own, *foreign), exactly=True):
+        return f"{word}: keys are set without dashes: {keys}"
+    # Hydra's --run is what a command does anyway; a single letter resembles every other.
+    flags = [flag for flag in (*own, *foreign) if flag.startswith("--") and flag != "--run"]
+    offer = did_you_mean(word.partition("=")[0], flags) if word.startswith("--") or len(word) > 2 else ""
     if not offer and (keys := _keys_like(key, (*own, *foreign))):
         return f"{word}: keys are set without dashes: {keys}"
-    flags = sorted({flag for flag in own if flag.startswith("--")})
-    known = f"titan-exp {verb} has {listed(flags or ['none'], 'and')}"
+    known = f"titan-exp {verb} has {listed(sorted({flag for flag in own if flag.startswith('--')}) or ['none'], 'and')}"
     return f"{word}: unknown flag; {offer or known}"
 
 
-def _keys_like(typed: str, flags: Sequence[str]) -> str:
-    """Override that was typed with dashes before it, if the verb takes overrides."""
+def _keys_like(typed: str, flags: Sequence[str], *, exactly: bool = False) -> str:
+    """Override that was typed with dashes before it, if the verb takes overrides; `exactly` excludes similar names."""
+    from titan_exp.config.errors.other_names import other_names
     from titan_exp.config.schema.schema import value_keys
 
-    key, _, value = typed.replace("-", "_").partition("=")
-    if "." not in key and "--cfg" in flags:
-        key = listed([f"{found}={value or '...'}" for found in nearest(key, value_keys(), 2)])
-        return key if "=" in key else ""
-    return f"{key}={value or '...'}" if "." in key or value else ""
+    key, _, value = typed.partition("=")
+    key = key.replace("-", "_")
+    if "." not in key and "--cfg" in flags and len(key) > 1:
+        same = [name for name in value_keys() if name.rpartition(".")[2] == key] or other_names(key)
+        found = same if exactly or same or not value else nearest(key, value_keys(), 2)
+        return listed([f"{name}={value or '...'}" for name in found]) if found else ""
+    if exactly:
+        return ""
+    return f"{key}={value or '...'}" if "." in key else ""
 
 
 def _read(name: str, value: str, kind: type) -> str | int:

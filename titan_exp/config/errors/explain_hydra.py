@@ -1,12 +1,11 @@
-"""Hydra composition errors: all unreadable overrides and unknown keys, groups and options, with the nearest names."""
+"""Hydra composition errors: the overrides and option files at fault, with the nearest names."""
 
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import hydra
 import omegaconf
@@ -14,33 +13,44 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import titan_exp
 from titan_exp.config.command_line.hydra_args import Arguments
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
+from titan_exp.config.errors.check_names import NameCheck
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.unreadable_overrides import joined_words, unreadable
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import Groups, groups_for
-from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.schema import annotation_of, value_keys
+from titan_exp.config.hydra.option_files import file_remedy, option_path
+from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.config.schema.schema import hints, meaning_of, optional_fields
 
 MESSAGE = "These overrides cannot be composed."
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 """Exceptions of overrides or YAML that cannot be composed."""
+_HYDRA = tuple(str(Path(str(module.__file__)).parent) for module in (hydra, omegaconf))
+_OURS = (str(Path(str(titan_exp.__file__)).parent), str(Path("hydra_plugins", "titan_exp_sweeper")))
+_NOISE = re.compile(
+    r"\s*(full_key:|object_type=|reference_type=|provider=|Config search path|Search path:|Available |$)"
+)
 
 
 def is_composition_error(error: Exception) -> bool:
-    """True if an error was caused by overrides or YAML, not by a bug."""
+    """True if an error was caused by overrides or YAML, not by a bug.
+
+    Hydra passes on whatever a value breaks in it: then no code of ours runs below Hydra's.
+    """
     if isinstance(error, UNREADABLE):
         return True
-    # Hydra also raises plain ValueErrors and warnings.
-    raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
-    folders = tuple(str(Path(str(module.__file__)).parent) for module in (hydra, omegaconf))
-    return isinstance(error, ValueError | UserWarning) and any(name.startswith(folders) for name in raised_in)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = max((place for place, file in enumerate(files) if any(own in file for own in _OURS)), default=-1)
+    return not isinstance(error, UserError) and any(file.startswith(_HYDRA) for file in files[ours + 1 :])
 
 
 def explain(error: Exception, arguments: Arguments) -> UserError:
-    """Convert Hydra's error for these arguments to a UserError; keeps Hydra's message if all names are known."""
+    """Convert Hydra's error for these arguments to a UserError that names the overrides or the file at fault."""
     found = unknown_names(arguments)
     if found:
         return UserError(MESSAGE, found)
@@ -50,155 +60,97 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
             f"hydra.searchpath: {lost['path']} cannot be found. It takes folders (file:///folder) and packages that "
             "are installed, on PYTHONPATH or in the current directory (pkg://package.folder)."
         )
-    texts = [str(error), str(error.__cause__ or "")]
-    lines = [line for text in texts for line in text.splitlines() if line.strip() and "hydra.cc" not in line]
-    return UserError("\n".join(dict.fromkeys(lines)) or type(error).__name__)
+    found = list(_at_fault(error, arguments))
+    return (
+        UserError(MESSAGE, found) if found else UserError(f"Hydra cannot compose the configuration: {_reason(error)}")
+    )
 
 
 def unknown_names(arguments: Arguments) -> list[Violation]:
-    """Violations of unreadable overrides, and of overrides with unknown keys, groups or options."""
+    """Violations of unreadable overrides, of unknown keys, groups and options, and of option files."""
+    words = list(joined_words(arguments.overrides))
     parsed: list[Override] = []
-    found: list[Violation] = []
-    for text in _joined(arguments.overrides):
-        if text not in arguments.overrides:
-            found.append(_unreadable(text))
-            continue
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException:
-            found.append(_unreadable(text))
-    if not found:
-        with suppress(*UNREADABLE, OSError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Hydra has already warned about its search path
-            with groups_for(arguments) as groups:
-                names = _Names(groups)
-                names.choose(parsed)
-                found = [violation for override in parsed for violation in names.check(override)]
+    found = _main_file(arguments)
+    if found:
+        return found
+    # What breaks here has broken Hydra before, whose message is then shown.
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Hydra has already warned about its search path
+        with groups_for(arguments) as groups:
+            for place, text in enumerate(words):
+                if text in arguments.overrides:
+                    with suppress(HydraException):
+                        parsed.append(OverridesParser.create().parse_override(text))
+                        continue
+                before = words[place - 1] if place else ""
+                found.append(unreadable(text, before, {group: groups.options(group) for group in groups.names()}))
+            if not found:
+                check = NameCheck(groups, is_sweep=arguments.has("--multirun", "-m"))
+                check.choose(parsed)
+                found = [violation for override in parsed for violation in check.check(override)]
     return found
 
 
-class _Names:
-    """Groups, options and keys of a configuration, for checking overrides."""
-
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-        self.names = groups.names()
-        composed = groups.compose()
-        self.chosen = _chosen(composed)
-        """Option of each group in the defaults list."""
-        self.tree = _tree(composed)
-        """Configuration with these options."""
-
-    def choose(self, parsed: Sequence[Override]) -> None:
-        """Add the keys of the existing options among the overrides."""
-        options = [
-            str(override.input_line)
-            for override in parsed
-            if override.key_or_group in self.names
-            and not override.is_sweep_override()
-            and not any(self.check(override))
-        ]
-        with suppress(*UNREADABLE):
-            composed = self.groups.compose(options)
-            chosen = _chosen(composed)
-            self.tree, self.chosen = _tree(composed), {group: chosen[group] for group in self.chosen}
-
-    def check(self, override: Override) -> Iterator[Violation]:
-        """Violations of one override."""
-        key = override.key_or_group
-        if override.is_hydra_override():
-            return
-        if key in self.names:
-            options = self.groups.options(key)
-            for option in _values(override):
-                if option not in options and not isinstance(override.value(), dict):
-                    yield _unknown_option(key, option, options)
-                elif key in self.chosen and override.is_add():
-                    reason = "this group has its option already"
-                    yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
-        elif not (override.is_add() or override.is_force_add()):
-            yield from self._check_key(key, override)
-
-    def _check_key(self, key: str, override: Override) -> Iterator[Violation]:
-        *parents, name = key.split(".")
-        parent, node = ".".join(parents), self.tree
-        for part in parents:
-            node = node.get(part) if isinstance(node, dict) else None
-        # Hydra suggests the `+` that adds a key to keyword arguments.
-        if (isinstance(node, dict) and name in node) or str(annotation_of(parent)).startswith("dict"):
-            return
-        value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
-        if not parents and isinstance(override.value(), str) and (groups := nearest(key, self.names)):
-            offers = listed([f"{group}={value}" for group in groups])
-            yield Violation(key, value, "unknown group", f"did you mean {offers}?")
-            return
-        leaves = flatten(self.tree)
-        found = nearest(key, dict.fromkeys([*leaves, *value_keys()]))
-        homes = listed(self._options_with(found[0])) if found and found[0] not in leaves else ""
-        if homes and found[0] == key:
-            reason = f"{parent}={self.chosen[parent]} does not have this key"
-            yield Violation(key, value, reason, f"it comes with {homes}")
-            return
-        offer = f"did you mean {found[0]}? It comes with {homes}." if homes else did_you_mean(key, found)
-        inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
-        yield Violation(key, value, "unknown key", offer or inside or "titan-exp train --cfg job prints every key")
-
-    def _options_with(self, key: str) -> list[str]:
-        """Options of a key's group that have the key: `cluster=slurm`."""
-        group, _, name = key.rpartition(".")
-        found = []
-        for option in self.groups.options(group) if group in self.chosen else ():
-            with suppress(*UNREADABLE):
-                if name in (_tree(self.groups.compose([f"{group}={option}"])).get(group) or {}):
-                    found.append(f"{group}={option}")
-        return found
-
-
-def _unknown_option(group: str, option: Any, options: Sequence[str]) -> Violation:
-    offer = did_you_mean(str(option), options)
-    remedy = f"{offer} The options are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
-    if group == "experiment":
-        remedy += f" (the run's name is experiment.name={option})"
-    return Violation(group, option, "this group has no such option", remedy)
-
-
-def _joined(overrides: Sequence[str]) -> Iterator[str]:
-    """Overrides; one that was typed with spaces around its equals sign is a single text."""
-    rest = list(overrides)
-    while rest:
-        text = rest.pop(0)
-        if rest and "=" not in text and rest[0].startswith("="):
-            text = f"{text} {rest.pop(0)}"
-        if rest and text.endswith("=") and "=" not in rest[0]:
-            text = f"{text} {rest.pop(0)}"
-        yield text
-
-
-def _unreadable(text: str) -> Violation:
-    key, equals, value = text.partition("=")
-    if not equals or " " in key or value.startswith(" "):
-        colon = re.fullmatch(r"([\w.]+):(.+)", text)
-        meant = f"{colon[1]}={colon[2]}" if colon else "".join(text.split())
-        remedy = f"type {meant}" if "=" in meant else f"for example {text}=... or training.steps=100"
-        return Violation(text, "", "an override is key=value, without spaces", remedy)
-    remedy = f"quote it, once for the shell and once for Hydra: {key}='\"{value}\"'"
-    return Violation(key, value, "this value cannot be read", remedy)
-
-
-def _values(override: Override) -> list[Any]:
-    if override.is_sweep_override():
-        with suppress(HydraException):
-            return list(override.sweep_iterator())
+def _main_file(arguments: Arguments) -> list[Violation]:
+    """Violation of the primary configuration file of `--config-path`."""
+    folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn") or "config"
+    path = Path(folder or "") / f"{name.removesuffix('.yaml')}.yaml"
+    if folder is None or not path.is_file():
         return []
-    value = override.value()
-    return list(value) if isinstance(value, list) else [value]
+    remedy = "a run's config.yaml is complete; for some keys of your own write an option file, and use --config-dir"
+    try:
+        content = read_yaml(path, "a configuration")
+    except UserError as error:
+        return [Violation(f"--config-path {folder}", "", str(error), remedy)]
+    missing = [name for name in hints(Experiment) if name not in content and name not in optional_fields(Experiment)]
+    if "defaults" in content or not missing:
+        return []
+    return [Violation(f"--config-path {folder}", "", f"{path} lacks {listed(missing, 'and')}", remedy)]
 
 
-def _tree(cfg: DictConfig) -> dict[str, Any]:
-    tree: Any = OmegaConf.to_container(cfg, resolve=False)
-    tree.pop("hydra", None)
-    return tree
+def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
+    """Violation of every override that fails alone; if none does, of those of Hydra's own keys."""
+    alone: dict[str, Exception] = {}
+    files: dict[str, tuple[str, str]] = {}
+    with suppress(*UNREADABLE, OSError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with groups_for(arguments) as groups:
+            alone = {text: failure for text in arguments.overrides if (failure := _failure(groups, text)) is not None}
+            for text in alone:
+                group, _, option = text.lstrip("+").partition("=")
+                if option_path(groups, group, option) is not None:
+                    files[text] = (f"{option_path(groups, group, option)}: ", file_remedy(groups, group))
+    if not alone:
+        alone = {text: error for text in arguments.overrides if text.lstrip("+~").startswith("hydra")}
+    for text, failure in alone.items():
+        key, _, value = text.partition("=")
+        of_hydra = key.lstrip("+~").startswith("hydra")
+        meaning = meaning_of(key.lstrip("+~"))
+        remedy = "titan-exp train --cfg hydra prints Hydra's keys" if of_hydra else "leave it out, or correct it"
+        path, remedy = files.get(text, ("", f"it means: {meaning}" if meaning else remedy))
+        yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
 
 
-def _chosen(cfg: DictConfig) -> dict[str, str]:
-    return {str(key).partition("@")[0]: str(option) for key, option in cfg.hydra.runtime.choices.items()}
+def _failure(groups: Groups, text: str) -> Exception | None:
+    try:
+        if not OverridesParser.create().parse_override(text).is_sweep_override():
+            groups.compose([text])
+    except Exception as error:
+        return error
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """First line of an error of Hydra that says more than where it was raised."""
+    for source in (error.__cause__, error):
+        lines = [line.strip() for line in str(source or "").splitlines() if not _NOISE.match(line)]
+        lines = [line for line in lines if "hydra.cc" not in line and not line.startswith("Error merging")]
+        if lines and isinstance(source, (*UNREADABLE, UserWarning, ValueError)):
+            return _in_words(lines[0].rstrip("."))
+    return "Hydra cannot use this value" + (f": {error}" if isinstance(error, KeyError | TypeError) else "")
+
+
+def _in_words(text: str) -> str:
+    text = text.replace("is not in struct", "does not exist").replace("NoneType", "null")
+    text = re.sub(r" not in '\w+'$", " does not exist", text)
+    return text[:1].lower() + text[1:]

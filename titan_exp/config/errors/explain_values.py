@@ -1,6 +1,7 @@
 """Type and bound errors: violations for unknown, missing and invalid keys."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
 from typing import Any, get_args
@@ -29,10 +30,10 @@ def unknown_keys(
     """
     for name in values:
         if name not in fields:
-            candidates = fields if isinstance(values[name], Mapping) else _reachable(prefix, fields)
-            offer = did_you_mean(f"{prefix}{name}", candidates)
+            group = isinstance(values[name], Mapping)
+            offer = did_you_mean(f"{prefix}{name}", fields if group else _reachable(prefix, fields))
             known = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
-            yield Violation(f"{prefix}{name}", values[name], "unknown key", offer or known)
+            yield Violation(f"{prefix}{name}", "" if group else values[name], "unknown key", offer or known)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:
@@ -73,6 +74,8 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
         return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
     reason, remedy = _REASONS.get(kind, (message[:1].lower() + message[1:], ""))
     rounded = round(value) if isinstance(value, float) and isfinite(value) else value
+    if kind in ("int_parsing", "float_parsing") and (number := _with_unit(value, field)):
+        remedy = f"write {field}={number}"
     known = {**error.get("ctx", {}), "field": field, "value": shown(value), "rounded": rounded}
     return reason.format_map(known), remedy.format_map(known)
 
@@ -98,6 +101,20 @@ _REASONS = {
     "string_type": ("must be text", "quote it: {field}='\"{value}\"'"),
 }
 """Reason and remedy by pydantic error type; an empty remedy is replaced by the key's meaning."""
+
+
+def _with_unit(value: Any, field: str) -> str:
+    """Number that was written with a unit, as in 4k, 8K, 1.5B or, of a key `steps`, 100 steps; else empty."""
+    found = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?)\s*([a-zA-Z]+)", str(value).strip())
+    unit = found[2].lower() if found else ""
+    if found is None or (unit not in _UNITS and unit != field.rpartition(".")[2]):
+        return ""
+    number = float(found[1].replace("_", "")) * _UNITS.get(unit, 1)
+    text = f"{number:.0f}" if number == int(number) and number < 1e9 else f"{number:g}"
+    return f"{text} (or {round(number * 1.024)})" if unit == "k" else text
+
+
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def _choice(value: Any, annotation: Any) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -15,14 +16,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from titan_exp.config.command_line.hydra_args import Arguments
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
 
 
 class Groups:
     """Config groups of a Hydra loader, with a `hydra.searchpath` override for added folders."""
 
-    def __init__(self, loader: ConfigLoader, searchpath: Sequence[str], config_name: str) -> None:
+    def __init__(
+        self, loader: ConfigLoader, searchpath: Sequence[str], config_name: str, folders: Sequence[Path] = ()
+    ) -> None:
         self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
+        self.folders = tuple(folders)
+        """Folders of the groups, in Hydra's order; an earlier one wins."""
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
         """Compose the configuration, including Hydra's own node."""
@@ -63,7 +70,46 @@ def groups_for(arguments: Arguments) -> Iterator[Groups]:
     main = Path(arguments.value_of("--config-path", "-cp") or CONF_DIR).absolute()
     name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
     with initialize_config_dir(str(main), **HYDRA_VERSION):
-        yield Groups(GlobalHydra.instance().config_loader(), searchpath, name)
+        paths = [main, *(path for folder in folders if (path := _path(folder)) is not None)]
+        yield Groups(GlobalHydra.instance().config_loader(), searchpath, name, paths)
+
+
+def check_places(arguments: Arguments) -> None:
+    """Raise UserError if a folder or file of `--config-dir`, `--config-path` or `--config-name` does not exist."""
+    added = arguments.value_of("--config-dir", "-cd")
+    if added is not None and not Path(added).is_dir():
+        raise UserError(f"--config-dir {added}: no such folder. It must hold groups, as {CONF_DIR} does.")
+    folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn")
+    main = Path(folder or CONF_DIR)
+    if folder is not None and "://" in folder:
+        return
+    if not main.is_dir():
+        raise UserError(f"--config-path {folder}: no such folder or file. It takes a run's folder, or its config.yaml.")
+    file = f"{(name or CONFIG_NAME).removesuffix('.yaml')}.yaml"
+    if not (main / file).is_file():
+        option = f"--config-name {name}" if name is not None else f"--config-path {folder}"
+        known = sorted(path.stem for path in main.glob("*.yaml"))
+        raise UserError(
+            f"{option}: {main} has no file {file}. It has {listed(known or ['none'], 'and')}; a configuration "
+            "elsewhere is given by --config-path FOLDER/FILE.yaml."
+        )
+
+
+def has_own_folders(arguments: Arguments) -> bool:
+    """True if groups may come from the user's folders."""
+    searches = any(override.startswith("hydra.searchpath=") for override in arguments.overrides)
+    return searches or arguments.has("--config-dir", "-cd", "--config-path", "-cp")
+
+
+def _path(folder: str) -> Path | None:
+    """Path of `file:///folder` or `pkg://package.folder`; None if it cannot be found."""
+    kind, _, place = folder.rpartition("://")
+    if kind != "pkg":
+        return Path(place).absolute()
+    with suppress(ImportError, AttributeError, ValueError):
+        spec = find_spec(place)
+        return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    return None
 
 
 def _folders(override: str) -> list[str]:

@@ -1,8 +1,12 @@
 """OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`."""
 
+from collections.abc import Callable
+from math import isfinite
+
 from omegaconf import OmegaConf
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
+from titan_exp.config.errors.user_error import shown
 from titan_exp.config.secrets.variables import register_secret_resolvers
 
 
@@ -27,5 +31,18 @@ def quotient(dividend: int, divisor: int) -> int:
 def register_resolvers() -> None:
     """Register the resolvers; idempotent."""
     for function in (share_of, rest_of, quotient):
-        OmegaConf.register_new_resolver(function.__name__, function, replace=True)
+        OmegaConf.register_new_resolver(function.__name__, _of_numbers(function), replace=True)
     register_secret_resolvers()
+
+
+def _of_numbers(function: Callable[..., int]) -> Callable[..., int]:
+    """Resolver that refuses other arguments than two finite numbers."""
+
+    def resolver(*values: object) -> int:
+        if len(values) != 2 or not all(isinstance(value, int | float) and isfinite(value) for value in values):
+            raise ValueError(
+                f"{function.__name__} takes two numbers, not {listed(map(shown, values), 'and') or 'none'}"
+            )
+        return function(*values)
+
+    return resolver

@@ -103,6 +103,13 @@ def takes_switch(annotation: Any) -> bool:
     return annotation is bool or bool in typing.get_args(annotation)
 
 
+def is_list(annotation: Any) -> bool:
+    """True if a type is a list or tuple, with or without bounds."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return is_list(typing.get_args(annotation)[0])
+    return typing.get_origin(annotation) in (list, tuple)
+
+
 def takes_null(annotation: Any) -> bool:
     """True if null is a value of this type."""
     return types.NoneType in typing.get_args(annotation)

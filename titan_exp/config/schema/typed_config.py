@@ -65,17 +65,14 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    import yaml
+    from titan_exp.config.paths.yaml_file import read_yaml
 
     try:
         text = path.read_bytes()
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # same values, ten times faster
-        values = yaml.load(text, loader)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
+        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    values = read_yaml(path, "a configuration", content=text)
+    if not values:
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
     return values, text
 
@@ -161,11 +158,17 @@ def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:
     """Drop uncomputed values whose interpolation reads a key with a violation."""
-    at_fault = found.keys() - {failure.violation.field for failure in uncomputed}
+    at_fault = found.keys() - {
+        failure.violation.field
+        for failure in uncomputed
+        if any(source in found and source != failure.violation.field for source in failure.sources)
+    }
     consequences: set[str] = set()
     for _ in uncomputed:
         consequences |= {
-            failure.violation.field for failure in uncomputed if (at_fault | consequences) & set(failure.sources)
+            failure.violation.field
+            for failure in uncomputed
+            if (at_fault | consequences) & (set(failure.sources) - {failure.violation.field})
         }
     for field in consequences:
         found.pop(field, None)

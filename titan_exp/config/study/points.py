@@ -57,7 +57,7 @@ def chosen_size(study: Study, size: str | None) -> str:
     if size in study.sizes:
         return size
     known = f"{study.name} has {listed(study.sizes, 'and')}" if study.sizes else f"{study.path} has no sizes"
-    raise UserError(f"size={size}: unknown size. {did_you_mean(size, study.sizes) or known}")
+    raise UserError(f"size={size}: unknown size; {did_you_mean(size, study.sizes) or known}")
 
 
 def folder_name(study: Study, size: str) -> str:

@@ -9,6 +9,7 @@ import yaml
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
+from titan_exp.config.paths.yaml_file import StrictLoader, read_yaml
 from titan_exp.config.study.study import Axis, Choice, Condition, Direction, Exclusion, Study, split_override
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -24,6 +25,8 @@ METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_r
 """Metrics logged by runs. Metrics of a mixture's source (`validation_loss/NAME`) are also comparable."""
 FIELDS = ("question", "held_fixed", "sizes", "axes", "exclude", "seeds", "baseline", "metrics")
 KINDS = ("grid", "zip", "list")
+MOST_SEEDS = 10_000
+"""Largest number of seeds of a study; a larger one is a typo."""
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 
 
@@ -39,7 +42,9 @@ def find_study(name: str) -> Path:
         path = Path(name).expanduser()
         if path.is_file():
             return path
-        raise UserError(f"{name}: no such file. A study is a YAML file, such as those in {SWEEPS_DIR}.")
+        known = f"titan-exp sweep {path.stem} is the study of this name. " if path.stem in study_files() else ""
+        what = "this is a folder" if path.is_dir() else "no such file"
+        raise UserError(f"{name}: {what}. {known}A study is a YAML file, such as those in {SWEEPS_DIR}.")
     files = study_files()
     if name in files:
         return files[name]
@@ -56,13 +61,8 @@ def read_study(path: Path) -> Study:
     Raises:
         UserError: with a violation for every mistake in it.
     """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
+    content = read_yaml(path, "a study", _Loader)
+    if not content:
         raise UserError(f"{path} contains no study. A study has {listed(FIELDS, 'and')}.")
     reader = _Reader()
     study = reader.study(path, content)
@@ -82,21 +82,13 @@ def facts_of(axis: Axis, choice: Choice) -> dict[str, str]:
     return facts if axis.keys else facts | {axis.name or choice.label: choice.label.removeprefix(f"{axis.name}=")}
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects repeated keys and reads `on`, `off`, `yes` and `no` as strings."""
+class _Loader(StrictLoader):
+    """YAML loader that reads `on`, `off`, `yes` and `no` as strings."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's name, read when the class is used
         first: [(tag, form) for tag, form in pairs if not tag.endswith(":bool") or first in "tTfF"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands here twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 class _Reader:
@@ -214,7 +206,9 @@ class _Reader:
         """Report a condition on a key that is neither `known` nor an axis, or on a value missing on its axis."""
         field = f"{field}.{condition.key}"
         if condition.key not in known:
-            offer = did_you_mean(condition.key, sorted(known)) or f"there are {listed(sorted(known), 'and')}"
+            offer = did_you_mean(condition.key, sorted(known)) or (
+                f"there are {listed(sorted(known), 'and')}" if known else "leave it out"
+            )
             self.report(field, "", "neither an axis (above this one) nor held fixed", offer)
             return
         axis = next((axis for axis in axes if condition.key in (axis.name, *axis.keys)), None)
@@ -236,11 +230,13 @@ class _Reader:
             yield Exclusion(conditions, f"excluded by the study: {reason or ' '.join(map(str, conditions))}")
 
     def _seeds(self, value: Any) -> tuple[int, ...]:
-        seeds = list(range(value)) if isinstance(value, int) and not isinstance(value, bool) else value
+        count = value if isinstance(value, int) and not isinstance(value, bool) else 0
+        seeds: Any = list(range(min(count, MOST_SEEDS))) if count else value
         if seeds is None:
             return ()
-        if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-            reason = "must be a number of seeds, or a list of them"
+        valid = count <= MOST_SEEDS and isinstance(seeds, list) and seeds
+        if not valid or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+            reason = f"must be a number of seeds up to {MOST_SEEDS}, or a list of them"
             self.report("seeds", value, reason, "seeds: 3, or seeds: [0, 1, 2]")
             return ()
         return tuple(dict.fromkeys(seeds))

@@ -7,7 +7,7 @@ from titan_exp.config.command_line.hydra_args import SWEEP_SWITCHES, SWITCHES, V
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study import Study
-from titan_exp.config.study.study_file import find_study, read_study
+from titan_exp.config.study.study_file import find_study, read_study, study_files
 from titan_exp.launch.sweep.options import SweepOptions
 
 
@@ -34,6 +34,13 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
             raise UserError(f"No study is named: titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
         return None
     study = read_study(find_study(names[0]))
+    for word in names[1:]:
+        if word in study.sizes:
+            raise UserError(f"{word}: a size of {study.name} is set by its key: size={word}")
+        if word in study_files():
+            raise UserError(
+                f"{word}: one command runs one study: titan-exp sweep {names[0]}, then titan-exp sweep {word}"
+            )
     overrides = [word for word in arguments.overrides if word != names[0]]
     size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
     for_hydra = [word for word in overrides if word.startswith("hydra")]

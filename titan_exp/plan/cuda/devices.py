@@ -91,5 +91,7 @@ def device_named(name: str) -> Device:
     """
     if name.lower() not in DEVICES:
         offer = did_you_mean(name, DEVICES)
-        raise UserError(f"--device {name}: unknown device. {offer or f'Known are {listed(DEVICES)}.'}")
+        raise UserError(
+            f"--device {name}: unknown device; {offer or f'known are {listed(DEVICES)}'}.".replace("?.", "?")
+        )
     return DEVICES[name.lower()]

@@ -1,0 +1,195 @@
+"""Name check of overrides: unknown keys, groups and options, with the nearest names, and files of options."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
+from titan_exp.config.errors.other_names import other_names
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.hydra.config_groups import Groups
+from titan_exp.config.hydra.option_files import check_option_file
+from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.schema import annotation_of, is_list, value_keys
+
+_FAILS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
+"""Exceptions of Hydra for an option that cannot be composed."""
+
+
+class NameCheck:
+    """Groups, options and keys of a configuration, for checking overrides."""
+
+    def __init__(self, groups: Groups, *, is_sweep: bool) -> None:
+        self.groups, self.is_sweep = groups, is_sweep
+        self.names = groups.names()
+        composed = groups.compose()
+        self.chosen = _chosen(composed)
+        """Option of each group in the defaults list."""
+        self.tree: dict[str, Any] | None = _tree(composed)
+        """Configuration with these options; None if they cannot be composed."""
+
+    def choose(self, parsed: Sequence[Override]) -> None:
+        """Add the keys of the existing options among the overrides."""
+        options = [
+            str(override.input_line)
+            for override in parsed
+            if override.key_or_group in self.names
+            and not override.is_sweep_override()
+            and not any(self._check_option(override))
+        ]
+        try:
+            composed = self.groups.compose(options)
+        except _FAILS:
+            self.tree = None
+            return
+        chosen = _chosen(composed)
+        self.tree = _tree(composed)
+        self.chosen = {group: chosen.get(group, option) for group, option in self.chosen.items()}
+
+    def check(self, override: Override) -> Iterator[Violation]:
+        """Violations of one override."""
+        key = override.key_or_group
+        if override.is_hydra_override():
+            return
+        if override.is_sweep_override() and not self.is_sweep:
+            yield _one_value(override, is_group=key in self.names)
+        elif key in self.names:
+            yield from self._check_option(override)
+            yield from self._check_files(override)
+        elif not (override.is_add() or override.is_force_add()) and self.tree is not None:
+            yield from self._check_key(key, override, self.tree)
+
+    def _check_option(self, override: Override) -> Iterator[Violation]:
+        key, options = override.key_or_group, self.groups.options(override.key_or_group)
+        if override.is_delete():
+            chosen = self.chosen.get(key)
+            if override.value() not in (None, chosen):
+                reason = f"the option of this group is {chosen or 'not chosen'}"
+                yield Violation(f"~{key}", override.value(), reason, f"to replace it: {key}=OPTION")
+            return
+        if isinstance(override.value(), dict):
+            yield from self._check_values(key, override)
+            return
+        for option in _values(override):
+            if not isinstance(option, str) or option.removesuffix(".yaml") not in options:
+                yield self._unknown_option(key, option, options)
+            elif override.is_force_add():
+                yield Violation(
+                    f"++{key}", option, "plus signs add keys, not options", f"leave them out: {key}={option}"
+                )
+            elif override.is_add() and key in self.chosen and override.package is None:
+                reason = "this group has its option already"
+                yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
+            elif not override.is_add() and key not in self.chosen:
+                reason = "this group has no option by default, so none can be replaced"
+                if "/" in key:
+                    parent = key.rpartition("/")[0]
+                    yield Violation(key, option, f"the options of {parent} choose it", f"choose one: {parent}=OPTION")
+                    continue
+                yield Violation(key, option, reason, f"add it with a plus: +{key}={option}")
+
+    def _check_files(self, override: Override) -> Iterator[Violation]:
+        for option in _values(override):
+            if isinstance(option, str) and option in self.groups.options(override.key_or_group):
+                yield from check_option_file(self.groups, override.key_or_group, option, self.tree)
+
+    def _check_values(self, key: str, override: Override) -> Iterator[Violation]:
+        """Violations of `group={key:value}`, which sets keys."""
+        node, values = (self.tree or {}).get(key), override.value()
+        if not isinstance(node, dict) or not isinstance(values, dict) or override.is_add():
+            return
+        for name in values:
+            if name not in node:
+                offer = did_you_mean(str(name), node) or f"{key} has {listed(node, 'and')}"
+                yield Violation(f"{key}.{name}", "", "unknown key", offer)
+
+    def _check_key(self, key: str, override: Override, tree: Mapping[str, Any]) -> Iterator[Violation]:
+        *parents, name = key.split(".")
+        parent, node = ".".join(parents), tree
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and name in node:
+            return
+        value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
+        if str(annotation_of(parent)).startswith("dict"):
+            remedy = f"{parent} has no such key" if override.is_delete() else f"add it with a plus: +{key}={value}"
+            yield Violation(key, value, "these keyword arguments do not have it yet", remedy)
+            return
+        meant = other_names(key)
+        if not parents and not meant and isinstance(override.value(), str) and (groups := nearest(key, self.names)):
+            offers = listed([f"{group}={value}" for group in groups])
+            yield Violation(key, value, "unknown group", f"did you mean {offers}?")
+            return
+        leaves = flatten(tree)
+        found = meant or nearest(key, dict.fromkeys([*leaves, *value_keys()]))
+        homes = listed(self._options_with(found[0])) if found and found[0] not in leaves else ""
+        if homes and found[0] == key:
+            reason = f"{parent}={self.chosen[parent]} does not have this key"
+            yield Violation(key, value, reason, f"it comes with {homes}")
+            return
+        offer = f"did you mean {found[0]}? It comes with {homes}." if homes else ""
+        offer = offer or (f"did you mean {listed(found)}?" if found else "")
+        inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
+        yield Violation(key, value, "unknown key", offer or inside or "titan-exp train --cfg job prints every key")
+
+    def _options_with(self, key: str) -> list[str]:
+        """Options of a key's group that have the key: `cluster=slurm`."""
+        group, _, name = key.rpartition(".")
+        found = []
+        for option in self.groups.options(group) if group in self.chosen else ():
+            with suppress(*_FAILS):
+                if name in (_tree(self.groups.compose([f"{group}={option}"])).get(group) or {}):
+                    found.append(f"{group}={option}")
+        return found
+
+    def _unknown_option(self, group: str, option: Any, options: Sequence[str]) -> Violation:
+        offer = did_you_mean(str(option), options)
+        remedy = f"{offer} The options are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
+        if group == "experiment":
+            remedy += f" (the run's name is experiment.name={option})"
+        text = str(option)
+        if group == "data" and ("/" in text or Path(text[:255]).exists()):
+            remedy = f"for files of your own: data=text data.paths='[{text}]'"
+        folders = [path for folder in self.groups.folders if (path := folder / group / f"{text[:200]}.yaml").is_dir()]
+        if folders:
+            return Violation(group, option, f"{folders[0]} is a folder", "an option is a YAML file")
+        return Violation(group, option, "this group has no such option", remedy)
+
+
+def _one_value(override: Override, *, is_group: bool) -> Violation:
+    """Violation of a sweep without `-m`."""
+    key, _, value = str(override.input_line).partition("=")
+    several = f"for a run with each, add --multirun: titan-exp train -m {key}={value}"
+    if is_list(annotation_of(key)):
+        return Violation(key, value, "a list is written in brackets", f"write {key}='[{value}]'")
+    if not is_group and annotation_of(key) in (str, str | None):
+        several = f"as one text: {key}='\"{value}\"'; {several}"
+    return Violation(key, value, "one run takes one value", several)
+
+
+def _values(override: Override) -> list[Any]:
+    if override.is_delete():
+        return []
+    if override.is_sweep_override():
+        with suppress(HydraException):
+            return list(override.sweep_iterator())
+        return []
+    value = override.value()
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _tree(cfg: DictConfig) -> dict[str, Any]:
+    tree: Any = OmegaConf.to_container(cfg, resolve=False)
+    tree.pop("hydra", None)
+    return tree
+
+
+def _chosen(cfg: DictConfig) -> dict[str, str]:
+    return {str(key).partition("@")[0]: str(option) for key, option in cfg.hydra.runtime.choices.items()}

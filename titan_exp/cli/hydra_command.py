@@ -37,8 +37,7 @@ def run_with_hydra(
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
-    if not trust:
-        _require_plain_file(arguments)
+    _require_plain_file(arguments, trust)
     own_file = arguments.has("--config-path", "-cp", "--config-name", "-cn")
     always = OWN_FILE if own_file else default_overrides()
     codes: list[int] = []
@@ -93,12 +92,12 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
 
 
-def _require_plain_file(arguments: Any) -> None:
+def _require_plain_file(arguments: Any, trust: bool) -> None:
     from titan_exp.config.hydra.compose import CONFIG_NAME
     from titan_exp.config.schema.foreign_code import require_plain
 
     folder = arguments.value_of("--config-path", "-cp")
-    if folder is not None and "://" not in folder:
+    if not trust and folder is not None and "://" not in folder:
         name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
         require_plain(Path(folder) / f"{name.removesuffix('.yaml')}.yaml")
 

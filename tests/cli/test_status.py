@@ -86,6 +86,7 @@ def test_run_state_from_its_files(make):
         ("preempted", JobStatus("queued", "77", "BeginTime"), ("queued", "BeginTime", "77")),
         ("preempted", JobStatus("gone"), ("preempted", None, "77")),
         ("failed", JobStatus("unknown"), ("failed", "out of luck", "77")),
+        ("running", JobStatus("unknown", "77", "no answer"), ("unknown", "slurm cannot be asked: no answer", "77")),
     ],
 )
 def test_state_from_the_scheduler(
@@ -98,7 +99,11 @@ def test_state_from_the_scheduler(
             return {folder.path: status for folder in folders}
 
     monkeypatch.setattr(run_status_module, "executor_for", lambda kind: asked.append(kind) or Scheduler())
-    now = run_status(make(0, state, hosts=("node1",), by="slurm"))
+    folder = make(0, state, hosts=("node1",), by="slurm")
+    folder.heartbeat.unlink(missing_ok=True)
+    if state != "running":
+        folder.update_attempt(1, end=time.time())
+    now = run_status(folder)
     assert (now.state, now.reason, now.job_id) == expected
     assert asked == ["slurm"]
     assert run_status(make(1, "done", by="slurm")).state == "done"

@@ -1,5 +1,6 @@
 """Restart failed and lost runs in their folders."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def run(argv: Sequence[str]) -> int:
     statuses = run_statuses([entry.folder for entry in entries])
     retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]
     others = [statuses[entry.folder.path].state for entry in entries if entry not in retried]
+    unknown = [entry for entry in entries if statuses[entry.folder.path].state == "unknown"]
+    for entry in unknown:
+        reason = statuses[entry.folder.path].reason
+        print(f"{entry.label}: not retried, as it may be queued or running: {reason}", file=sys.stderr)
     if others:
         first = entries[0]
         hint = f" titan-exp train --config-path {first.folder.path} continues it."
@@ -49,9 +54,10 @@ def run(argv: Sequence[str]) -> int:
             hint = f" titan-exp sweep {first.group} starts and continues those."
         print(f"Left alone: {count_states(others)}.{hint if {'preempted', 'new'} & set(others) else ''}")
     if not retried:
-        print("No run failed or was lost.")
-        return 0
-    return retry_runs({entry.folder.path.absolute(): entry.label for entry in retried}, trust=trust)
+        print("No run is known to have failed." if unknown else "No run failed or was lost.")
+        return UserError.exit_code if unknown else 0
+    code = retry_runs({entry.folder.path.absolute(): entry.label for entry in retried}, trust=trust)
+    return code or (UserError.exit_code if unknown else 0)
 
 
 def _is_override(word: str) -> bool:

@@ -244,3 +244,25 @@ def test_sbatch_rejection_is_reported_and_can_be_resubmitted(cluster: Submitting
     assert "invalid partition" in (refused.reason or "")
     folder, _ = cluster.submitted("cluster.partition=h100")
     cluster.ended(folder, "done")
+
+
+def test_a_run_that_continues_with_other_code_says_so(
+    cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stand_in("fail_once")
+    decay = tmp_path / "mine" / "decay_of_mine.py"
+    decay.parent.mkdir()
+    decay.write_text("def slow(progress): return 1 - progress\n")
+    monkeypatch.syspath_prepend(str(decay.parent))
+    run = cluster.plan("lr_schedule.decay=decay_of_mine.slow")
+    cluster.submit(run)
+    cluster.ended(run.folder, "failed")
+    assert not any("changed" in line for line in cluster.said)
+    decay.write_text("def slow(progress): return 1\n")
+    cluster.submit(run)
+    said = "Code changed since attempt 1:\n  mine: no commit; 1 file differs: decay_of_mine.py"
+    assert said in cluster.said
+    cluster.ended(run.folder, "done")
+    assert said in (run.folder.attempt_logs(2) / "rank-00000.log").read_text()
+    assert "return 1\n" in run.folder.diff.read_text()
+    assert "return 1 - progress\n" in (run.folder.attempt_logs(1) / "diff.patch").read_text()

@@ -100,7 +100,7 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("--shell-completion", "-sc"):
-        from titan_exp.cli.completion import complete
+        from titan_exp.cli.shell.completion import complete
 
         return complete(argv, verbs())
     verb, *rest = argv or ["--help"]

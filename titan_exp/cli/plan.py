@@ -74,6 +74,8 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
             f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
+    from titan_exp.plan.gate.batch_predict import FAILED
+    from titan_exp.plan.gate.user_code import check_user_code, failing_user_code
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 
@@ -83,7 +85,9 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
 
         visualization = Visualization(options.html)
     on_rank = None if visualization is None else visualization.add_rank
-    plan = predict(experiment, device, ranks, on_rank, full=options.full)
+    with failing_user_code(experiment, FAILED):
+        check_user_code(experiment)
+        plan = predict(experiment, device, ranks, on_rank, full=options.full)
     if options.json:
         print(json.dumps(plan_to_json(plan), indent=2))
     else:

@@ -1,6 +1,7 @@
 """Load a model with weights of any format, whole or this rank's shard, for inference."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.parallel.meta_init import local_shard, materialize_parameters
+from titan_exp.parallel.meta_init import init_buffers, local_shard, materialize_parameters
 from titan_exp.tracking.run_folder.lineage import ancestors
 
 Rows = Mapping[str, Sequence[slice]]
@@ -47,12 +48,13 @@ def load_source(
     backend = choose_attention_backend(
         source.model, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts, auto=not supported
     )
+    build = partial(build_model, source.model, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):
-        model = build_model(source.model, seq_len=seq_len, attention_backend=backend)
+        model = build()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     rows = {} if divide is None else divide(model)
-    materialize_parameters(model, device)
+    init_buffers(model, materialize_parameters(model, device), build)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
             raise UserError(f"{source.path} lacks {name}, a parameter of the model {source.model.name}.")

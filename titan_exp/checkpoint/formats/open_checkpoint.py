@@ -26,7 +26,7 @@ from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.spec.lookup import family_violations, model_spec
 
-FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
+FORMATS = ("dcp", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
 
 TORCHTUNE_FILE = "model.pt"
@@ -63,8 +63,8 @@ def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
         raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is not one.")
     if (path / ".metadata").is_file():
         return _open_dcp(path)
-    if (path / FILE).is_file() and (path / TORCHTUNE_FILE).is_file():
-        return _open_torchtune(path)
+    if (path / FILE).is_file() and ((path / TORCHTUNE_FILE).is_file() or any(path.glob("*.safetensors"))):
+        return _open_described(path)
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
         return _open_meta(path)
     if (path / "config.json").is_file():
@@ -147,8 +147,11 @@ def _open_meta(folder: Path) -> OpenCheckpoint:
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
-def _open_torchtune(folder: Path) -> OpenCheckpoint:
+def _open_described(folder: Path) -> OpenCheckpoint:
+    """Open safetensors with the model's own names, or torchtune's file, beside `model.json`."""
     model, special = _described_model(folder)
+    if not (folder / TORCHTUNE_FILE).is_file():
+        return _own_names(folder, "safetensors", model, SafetensorsReader(folder), special)
     store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
     parameters = _mapped(store, model, "torchtune", folder, set())
     return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
@@ -165,11 +168,16 @@ def _open_torch_file(path: Path) -> OpenCheckpoint:
             f"{', '.join(map(str, list(content)[:4]))}). For Meta's files use the folder with params.json."
         )
     model, special = from_json(content["config"], str(path))
-    store = TorchFileReader(tensors)
+    return _own_names(path, "torch", model, TorchFileReader(tensors), special)
+
+
+def _own_names(
+    path: Path, form: str, model: ModelConfig, store: TensorReader, special: Mapping[str, Any]
+) -> OpenCheckpoint:
     spec = model_spec(model)
     if spec is not None:
         check_tensors(store.shapes, spec.shapes, where=str(path))
-    return OpenCheckpoint(path, "torch", model, store, None, special)
+    return OpenCheckpoint(path, form, model, store, _tokenizer_in(path), special)
 
 
 def _mapped(

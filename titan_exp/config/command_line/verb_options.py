@@ -65,8 +65,9 @@ class ConvertOptions:
     target: str = ""
     """Folder to write, or a file for format torch; it must not exist. For a URL the files are uploaded from
     `runs/.cache/remote`."""
-    format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
-    """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
+    format: Literal["auto", "dcp", "huggingface", "llama", "safetensors", "torch", "torchtune"] = "auto"
+    """`auto` is torch for a target that ends in .pt, else huggingface from ours (safetensors for an architecture
+    without Hugging Face names) and dcp from the others. `safetensors` and `torch` keep the model's own names."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
     """Type of the written weights; `keep` changes no bit."""
     step: Count = 0

@@ -11,6 +11,7 @@ import torch
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.schema.call_signature import Call, import_callable
 from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.secrets.variables import revealed
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -51,4 +52,5 @@ def _decay(config: LRScheduleConfig) -> Callable[[float], float]:
         return DECAYS[config.decay]
     call = Call(("progress",), (), "lr_schedule.options", config.options)
     function = import_callable(config.decay, "lr_schedule.decay", call)
-    return lambda progress: float(function(progress, **config.options))
+    options = revealed(config.options, "lr_schedule.options")
+    return lambda progress: float(function(progress, **options))

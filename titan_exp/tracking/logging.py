@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from titan_exp.config.secrets.variables import concealed
+
 
 def get_logger() -> logging.Logger:
     """Package logger."""
@@ -60,7 +62,7 @@ class _FileHandler(_Lossy, logging.FileHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Time, level of warnings and errors, message."""
+    """Time, level of warnings and errors, message; without secrets."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -69,6 +71,9 @@ class _Formatter(logging.Formatter):
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message.strip()}"
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return concealed(super().format(record))
 
 
 class _OnceFilter(logging.Filter):

@@ -11,7 +11,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
 from titan_exp.config.paths.checkpoint_paths import step_of
-from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
@@ -90,7 +90,7 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
     """Sequence length in tokens of the run that trained the weights; the model's context if unknown."""
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
-            return load_experiment(folder / "config.yaml").training.seq_len
+            return load_group(folder / "config.yaml", "training", imports=()).seq_len
     return source.model.context
 
 

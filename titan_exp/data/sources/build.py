@@ -9,6 +9,7 @@ from titan_exp.config.groups.builtins import SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.call_signature import Call, import_callable, require_members
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.content import CorpusContent
 
@@ -67,7 +68,8 @@ def own_source(config: DataConfig) -> Any:
 
 
 def _build_own(config: DataConfig) -> Source:
-    source = own_source(config)(config, **config.options)
+    own, config = own_source(config), revealed(config, "data")
+    source = own(config, **config.options)
     if not isinstance(source, RandomAccessSource | StreamingSource):
         reason = "its objects are neither a random-access nor a streaming source"
         remedy = f"a class with __len__ and __getitem__, or with parts and open; see {INTERFACE}"

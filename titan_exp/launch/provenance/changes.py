@@ -9,7 +9,7 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.parent_run import parent_location
-from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import IMPORTED, read_provenance
@@ -40,12 +40,12 @@ def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
     if attempt > 1:
         kept = read_json(folder.attempt_logs(attempt - 1) / folder.code.name)
         return f"attempt {attempt - 1}", [] if kept is None else code_changes(kept, present)
-    experiment = load_experiment(folder.config)
-    if experiment.checkpoint.continue_from is None:
+    name, runs = load_group(folder.config, "checkpoint").continue_from, load_group(folder.config, "paths").runs
+    if name is None:
         return "", []
-    parent = parent_location(experiment.checkpoint.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    parent = parent_location(name, Path(runs).expanduser().absolute())
     recorded = read_json(Path(parent) / folder.code.name)
-    return f"{experiment.checkpoint.continue_from}", [] if recorded is None else code_changes(recorded, present)
+    return name, [] if recorded is None else code_changes(recorded, present)
 
 
 def edited_code(folder: RunFolder) -> list[str]:

@@ -70,7 +70,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
 
 
 def _check_world_size(folder: RunFolder, rank: RankInfo) -> None:
-    expected = ResolvedLayout.of(load_experiment(folder.config)).world_size
+    expected = ResolvedLayout.of(load_experiment(folder.config, trust=True)).world_size
     if rank.world_size != expected:
         raise UserError(
             f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start it "

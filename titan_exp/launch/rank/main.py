@@ -25,6 +25,7 @@ import psutil
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.builtins import executor_names
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
@@ -94,7 +95,7 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
     rank."""
     if not folder.config.exists():
         raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
-    kinds = dict.fromkeys([load_experiment(folder.config).cluster.kind, *executor_names()])
+    kinds = dict.fromkeys([load_experiment(folder.config, trust=True).cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
         if rank is not None:
@@ -127,6 +128,7 @@ class _Rank:
             code, error = _call(_rank_main, str(self.folder.path))
         if error is not None:
             self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
+            error = replace(error, message=concealed(error.message), traceback=concealed(error.traceback))
         watchdog.stop()
         self._end(code, error)
         if error is not None:
@@ -218,7 +220,7 @@ class _Rank:
 
     def _start_watchdog(self) -> Watchdog:
         watchdog = Watchdog(
-            load_experiment(self.folder.config).cluster,
+            load_experiment(self.folder.config, trust=True).cluster,
             HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
             rank=self.rank.rank,
             progress=PROGRESS,

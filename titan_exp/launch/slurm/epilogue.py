@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     if result.detail:
         print(result.detail)
-    return _requeue(folder, row, job, result, load_experiment(folder.config).cluster)
+    return _requeue(folder, row, job, result, load_experiment(folder.config, trust=True).cluster)
 
 
 def _result(folder: RunFolder, row: Attempt, job: str, code: int) -> AttemptResult:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import JobStatus, executor_for
+from titan_exp.launch.executor import JobStatus, executor_for, trusted_executor
 from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -77,7 +77,7 @@ def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
         return RunStatus("new", 0, None, 0), None
     attempts = folder.read_attempts() if state.state != "done" else []
     last = attempts[-1] if attempts else None
-    kind, job_id = (last.launched_by, last.job_id) if last else (None, None)
+    kind, job_id = (trusted_executor(folder, last.launched_by), last.job_id) if last else (None, None)
     if state.state in ENDED:
         return RunStatus(state.state, state.step, state.reason, state.attempt, job_id), kind
     beat = folder.read_heartbeat()

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.schema.run_signature import SIGNATURE_FILE
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below, overwrite, write_atomically
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held
@@ -31,6 +32,8 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         """Resolved configuration."""
+        self.signature = self.path / SIGNATURE_FILE
+        """Signatures of the configuration by the users who launched the run."""
         self.overrides = self.path / "overrides.yaml"
         """Overrides as typed."""
         self.nondefault = self.path / "nondefault.yaml"

@@ -7,6 +7,7 @@ from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.call_signature import Call, call_violations, require_members
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
@@ -22,7 +23,8 @@ def build_objective(training: TrainingConfig, compile_: CompileConfig, vocab_sha
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind = _own_class(training) if is_dotted(name) else LanguageModeling
-    objective = kind.build(training, vocab_shard, compile_backend=backend, **training.objective_options)
+    options = revealed(training.objective_options, "training.objective_options")
+    objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
     if training.loss_chunk_tokens is not None and _overrides_loss(kind):
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "

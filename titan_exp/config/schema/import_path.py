@@ -17,6 +17,16 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_code import package_prefix, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
 
+IMPORT_PATH_KEYS = (
+    "model.architecture",
+    "training.objective",
+    "optimizer.name",
+    "lr_schedule.decay",
+    "data.source",
+    "cluster.kind",
+)
+"""Keys that take an import path instead of a built-in name."""
+
 
 def is_dotted(name: str) -> bool:
     """True if a name is an import path (`package.module.Name`) instead of a built-in name."""

@@ -31,7 +31,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 
-BY_DAY = 120
+BY_DAY = 60
 """Lines of the test by day."""
 BY_NIGHT = 10_000
 LIMIT = 60

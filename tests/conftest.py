@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jaxtyping import install_import_hook
 os.environ["OMP_NUM_THREADS"] = "1"
 # The defaults of whoever runs the tests (conf/local) are not what is tested.
 os.environ["TITAN_EXP_LOCAL"] = "none"
+# Runs are signed with a key of the tests.
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-tests-{os.getuid()}")
 # Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
 install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 

@@ -1,11 +1,16 @@
 """Saving on real full disks and read-only mounts, which refuse root as well."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.faults import NO_MOUNTS, can_mount, fill, read_only, small_disk
+from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.logging import configure_logging, get_logger
+from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
@@ -72,3 +77,67 @@ def test_folder_turned_read_only_costs_one_checkpoint(tmp_path, caplog, mode):
 
 def _equal(one, other) -> bool:
     return one.equal(other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("minutes", [None, 10.0])
+def test_saves_that_fail_for_too_long_end_the_run(tmp_path, mode, minutes):
+    model, optimizer = trained()
+    now = 0.0
+    config = replace(checkpointer(tmp_path, mode).config, fail_after_minutes=minutes)
+    saver = Checkpointer(config, tmp_path / "checkpoints", clock=lambda: now)
+
+    def save(step):
+        saver.save(step, [model], optimizer, {}, {"step": step})
+        while saver._pending is not None:
+            saver.poll()
+
+    try:
+        save(10)
+        assert saver.warning() is None
+        with read_only(tmp_path):
+            save(20)
+            warning = saver.warning()
+            assert warning is not None
+            for part in (str(tmp_path / "checkpoints"), "Read-only file system", "one is that of step 10"):
+                assert part in warning
+            now = 599.0
+            assert not saver.interval_elapsed()
+            save(30)
+        save(40)
+        assert saver.warning() is None
+        with read_only(tmp_path):
+            save(50)
+            now = 599.0 + 600.0
+            # One more save decides, however far the next regular one is.
+            assert saver.interval_elapsed() == (minutes is not None)
+            if minutes is None:
+                save(60)
+            else:
+                with pytest.raises(UserError, match=r"fail_after_minutes=10.*Read-only file system") as error:
+                    save(60)
+                assert "that of step 40" in str(error.value)
+                assert f"titan-exp retry {tmp_path}" in str(error.value)
+    finally:
+        saver.close()
+
+
+def test_heartbeat_and_its_warning_on_a_full_or_read_only_disk(tmp_path):
+    with small_disk(tmp_path / "disk", 2**20) as disk:
+        folder = RunFolder(disk)
+        folder.beat(1, force=True, warning="a long warning, which a shorter text replaces")
+        folder.logs.mkdir()
+        fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_atomically(disk / "other", "text")
+        for step, warning in ((20, "no checkpoint"), (3, None)):
+            folder.beat(step, force=True, warning=warning)
+            beat = folder.read_heartbeat()
+            assert beat is not None
+            assert (beat.step, beat.warning, folder.warning()) == (step, warning, warning)
+        (disk / "filler").unlink()
+        with folder.claim("launcher"), read_only(disk):
+            assert folder.holder() is not None
+            configure_logging(1, disk / "logs")
+            get_logger().error("this line is lost, and the rank is not")
+            assert "is on a read-only disk" in (folder.warning() or "")

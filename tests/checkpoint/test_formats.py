@@ -17,7 +17,7 @@ from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.llama import Config
 from titan_exp.ops.attention.rope import Frequencies
 
-FORMATS = ("huggingface", "llama", "torchtune", "torch.pt", "dcp")
+FORMATS = ("huggingface", "llama", "torchtune", "safetensors", "torch.pt", "dcp")
 
 
 def our_logits(name: str, state: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Remote checkpoints: completeness, retention, restoring, and failures of the store."""
 
 import logging
+import re
 import shutil
 import threading
 import time
@@ -210,6 +211,8 @@ def test_unreachable_store_fails_no_run(tmp_path, s3, caplog, monkeypatch):
     save(saver, 20)
     assert caplog.text.count("the checkpoint of step 20 could not be uploaded") == 1
     assert "does not answer" in caplog.text
+    warning = saver.warning() or ""
+    assert re.search(r"no checkpoint can be uploaded to s3://bucket/runs/first/abc since .*does not", warning)
     assert saver.folder.complete_steps() == [10, 20]
 
     # A start that has a checkpoint goes on with it; one that has none would begin anew without need.
@@ -222,6 +225,7 @@ def test_unreachable_store_fails_no_run(tmp_path, s3, caplog, monkeypatch):
     s3.open()
     save(saver, 30)
     until(lambda: remote_run("s3://bucket/runs").complete_steps() == [10, 20, 30])
+    until(lambda: saver.warning() is None)
 
 
 class Gate:

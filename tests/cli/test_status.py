@@ -86,6 +86,7 @@ def test_run_state_from_its_files(make):
         ("preempted", JobStatus("queued", "77", "BeginTime"), ("queued", "BeginTime", "77")),
         ("preempted", JobStatus("gone"), ("preempted", None, "77")),
         ("failed", JobStatus("unknown"), ("failed", "out of luck", "77")),
+        ("running", JobStatus("unknown", "77", "no answer"), ("unknown", "slurm cannot be asked: no answer", "77")),
     ],
 )
 def test_state_from_the_scheduler(
@@ -98,7 +99,11 @@ def test_state_from_the_scheduler(
             return {folder.path: status for folder in folders}
 
     monkeypatch.setattr(run_status_module, "executor_for", lambda kind: asked.append(kind) or Scheduler())
-    now = run_status(make(0, state, hosts=("node1",), by="slurm"))
+    folder = make(0, state, hosts=("node1",), by="slurm")
+    folder.heartbeat.unlink(missing_ok=True)
+    if state != "running":
+        folder.update_attempt(1, end=time.time())
+    now = run_status(folder)
     assert (now.state, now.reason, now.job_id) == expected
     assert asked == ["slurm"]
     assert run_status(make(1, "done", by="slurm")).state == "done"
@@ -153,6 +158,20 @@ def test_status_table(make, capsys: pytest.CaptureFixture[str]):
     assert {row["state"] for row in json.loads(capsys.readouterr().out)} == {"lost", "failed"}
     assert main(["status", "paths.runs=nowhere"]) == 0
     assert "There is no run under nowhere/" in capsys.readouterr().out
+
+
+def test_warning_of_a_running_run(make, capsys):
+    running = make(2, "running", ago=5)
+    running.beat(4, force=True, warning="no checkpoint can be written")
+    with running.claim("launcher"):
+        assert main(["status", "x"]) == 0
+        assert "no checkpoint can be written" in capsys.readouterr().out
+        assert main(["status", "x", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["warning"] == "no checkpoint can be written"
+        running.write_state(RunState("running", 4, time.time() + 1, 2, None))  # a newer attempt
+        assert [row.warning for row in status_rows(find_runs(["x"], Path("runs")))] == [None]
+    running.write_state(RunState("failed", 4, time.time() - 10, 1, None))
+    assert [row.warning for row in status_rows(find_runs(["x"], Path("runs")))] == [None]
 
 
 def test_gpu_hours(make):

@@ -104,6 +104,12 @@ class Slurm:
         )
         return done.stdout
 
+    def path(self, program: str) -> str:
+        """Path of one of SLURM's programs."""
+        found = shutil.which(program)
+        assert found is not None
+        return found
+
     def sbatch(self, script: str, *options: str) -> int:
         """Submit a batch script, its text; returns the number of the job. It prints into `output(job)`."""
         with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".sh") as file:

@@ -1,18 +1,32 @@
 """More fake trainers, beside tests/launch/fake_ranks.py."""
 
+import os
 import signal
 import sys
 import time
 
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
 
 def stop_always(path: str) -> None:
-    """Save and stop at every start."""
+    """Save and stop at every start; only the first saves anything new."""
+    (RunFolder(path).checkpoints / "step-00000001").mkdir(parents=True, exist_ok=True)
     sys.exit(85)
+
+
+def killed_in_a_collective(path: str) -> None:
+    """Rank 1 is killed, and the collective of the others breaks."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    distributed.barrier()
+    if distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.barrier()
 
 
 def train_slowly(path: str) -> None:
     """The trainer, whose first attempt takes a second longer for every step."""
-    from titan_exp.tracking.run_folder.run_folder import RunFolder
     from titan_exp.trainer.rank_main import main
     from titan_exp.trainer.trainer import Trainer
 
@@ -37,7 +51,6 @@ def hang(path: str) -> None:
 def train_second_time(path: str) -> None:
     """The trainer; the first attempt with seed 1 at the lower learning rate fails."""
     from titan_exp.config.schema.typed_config import load_experiment
-    from titan_exp.tracking.run_folder.run_folder import RunFolder
     from titan_exp.trainer.rank_main import main
 
     folder = RunFolder(path)

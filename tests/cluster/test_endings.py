@@ -9,6 +9,8 @@ import torch
 from tests.cluster.submitting import Submitting, ends, last
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.launch.local.run import run
+from titan_exp.launch.rank.rank_status import read_record
+from titan_exp.launch.state.exit_status import is_broken_collective
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -36,9 +38,14 @@ def test_failed_rank_ends_its_peers(cluster: Submitting, stand_in: StandIn):
 
 
 def test_killed_rank(cluster: Submitting, stand_in: StandIn):
-    stand_in("killed_on_rank_1")
+    """The survivor records a broken collective, and its exit may reach srun first."""
+    stand_in("killed_in_a_collective")
     folder, job = cluster.submitted(*TWO_NODES)
     reason = cluster.ended(folder, "failed") or ""
+    survivor = read_record(folder, 1, 0)
+    assert survivor is not None
+    assert survivor.error is not None
+    assert is_broken_collective(survivor.error)
     assert reason.startswith("rank 1 was killed by a signal")
     assert reason.endswith("(srun: Killed)")
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
@@ -51,13 +58,17 @@ def test_ranks_that_do_not_start(cluster: Submitting):
 
 
 def test_max_requeues(cluster: Submitting, stand_in: StandIn):
+    """Attempts without a new checkpoint count, so not the first."""
     stand_in("stop_always")
-    folder, job = cluster.submitted("cluster.max_requeues=1")
+    folder, job = cluster.submitted("cluster.max_requeues=0")
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
     # Preempted is what it is after the first start as well.
     cluster.wait_until(lambda: ends(folder) == [85, 85], lambda: cluster.story(folder))
     cluster.ended(folder, "preempted")
-    assert [row.requeues for row in folder.read_attempts()] == [0, 1]
+    assert [(row.requeues, row.checkpoint) for row in folder.read_attempts()] == [(0, 0), (0, 1)]
+    assert (
+        "not requeued: 1 attempt(s) in a row wrote no new checkpoint" in (folder.logs / f"slurm-{job}.out").read_text()
+    )
     assert [row.restarts for row in folder.read_attempts()] == [0, 1]
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 

@@ -1,5 +1,6 @@
 """Submission to a real SLURM: resources, idempotence, and kills in between."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.submitting import SMALL, Submitting, ends, last
+from titan_exp.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 StandIn = Callable[[str], None]
@@ -86,13 +88,10 @@ def test_the_submitting_process_is_killed_in_the_middle(
 ):
     """`kill -9` before sbatch has made the job, and after, before it has answered."""
     stand_in("succeed")
-    real = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
-    slow = tmp_path / "bin" / "sbatch"
-    slow.parent.mkdir()
+    real, slow = cluster.slurm.path("sbatch"), tmp_path / "bin" / "sbatch"
     wait = f"touch {tmp_path}/reached; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
     lines = [wait, f'{real} "$@"'] if moment == "before" else [f'{real} "$@" >{tmp_path}/made', wait]
-    slow.write_text("\n".join(["#!/bin/sh", *lines, ""]))
-    slow.chmod(0o755)
+    write_program(slow, "\n".join(lines))
     path = os.environ["PATH"]
     words = [*SMALL, f"paths.runs={cluster.runs}", "experiment.seed=0,1", "cluster.comment=project 42"]
     environment = {**os.environ, "PATH": f"{slow.parent}:{path}", "PYTHONPATH": str(REPOSITORY)}
@@ -133,23 +132,109 @@ def test_a_submission_that_died_before_sbatch_is_submitted(cluster: Submitting, 
     assert [row.reason for row in planned.folder.read_attempts()] == ["its job is gone and never started", None]
 
 
-def test_status_is_unknown_without_the_controller(cluster: Submitting, stand_in: StandIn):
+def test_status_is_unknown_without_the_controller(
+    cluster: Submitting,
+    stand_in: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     stand_in("obey_stop")
+    monkeypatch.chdir(tmp_path)
     folder, job = cluster.submitted()
     cluster.running(folder, "seen-0.json")
+
+    def typed(code: int, *words: str) -> str:
+        assert main([*words, f"paths.runs={cluster.runs}"]) == code, capsys.readouterr()
+        out, err = capsys.readouterr()
+        return out + err
+
+    def check_status(why: str):
+        (row,) = json.loads(typed(0, "status", "--json"))
+        assert row["state"] == "unknown"
+        assert row["reason"].startswith("slurm cannot be asked: ")
+        assert why in row["reason"]
+        assert "after step 1" in row["reason"]
+
+    programs, run_id, squeue = tmp_path / "bin", folder.path.name, cluster.slurm.path("squeue")
+    with monkeypatch.context() as changed:
+        changed.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        write_program(programs / "squeue", "echo Welcome to the cluster")
+        check_status("squeue printed no table of jobs: 'Welcome to the cluster")
+        assert "1 unknown" in typed(0, "status")
+        assert "not retried, as it may be queued or running: slurm cannot be asked" in typed(2, "retry", run_id)
+        assert "not cancelled: SLURM cannot be asked: " in typed(2, "cancel", run_id)
+        assert "SLURM cannot be asked, and it may be queued: " in typed(2, "train", *SMALL)
     cluster.slurm.stop_controller()
     try:
-        assert cluster.status(folder).state == "unknown"
+        check_status("Unable to contact slurm controller")
         (refused,) = cluster.submit(cluster.plan())
         assert (refused.outcome, refused.job_id) == ("refused", job)
-        assert "cannot say" in (refused.reason or "")
+        assert "SLURM cannot be asked" in (refused.reason or "")
     finally:
         cluster.slurm.start_controller()
+    assert len(folder.read_attempts()) == 1
+    # A filter of the user's own squeue is not taken for an answer, nor a notice of the site for a job.
+    monkeypatch.setenv("SQUEUE_PARTITION", "elsewhere")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    write_program(programs / "squeue", f'echo Welcome; exec {squeue} "$@"')
     assert cluster.status(folder).state == "running"
     (left_alone,) = cluster.submit(cluster.plan())
     assert (left_alone.outcome, left_alone.job_id) == ("running", job)
     folder.request_stop("the test is over")
     cluster.ended(folder, "done")
+
+
+def test_job_is_found_whatever_sbatch_prints(
+    cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stand_in("succeed")
+    sbatch, programs = cluster.slurm.path("sbatch"), tmp_path / "bin"
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    late = "echo sbatch: error: Batch job submission failed: Socket timed out >&2; exit 1"
+    plans = [cluster.plan(f"experiment.seed={seed}") for seed in range(4)]
+    for plan, words in zip(plans, ("echo Welcome", late, r"printf '\\377'", "true"), strict=True):
+        write_program(programs / "sbatch", f'{sbatch} "$@" > /dev/null; {words}')
+        (submission,) = cluster.submit(plan)
+        assert (submission.outcome, submission.reason) == ("submitted", None)
+        assert cluster.slurm.job(submission.job_id or "")["Comment"] == f"titan_exp:{last(plan.folder).token}"
+    write_program(programs / "sbatch", "echo Welcome")
+    planned = cluster.plan("experiment.seed=4")
+    (refused,) = cluster.submit(planned)
+    assert refused.outcome == "refused"
+    assert refused.reason == "sbatch printed no job id: 'Welcome'; type the same command again to ask SLURM for the job"
+    (programs / "sbatch").unlink()
+    assert [submission.outcome for submission in cluster.submit(planned)] == ["submitted"]
+    for plan in (*plans, planned):
+        cluster.ended(plan.folder, "done")
+    assert [len(plan.folder.read_attempts()) for plan in (*plans, planned)] == [1, 1, 1, 1, 2]
+
+
+def test_job_of_a_deleted_or_restarted_run_ends_at_once(cluster: Submitting, stand_in: StandIn):
+    stand_in("succeed")
+    hold = "cluster.sbatch_args=['--hold']"
+    folder, job = cluster.submitted(hold)
+    log = cluster.runs / ".slurm" / (last(folder).token or "") / f"slurm-{job}.out"
+    shutil.rmtree(folder.path)
+    cluster.slurm.run("scontrol", "release", job)
+    assert cluster.slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
+    assert f"the run folder was deleted or moved, so job {job} ends" in log.read_text()
+    assert not folder.path.exists()
+
+    _, anew = cluster.submitted(hold)
+    cluster.slurm.run("scontrol", "requeue", job)
+    cluster.slurm.wait_until(lambda: "this run was started anew" in log.read_text(), "the old job's words")
+    assert cluster.slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
+    cluster.slurm.run("scontrol", "release", anew)
+    cluster.ended(folder, "done")
+    (row,) = folder.read_attempts()
+    assert (row.job_id, row.exit) == (anew, 0)
+
+
+def write_program(path: Path, text: str):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def test_sbatch_rejection_is_reported_and_can_be_resubmitted(cluster: Submitting, stand_in: StandIn):
@@ -159,3 +244,25 @@ def test_sbatch_rejection_is_reported_and_can_be_resubmitted(cluster: Submitting
     assert "invalid partition" in (refused.reason or "")
     folder, _ = cluster.submitted("cluster.partition=h100")
     cluster.ended(folder, "done")
+
+
+def test_a_run_that_continues_with_other_code_says_so(
+    cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stand_in("fail_once")
+    decay = tmp_path / "mine" / "decay_of_mine.py"
+    decay.parent.mkdir()
+    decay.write_text("def slow(progress): return 1 - progress\n")
+    monkeypatch.syspath_prepend(str(decay.parent))
+    run = cluster.plan("lr_schedule.decay=decay_of_mine.slow")
+    cluster.submit(run)
+    cluster.ended(run.folder, "failed")
+    assert not any("changed" in line for line in cluster.said)
+    decay.write_text("def slow(progress): return 1\n")
+    cluster.submit(run)
+    said = "Code changed since attempt 1:\n  mine: no commit; 1 file differs: decay_of_mine.py"
+    assert said in cluster.said
+    cluster.ended(run.folder, "done")
+    assert said in (run.folder.attempt_logs(2) / "rank-00000.log").read_text()
+    assert "return 1\n" in run.folder.diff.read_text()
+    assert "return 1 - progress\n" in (run.folder.attempt_logs(1) / "diff.patch").read_text()

@@ -1,16 +1,22 @@
+import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import matplotlib.image
 import pytest
 
 from tests.compare.made_runs import make_run, make_study, rows
+from titan_exp.compare.compared_metrics import final_loss
 from titan_exp.compare.comparison import compare
 from titan_exp.compare.output.comparison_page import to_html
 from titan_exp.compare.output.downsample import downsample
 from titan_exp.compare.run_record import read_run
 from titan_exp.compare.select_runs import select
+from titan_exp.compare.stats.moving_average import moving_average
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">&{{7*7}}'
 
@@ -69,10 +75,118 @@ def test_numbers_in_the_page(tmp_path: Path):
 def test_long_runs_are_downsampled_with_their_gaps(tmp_path: Path):
     many = [{"step": step, "tokens": step, "loss": float(step)} for step in range(1, 1001)]
     many[500]["loss"] = float("nan")
-    tokens, steps, values = downsample(read_run(make_run(tmp_path, {}, metrics=many)), "loss", 100)
+    tokens, steps, values, counts = downsample(read_run(make_run(tmp_path, {}, metrics=many)), "loss", 100)
     assert len(tokens) == len(steps) == len(values) == 100
+    assert counts == [10] * 100
     assert values[0] == pytest.approx(5.5)
     assert [place for place, value in enumerate(values) if value is None] == [50]
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Path:
+    """Page of runs of which three are undominated; others have the cost or the loss of one of these."""
+    runs = tmp_path / "runs"
+    for number, (loss, seconds) in enumerate([(3, 10), (2.5, 20), (2, 60), (3.4, 10), (2.5, 30), (2, 90), (2.9, 61)]):
+        make_run(runs, {"optimizer.lr": 0.001 * (number + 1)}, metrics=rows(loss), seconds=seconds)
+    return page(runs, tmp_path)
+
+
+BOXES = """(selector) => [...document.querySelectorAll(selector)].map((it) => {
+  const box = it.getBoundingClientRect();
+  return [box.left, box.top, box.right, box.bottom];
+})"""
+
+
+@pytest.mark.parametrize("width", [1360, 390])
+def test_the_line_of_the_front_touches_undominated_points_only(front: Path, browser, width: int):
+    view = browser.new_page(viewport={"width": width, "height": 900})
+    view.goto(front.as_uri())
+    view.wait_for_selector("#pareto path.front")
+    points = [point["front"] for point in view.evaluate("data.pareto.points")]
+    assert points.count(True) == 3
+    circles = view.evaluate(
+        """[...document.querySelectorAll("#pareto circle[r='6']")]
+        .map(({ cx, cy }) => [cx.baseVal.value, cy.baseVal.value])"""
+    )
+    line = view.locator("#pareto path.front").get_attribute("d")
+    corners = [[float(number) for number in corner.split()] for corner in line[1:].split("L")]
+    assert corners == [pytest.approx(place) for place, on_front in zip(circles, points, strict=True) if on_front]
+    distances = view.evaluate(
+        """(places) => {
+      const path = document.querySelector("#pareto path.front"), length = path.getTotalLength();
+      const along = Array.from({ length: 2001 }, (_, k) => path.getPointAtLength((length * k) / 2000));
+      return places.map(([x, y]) => Math.min(...along.map((it) => Math.hypot(it.x - x, it.y - y))));
+    }""",
+        circles,
+    )
+    assert [distance < 1 for distance in distances] == points
+
+
+@pytest.mark.parametrize("width", [1360, 390])
+def test_labels_cover_neither_dots_nor_each_other(front: Path, browser, width: int):
+    view = browser.new_page(viewport={"width": width, "height": 900})
+    view.goto(front.as_uri())
+    view.wait_for_selector("#pareto text.name")
+    labels, dots = (view.evaluate(BOXES, f"#pareto {which}") for which in ("text.name", "circle[r='6']"))
+    assert len(labels) >= (7 if width > 400 else 2)
+    for place, (left, top, right, bottom) in enumerate(labels):
+        for other in [*dots, *labels[:place]]:
+            assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+
+
+def test_the_end_of_a_curve_is_the_loss_of_the_table(tmp_path: Path, browser):
+    """Also where rows are averaged: 2,345 rows are more than the points of a curve."""
+    many = rows(2.5, steps=2345)
+    for row in many:
+        row["loss"] += 0.1 * math.sin(row["step"] ** 2)
+    make_run(tmp_path / "runs", metrics=many)
+    make_run(tmp_path / "runs", {"optimizer.lr": 0.01}, metrics=many[:700])
+    view = browser.new_page()
+    view.goto(page(tmp_path / "runs", tmp_path).as_uri())
+    view.wait_for_selector("#curves svg path")
+    numbers = view.evaluate("data")
+    ends = view.evaluate("data.curves.map((it) => smoothed(it.loss[2], it.loss[3], 4).at(-1))")
+    losses = [final_loss(read_run(tmp_path / "runs" / "made" / curve["run"]), math.inf) for curve in numbers["curves"]]
+    assert sorted(len(curve["loss"][2]) for curve in numbers["curves"])[1] < 1001
+    assert ends == pytest.approx(losses, rel=1e-5)
+    # The longer run goes on after the compared tokens: its dot there is at the table's loss.
+    assert view.locator("#curves circle.compared").count() == 2
+
+
+@pytest.mark.parametrize("count", [20, 70, 400])
+def test_scripts_smooth_like_the_metrics(tmp_path: Path, browser, count: int):
+    values = [2 + 8 / (1 + place) + 0.1 * math.sin(place**2) for place in range(count)]
+    values[count // 2] = values[3] = math.nan
+    full_study(tmp_path / "runs")
+    view = browser.new_page()
+    view.goto(page(tmp_path / "runs", tmp_path).as_uri())
+    given = [None if math.isnan(value) else value for value in values]
+    drawn = view.evaluate("(values) => smoothed(values, values.map(() => 1), 4)", given)
+    expected = [None if math.isnan(value) else value for value in moving_average(values)]
+    assert [value is None for value in drawn] == [value is None for value in expected]
+    assert [value or 0 for value in drawn] == pytest.approx([value or 0 for value in expected])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_that_scrolls_shows_it(tmp_path: Path, browser, scheme: str):
+    full_study(tmp_path / "runs")
+    view = browser.new_page(viewport={"width": 390, "height": 900}, color_scheme=scheme)
+    view.goto(page(tmp_path / "runs", tmp_path).as_uri())
+    table, narrow = view.locator(".scroll").first, view.locator(".scaling .scroll")
+
+    def edges(table: Any) -> list[bool]:
+        """True for a shade at the left, at the right."""
+        image = matplotlib.image.imread(io.BytesIO(table.screenshot()))[..., :3]
+        middle = image[5, image.shape[1] // 2]  # above the heads of short columns
+        return [bool(abs(image[5, place] - middle).max() > 0.1) for place in (1, -2)]
+
+    assert edges(table) == [False, True]
+    table.evaluate("(it) => it.scrollTo(200, 0)")
+    assert edges(table) == [True, True]
+    table.evaluate("(it) => it.scrollTo(it.scrollWidth, 0)")
+    assert edges(table) == [True, False]
+    view.set_viewport_size({"width": 1360, "height": 900})
+    assert edges(narrow) == [False, False]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])

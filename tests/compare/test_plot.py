@@ -1,11 +1,15 @@
 import math
 import os
+import random
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib.image
 import pytest
 
+from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.output.plot import draw
+from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 
@@ -45,6 +49,21 @@ def test_plot_with_validation(tmp_path: Path) -> None:
     assert {BLUE, ORANGE} <= colors(path)
     # Written whole: nothing temporary is left.
     assert sorted(entry.name for entry in folder.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 51, 1000])
+def test_a_smoothed_curve_ends_at_the_loss_of_the_title(count: int) -> None:
+    noise = random.Random(0)
+    losses = [2 + 4 * math.exp(-place / (count / 6)) + noise.gauss(0, 0.1) for place in range(count)]
+    smoothed = moving_average(losses)
+    assert smoothed[-1] == pytest.approx(fmean(last_fiftieth(losses)))
+    if count == 1000:
+        # At both ends the curve is as far from the single batches as between them.
+        exact = [2 + 4 * math.exp(-place / (count / 6)) for place in range(count)]
+        errors = [abs(found - true) for found, true in zip(smoothed, exact, strict=True)]
+        assert max(errors[:5]) < 0.09
+        assert max(errors[-5:]) < 0.06
+        assert max(errors) < 0.1
 
 
 def test_plot_without_validation(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def killed_on_rank_1(path: str) -> None:
     wait_for_ever(path)
 
 
+def out_of_memory_on_rank_1(path: str) -> None:
+    folder = RunFolder(path)
+    write_surroundings(folder)
+    if rank() == 1:
+        wait_until((folder.path / "seen-0.json").exists)
+        Path(os.environ["MEMORY_CGROUP"], "cgroup.procs").write_text(str(os.getpid()))
+        blocks = []
+        while True:
+            blocks.append(b"1" * 2**24)
+    wait_for_ever(path)
+
+
 def exit_7(path: str) -> None:
     sys.exit(7)
 

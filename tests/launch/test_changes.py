@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 
 from tests.launch.test_git import git
+from tests.launch.test_rank_main import finish as finish_rank
+from tests.launch.test_rank_main import start
 from tests.launch.test_run_plan import planned
 from titan_exp.compare.run_record import read_run
 from titan_exp.data.sources import content
 from titan_exp.data.sources.build import known_identity
-from titan_exp.launch.provenance.changes import attempt_changes, code_changes, report_changes, report_stale
+from titan_exp.launch.provenance.changes import (
+    attempt_changes,
+    code_changes,
+    edited_code,
+    report_changes,
+    report_stale,
+)
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
 from titan_exp.tracking.run_folder.run_folder import RunState
 
@@ -102,7 +110,8 @@ def test_a_sweep_counts_results_by_change(lab: Path) -> None:
     create_run_folder(plans[-1])
     (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
     head, code, remedy = printed(*plans)
-    assert head == "3 of 3 results are of other code or data than the present:"
+    ids = [plan.run_id for plan in plans]
+    assert head == f"3 of 3 results ({ids[0]}, {ids[1]} and {ids[2]}) are of other code or data than the present:"
     assert code.count("lab_of_mine/decay.py") == 1
     assert f"remove those folders of {plans[0].folder.path.parent}" in remedy
 
@@ -141,6 +150,35 @@ def test_the_next_attempt_says_what_changed(lab: Path) -> None:
     first, second = (json.loads((folder / "code.json").read_text()) for folder in codes(plan))
     assert code_changes(first, second) == [line]
     assert "return 1\n" in plan.folder.diff.read_text()
+
+
+def test_ranks_print_what_changed(lab: Path) -> None:
+    """Started by hand: after an attempt with other code, and after an edit since the launch."""
+    plan = plan_of(lab)
+    create_run_folder(plan)
+    row = plan.folder.add_attempt(world_size=1, hosts=["here"])
+    plan.folder.update_attempt(row.attempt, end=time.time(), exit=1)
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    refresh_snapshot(plan, 1)
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 2\n")
+    code, out, _ = finish_rank(start(plan.folder, "succeed"))
+    assert code == 0
+    changed, edited = out.index("Code changed since attempt 1:\n  lab: "), out.index("Code edited after the launch")
+    assert changed < edited < out.index("hello from rank 0")
+    assert out.count("1 file differs: lab_of_mine/decay.py") == 2
+
+
+def test_snapshots_are_not_compared_with_edited_code(lab: Path) -> None:
+    plan = plan_of(lab)
+    create_run_folder(plan)
+    assert edited_code(plan.folder) == []
+    (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
+    record = json.loads(plan.folder.code.read_text())
+    assert edited_code(plan.folder) == ["lab: 1 file differs: lab_of_mine/decay.py"]
+    plan.folder.code.write_text(json.dumps(record | {"frozen": {"package": "p", "own": "o", "loose": []}}))
+    assert edited_code(plan.folder) == []
+    plan.folder.code.write_text(json.dumps(record | {"frozen": {"package": "p", "own": None, "loose": []}}))
+    assert len(edited_code(plan.folder)) == 1
 
 
 def codes(plan: RunPlan) -> tuple[Path, Path]:

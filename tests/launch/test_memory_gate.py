@@ -45,6 +45,9 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
             if training.seq_len == 32:
                 found.append(NotPredicted("its kernels are not modelled"))
                 continue
+            if training.seq_len == 48:
+                found.append(NotPredicted("its user code fails", "Your own code fails:\n  mine.py:3, in forward"))
+                continue
             size = round(training.seq_len / 32 * GIB * (training.micro_batch_size or 8) / 8)
             parts = {"activations": size // 2, "loss": size - size // 2}
             rank = RankPrediction(0, size, None, parts, "forward, block 1", None, 10)
@@ -119,6 +122,42 @@ def test_unpredictable_runs_share_one_line(home: Path, foretold):
     create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
     assert read_predicted_metrics(found.folder).memory is None
+
+
+def test_failing_user_code_is_refused(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *SMALL, "training.seq_len=48"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Your own code fails:\n  mine.py:3, in forward\n")
+    assert "plan.gate=warn starts it anyway" in said
+    assert not (home / "runs").exists()
+    warned: list[str] = []
+    gate_run(planned("training.seq_len=48", "plan.gate=warn"), warned.append)
+    assert "This run is expected to fail. Your own code fails:" in warned[-1]
+
+
+def test_a_sweep_refuses_the_points_whose_user_code_fails(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    words = ["train", "-m", *SMALL, "training.seq_len=48,64", "--dry-run"]
+    assert main(words) == 2
+    assert "[training.seq_len=48]\n  Your own code fails:\n    mine.py:3" in capsys.readouterr().err
+    assert main([*words, "--skip"]) == 0
+    assert "1 to start, 1 skipped." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gate", ["needed", "unknown memory"])
+def test_user_code_fails_in_the_child_process_and_nothing_starts(
+    gate: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (home / "mine.py").write_text(
+        "from torch import nn\n\n\nclass Mine(nn.Module):\n"
+        "    def __init__(self, config):\n        super().__init__()\n        raise ValueError(config.dims)\n"
+    )
+    if gate == "unknown memory":
+        monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: None)
+    assert main(["train", *SMALL[:3], "model.architecture=mine.Mine"]) == 2
+    said = capsys.readouterr().err
+    assert "model.architecture=mine.Mine fails before the run is started:\n  mine.py:7, in __init__" in said
+    assert "raise ValueError(config.dims)\n  AttributeError: 'Config' object has no attribute 'dims'" in said
+    assert not (home / "runs" / "first").exists()
 
 
 def test_damaged_plan_json(home: Path):

@@ -1,9 +1,15 @@
 """Real ranks through submitit: environment, and the end of all ranks after a failure."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.launch.launching import Launch, launch, ranks_of, seen
-from titan_exp.launch.rank.rank_status import read_record
+from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
+from titan_exp.launch.state import exit_status
 
 
 def test_rank_environment_of_ranks(tmp_path: Path) -> None:
@@ -93,6 +99,39 @@ def test_killed_rank_is_reported(tmp_path: Path) -> None:
     state = run.folder.read_state()
     assert state is not None
     assert state.state == "failed"
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """Control group with 256 MiB of memory."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root, f"titan_exp-test-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / limit).write_text(str(2**28))
+                yield group
+                return
+            finally:
+                group.rmdir()
+    pytest.skip("no control group of memory can be created here")
+
+
+def test_out_of_memory_kill_says_so(tmp_path: Path, memory_cgroup: Path) -> None:
+    """By the kernel's own kill."""
+    run = Launch(tmp_path, "out_of_memory_on_rank_1", "parallelism.dp_shard=2", MEMORY_CGROUP=str(memory_cgroup))
+    assert run.finish()[0] == 1
+    reason = run.folder.read_attempts()[0].reason or ""
+    assert reason.startswith("rank 1 was killed because its machine or job ran out of host memory: let it need less")
+
+
+def test_broken_collective_is_never_the_cause_beside_a_killed_rank(tmp_path: Path) -> None:
+    """Clocks of machines differ, so its time may be the earlier."""
+    error = RankError("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", "", user=False)
+    broken = exit_status.failure_from_error(RankRecord(0, 1, "node1", 1.0, end=2.0, exit=1, error=error))
+    killed = exit_status.failure_from_signal(1, 3.0, tmp_path / "log")
+    assert (exit_status.failed([broken, killed]).reason or "").startswith("rank 1 was killed")
+    assert (exit_status.failed([broken]).reason or "").startswith("rank 0: RuntimeError")
 
 
 def test_any_other_exit_code_is_a_failure(tmp_path: Path) -> None:

@@ -79,11 +79,9 @@ def test_the_page_adds_up_and_loads_nothing(pages: dict[str, Path]):
         assert max(totals) == totals[memory["peak"]] == pytest.approx(peak["bytes"], abs=8 * memory["unit"])
         assert memory["words"][memory["where"][memory["peak"]]] == peak["where"]
         assert len({len(column) for column in memory["columns"].values()} | {len(memory["where"])}) == 1
-    # Own times and those of the plan, whose step they make.
-    own, alike = found["passes"]["ways"]
-    assert (own["name"], alike["name"]) == ("own", "alike")
-    assert alike["end"] == pytest.approx(found["step"])
-    assert own["end"] <= alike["end"]
+    # One step time and one bubble: those of the plan.
+    assert found["passes"]["end"] == pytest.approx(found["step"])
+    assert found["passes"]["bubble"] == pytest.approx(found["bubble"])
 
 
 def test_shards_are_those_of_torch():
@@ -282,6 +280,68 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     view.locator("#theme").click()
     assert view.evaluate(ground) != before
     assert trouble == []
+
+
+CELLS = """() => [...document.querySelectorAll("#ranks .cell")].map((cell) => {
+  const text = cell.querySelector("text"), pen = document.createElement("canvas").getContext("2d");
+  const bytes = (colour) => {
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const card = bytes(getComputedStyle(document.querySelector("section")).backgroundColor);
+  return text && [bytes(getComputedStyle(text).fill), card, [...cell.querySelectorAll("rect")].map((part) => {
+    const style = getComputedStyle(part);
+    return [bytes(style.fill), Number(style.opacity)];
+  })];
+})"""
+"""Colours of each rank's number, of the ground, and of its square's parts with their opacity."""
+
+
+def luminance(colour: Any) -> float:
+    """Relative luminance of WCAG 2."""
+    parts = [part / 255 for part in colour]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def assert_readable(cells: list[Any]) -> None:
+    for number, card, parts in cells:
+        for colour, opacity in parts:
+            seen = [opacity * over + (1 - opacity) * under for over, under in zip(colour, card, strict=True)]
+            low, high = sorted((luminance(number), luminance(seen)))
+            assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_rank_numbers_are_readable_on_every_square(pages: dict[str, Path], browser: Any, scheme: str):
+    view = browser.new_page(viewport={"width": 1360, "height": 900}, color_scheme=scheme)
+    view.goto(pages["all"].as_uri())
+    view.wait_for_selector("#ranks .cell text")
+    for again in (False, True):
+        for colouring in ("stage", "data", "tp"):
+            view.locator(f"#ranks .choice [data-value='{colouring}']").last.click()
+            view.mouse.move(0, 0)
+            cells = view.evaluate(CELLS)
+            assert len(cells) == 16
+            assert_readable(cells)
+            # Others step back from the rank that is pointed at.
+            view.locator("#ranks .cell[data-rank='13'] rect").first.hover()
+            pointed = view.evaluate(CELLS)
+            assert len({opacity for _, _, parts in pointed for _, opacity in parts}) == 2
+            assert_readable(pointed)
+        if not again:
+            view.locator("#theme").click()
+
+
+def test_the_page_has_one_step_time_and_one_bubble(pages: dict[str, Path], browser: Any):
+    view = browser.new_page()
+    view.goto(pages["all"].as_uri())
+    view.wait_for_selector("#pipeline canvas")
+    facts = dict(re.findall(r"<span>(\w+)</span><b>([^<]*)</b>", pages["all"].read_text()))
+    assert f": {facts['bubble']} of the ranks' time" in view.locator("#pipeline .summary").inner_text()
+    assert f" {facts['step']} a step" in view.locator("#time .summary").inner_text()
+    assert view.locator("#pipeline button").count() == 0
 
 
 def test_thousands_of_ranks_are_folded(pages: dict[str, Path], browser: Any, tmp_path: Path):

@@ -128,3 +128,17 @@ def test_a_terminal_shows_progress_while_it_waits_for_the_first_row() -> None:
     screen.sink.close("failed")
     assert "waiting for the first row" in screen.text.getvalue()
     assert "0/100" in screen.text.getvalue()
+
+
+def test_warning_is_printed_once_and_stays_on_a_terminal() -> None:
+    lines = RunConsole()
+    for warning in (None, "no checkpoint", "no checkpoint at step 2", None, None):
+        lines.sink.warn(warning)
+    assert lines.lines() == [
+        "warning: no checkpoint",
+        "the warning is over: checkpoints are written again",
+    ]
+    screen = RunConsole(terminal=True)
+    screen.sink.warn("no checkpoint")
+    screen.sink.close("failed")
+    assert "warning: no checkpoint" in screen.text.getvalue()

@@ -75,8 +75,8 @@ def test_edited_state_is_refused(tmp_path: Path, text: str) -> None:
 def test_heartbeats_closer_than_a_second_are_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.read_heartbeat() is None
-    folder.beat(1)
-    folder.beat(2)
+    assert folder.beat(1)
+    assert not folder.beat(2)
     beat = folder.read_heartbeat()
     assert beat is not None
     assert beat.step == 1
@@ -84,7 +84,7 @@ def test_heartbeats_closer_than_a_second_are_left_out(tmp_path: Path) -> None:
     beat = folder.read_heartbeat()
     assert beat is not None
     assert beat.step == 3
-    assert json.loads(folder.heartbeat.read_text()).keys() == {"step", "time"}
+    assert json.loads(folder.heartbeat.read_text()).keys() == {"step", "time", "warning"}
 
 
 def test_the_first_reason_to_stop_is_kept(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import CONFIG, RemoteRun
 from titan_exp.checkpoint.remote.run_download import download_newer
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.save_failures import SaveFailures
 from titan_exp.checkpoint.state_dict import (
     DATA_PREFIX,
     OPTIMIZER_PREFIX,
@@ -75,6 +76,7 @@ class Checkpointer:
         """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
         self._clock = clock
+        self._failures = SaveFailures(self.folder, config.fail_after_minutes, clock)
         self._last_save = clock()
         self._timings: dict[str, float] = {}
         self._async_saver: AsyncSaver | None = None
@@ -87,14 +89,22 @@ class Checkpointer:
             self._prepare_folder()
 
     def interval_elapsed(self) -> bool:
-        """True if `every_minutes` have passed on this process's clock. Clocks differ: use rank 0's result."""
+        """True if `every_minutes` have passed on this process's clock, or failed saves have reached their limit and one
+        more decides. Clocks differ: use rank 0's result."""
         minutes = self.config.every_minutes
+        if self._pending is None and self._failures.retry_due:
+            return True
         return self.config.mode != "off" and minutes is not None and self._clock() - self._last_save >= 60 * minutes
 
     def due(self, step: int) -> bool:
         """True if `every` requires a checkpoint after this step."""
         every = self.config.every
         return self.config.mode != "off" and every is not None and step % every == 0
+
+    def warning(self) -> str | None:
+        """Failing saves and uploads, for users who watch the run; None while both succeed."""
+        uploads = None if self._uploader is None else self._uploader.warning
+        return "; ".join(filter(None, [self._failures.warning, uploads])) or None
 
     def pop_timings(self) -> dict[str, float]:
         """Timings of the last save completed since the previous call, as metrics in seconds.
@@ -120,7 +130,8 @@ class Checkpointer:
     ) -> None:
         """Save the state after a step, unless already saved. In async modes training may continue on return.
 
-        With `weights_only`, optimizer and data state are omitted; such a checkpoint cannot resume a run.
+        With `weights_only`, optimizer and data state are omitted; such a checkpoint cannot resume a run. Raises
+        UserError on rank 0 if saves have failed for longer than `fail_after_minutes`.
         """
         if self.config.mode == "off":
             return
@@ -129,6 +140,7 @@ class Checkpointer:
             return
         self._last_save = begin
         self.wait()
+        self._require_within_limit()
         if self._leader and self.durable is not None and self.folder.newest_step() is None:
             get_logger().warning(
                 "the checkpoints in %s were deleted: until that of step %d is complete, an interrupted run starts "
@@ -146,6 +158,7 @@ class Checkpointer:
         if self.config.mode == "sync":
             save.wait = lambda: dcp.save(state, storage_writer=writer, process_group=self._group)
             self.wait()
+            self._require_within_limit()
         else:
             if self._async_saver is None:
                 self._async_saver = AsyncSaver(self.config.mode, self._group)
@@ -155,9 +168,14 @@ class Checkpointer:
             future.add_done_callback(lambda _: save.mark_durable(self._clock()))
 
     def poll(self) -> None:
-        """Finalize a completed background save; called between steps."""
+        """Finalize a completed background save; called between steps. Raises like `save`."""
         if self._pending is not None and self._pending.future is not None and self._pending.future.done():
             self.wait()
+            self._require_within_limit()
+
+    def _require_within_limit(self) -> None:
+        if self._leader:  # the other ranks end with rank 0
+            self._failures.require_within_limit()
 
     def wait(self) -> None:
         """Wait until the pending save is durable.
@@ -171,18 +189,20 @@ class Checkpointer:
             save.wait()
         except (dcp.CheckpointException, OSError) as error:
             # torch raises on every rank if one of them fails to write.
-            newest = self.folder.newest_step()
+            cause = _first_failure(error)
+            self._failures.add(cause)
             get_logger().error(
                 "the checkpoint of step %d could not be written (%s); training continues, and %s",
                 save.step,
-                _first_failure(error),
-                "there is none yet" if newest is None else f"the newest complete one is that of step {newest}",
+                cause,
+                self._failures.newest,
             )
             self._newest = None
             if self._leader:
                 self.folder.discard_partial(save.step)
             return
         self.durable = save.step
+        self._failures.clear()
         save.mark_durable(self._clock())
         write_seconds = save.durable_at - save.write_started
         self._timings = {"checkpoint_pause": save.pause_seconds, "checkpoint_write": write_seconds}

@@ -37,4 +37,4 @@ def run(argv: Sequence[str]) -> int:
     cancel_runs([entry.folder for entry in active], {entry.folder.path.name: entry.label for entry in active}, print)
     if not active and not stopped:
         print(f"No run is queued or running: {count_states([statuses[entry.folder.path].state for entry in entries])}.")
-    return 0
+    return UserError.exit_code if any(statuses[entry.folder.path].state == "unknown" for entry in active) else 0

@@ -14,13 +14,17 @@ from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `dtype`."""
+
+OWN_NAMES = ("dcp", "torch")
+"""Formats that titan_exp trains from or writes for itself; converted to other tools by default."""
 
 USAGE = """\
 titan-exp convert SOURCE TARGET [format=...] [dtype=...]
@@ -38,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")
-        source = open_checkpoint(local_copy(run_path(options.source), step=options.step), options.step)
+        path = local_copy(run_path(options.source), step=options.step)
+        source = open_checkpoint(path, options.step, trust=options.trust)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
         with byte_progress(f"writing {form}") as progress:
@@ -56,8 +61,9 @@ def run(argv: Sequence[str]) -> int:
 def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
     ends_in_pt = options.target.endswith((".pt", ".pth"))
     if options.format == "auto":
-        ours = source.format in ("dcp", "torch")
-        return "torch" if ends_in_pt else "huggingface" if ours else "dcp"
+        if ends_in_pt or source.format not in OWN_NAMES:
+            return "torch" if ends_in_pt else "dcp"
+        return "huggingface" if "huggingface" in checkpoint_formats(source.model) else "safetensors"
     if (options.format == "torch") != ends_in_pt:
         kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
         raise UserError(f"format={options.format} is {kind}. The target is {options.target}.")
@@ -77,7 +83,7 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
             return (
                 f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
             )
-    if model_spec(source.model) is None:
+    if form == "safetensors" or is_dotted(source.model.architecture):
         return f"the model group is in {target / 'model.json'}"
     overrides = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():

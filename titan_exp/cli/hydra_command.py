@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
@@ -14,10 +15,13 @@ Task = Callable[[Any, Sequence[str]], int]
 """Function of the composed configuration and the typed overrides; returns an exit code."""
 
 
-def run_with_hydra(argv: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
+def run_with_hydra(
+    argv: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "", trust: bool = True
+) -> int:
     """Compose configurations from `argv` and call the task with each; returns the highest exit code.
 
     `nested` are overrides that Hydra sees only per point of a study. `where` is the study file, for error messages.
+    `trust` is False for a verb that does not train: its `--config-path` may be another user's run.
     """
     from titan_exp.config.command_line.hydra_args import read_arguments
 
@@ -33,6 +37,7 @@ def run_with_hydra(argv: Sequence[str], task: Task, *, nested: Sequence[str] = (
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
+    _require_plain_file(arguments, trust)
     own_file = arguments.has("--config-path", "-cp", "--config-name", "-cn")
     always = OWN_FILE if own_file else default_overrides()
     codes: list[int] = []
@@ -85,6 +90,16 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
 
     with use_sweep_options(args.options):
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
+
+
+def _require_plain_file(arguments: Any, trust: bool) -> None:
+    from titan_exp.config.hydra.compose import CONFIG_NAME
+    from titan_exp.config.schema.foreign_code import require_plain
+
+    folder = arguments.value_of("--config-path", "-cp")
+    if not trust and folder is not None and "://" not in folder:
+        name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
+        require_plain(Path(folder) / f"{name.removesuffix('.yaml')}.yaml")
 
 
 def command_name() -> str:

@@ -8,6 +8,7 @@ import ast
 import importlib
 import importlib.metadata
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -50,13 +51,19 @@ OTHER_VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 0 done, 2 for a UserError, else the run's own."""
+    typed = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(typed)
     except UserError as error:
         if with_traceback:
             raise
-        print(error, file=sys.stderr)
+        from titan_exp.config.schema.foreign_code import Untrusted
+        from titan_exp.config.secrets.variables import concealed
+
+        print(concealed(str(error)), file=sys.stderr)
+        if isinstance(error, Untrusted):
+            print(f"  titan-exp {shlex.join([*typed, '--trust'])}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -14,7 +14,7 @@ from titan_exp.config.errors.did_you_mean import nearest
 from titan_exp.config.errors.user_error import UserError
 
 USAGE = """\
-titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [key=value ...]
+titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [--trust] [key=value ...]
 titan-exp plan search ...                  rank all layouts of a cluster by speed; --help there
 titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; --help there
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     options, overrides = take_options(PlanOptions, argv, others=(*SWITCHES, *VALUED))
     require_no_verb(overrides)
-    return run_with_hydra(overrides, lambda cfg, _: plan_command(cfg, options))
+    return run_with_hydra(overrides, lambda cfg, _: plan_command(cfg, options), trust=options.trust)
 
 
 def require_no_verb(overrides: Sequence[str]) -> None:
@@ -74,6 +74,8 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
             f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
+    from titan_exp.plan.gate.batch_predict import FAILED
+    from titan_exp.plan.gate.user_code import check_user_code, failing_user_code
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 
@@ -83,7 +85,9 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
 
         visualization = Visualization(options.html)
     on_rank = None if visualization is None else visualization.add_rank
-    plan = predict(experiment, device, ranks, on_rank, full=options.full)
+    with failing_user_code(experiment, FAILED):
+        check_user_code(experiment)
+        plan = predict(experiment, device, ranks, on_rank, full=options.full)
     if options.json:
         print(json.dumps(plan_to_json(plan), indent=2))
     else:

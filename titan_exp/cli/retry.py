@@ -1,10 +1,12 @@
 """Restart failed and lost runs in their folders."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.schema.foreign_code import require_plain
 from titan_exp.launch.retry import retry_runs
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, split_runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
@@ -15,6 +17,8 @@ titan-exp retry: restart failed and lost runs, each in its folder and from its l
   titan-exp retry NAME         those of a study
   titan-exp retry RUN ...      runs, by path, id prefix or STUDY/LABEL
   titan-exp retry RUN key=value ...   a new run from the last checkpoint of one, with other values
+
+  --trust                      also a run that another user launched, if its configuration names code
 
 Configuration is that of the folder, code is the current one. A stopped run has not failed: the command that started
 it continues it.
@@ -27,17 +31,22 @@ BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    _, rest = take_flags(argv, (), verb="retry")
+    flags, rest = take_flags(argv, ("--trust",), verb="retry")
     overrides = [word for word in rest if _is_override(word)]
+    trust = "--trust" in flags
     runs, named = split_runs_folder([word for word in rest if word not in overrides])
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
     if overrides:
-        return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides)
+        return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides, trust)
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
     retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]
     others = [statuses[entry.folder.path].state for entry in entries if entry not in retried]
+    unknown = [entry for entry in entries if statuses[entry.folder.path].state == "unknown"]
+    for entry in unknown:
+        reason = statuses[entry.folder.path].reason
+        print(f"{entry.label}: not retried, as it may be queued or running: {reason}", file=sys.stderr)
     if others:
         first = entries[0]
         hint = f" titan-exp train --config-path {first.folder.path} continues it."
@@ -45,9 +54,10 @@ def run(argv: Sequence[str]) -> int:
             hint = f" titan-exp sweep {first.group} starts and continues those."
         print(f"Left alone: {count_states(others)}.{hint if {'preempted', 'new'} & set(others) else ''}")
     if not retried:
-        print("No run failed or was lost.")
-        return 0
-    return retry_runs({entry.folder.path.absolute(): entry.label for entry in retried})
+        print("No run is known to have failed." if unknown else "No run failed or was lost.")
+        return UserError.exit_code if unknown else 0
+    code = retry_runs({entry.folder.path.absolute(): entry.label for entry in retried}, trust=trust)
+    return code or (UserError.exit_code if unknown else 0)
 
 
 def _is_override(word: str) -> bool:
@@ -55,9 +65,11 @@ def _is_override(word: str) -> bool:
     return bool(equals) and key != "paths.runs" and "/" not in key and not Path(word).exists()
 
 
-def _continue_with(entry: RunEntry, overrides: Sequence[str]) -> int:
+def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> int:
     """Start a new run with the configuration of another, other values, and its whole state."""
     from titan_exp.cli.train import run as train
 
+    if not trust:
+        require_plain(entry.folder.config)
     path = str(entry.folder.path.absolute())
     return train(["--config-path", path, *BEGINNING, *overrides, f"checkpoint.continue_from={path}"])

@@ -25,11 +25,11 @@ titan-exp status: state, step, loss, speed and time left of runs. Changes nothin
   titan-exp status RUN ...            runs, by path, id prefix or STUDY/LABEL
   titan-exp status paths.runs=FOLDER  runs of another folder
 
-A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), or lost (its process ended
-without a record). GPU-hours are those of all its starts, without a parent's. "continued from" is the parent of a
-continued run, and the step at which it begins. For a planned run, "/predicted" is its speed over the
-predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the process on a CPU) beside the predicted
-peak."""
+A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), lost (its process ended
+without a record), or unknown (SLURM, which may hold its job, cannot be asked: the reason says why). GPU-hours are those
+of all its starts, without a parent's. "continued from" is the parent of a continued run, and the step at which it
+begins. For a planned run, "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0
+(tensors on a GPU, the process on a CPU) beside the predicted peak."""
 HELP_TEXT = options_help(USAGE, StatusOptions)
 COLUMNS = (
     *("run", "id", "state", "step", "loss", "tokens/s"),
@@ -109,7 +109,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "GPU-hours": _number(row.gpu_hours, ",.2f"),
         "continued from": "-" if row.parent is None else f"{row.parent} at {row.parent_step}",
         **{metric: _number(value, ".4g") for metric, value in row.reported.items()},
-        "reason": (row.reason or "-").partition("\n")[0],
+        "reason": (row.reason or row.warning or "-").partition("\n")[0],
     }
 
 
@@ -130,7 +130,7 @@ def _watch(named: Sequence[str], runs: Path) -> None:
                 table.caption, table.caption_justify = _count(rows), "left"
                 live.update(table, refresh=True)
                 busy = any(study.holder() for word in named if (study := find_study_folder(word, runs)) is not None)
-                if not busy and not any(row.state in ("queued", "running") for row in rows):
+                if not busy and not any(row.state in ("queued", "running", "unknown") for row in rows):
                     return
                 time.sleep(WATCH_EVERY)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal
+from typing import Literal, TypeVar
 
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.moving_average import moving_average
@@ -21,6 +21,7 @@ Direction = Literal["min", "max"]
 WITH_PARENTS = "gpu_hours_with_parents"
 """Name of the metric that exists for the sake of continued runs."""
 
+Item = TypeVar("Item")
 Reader = Callable[[Run, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
@@ -163,9 +164,9 @@ def _fraction_before(run: Run, tokens: float) -> float:
     return min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0
 
 
-def last_fiftieth(losses: list[float]) -> list[float]:
-    """Last 2 % of the values, at least one."""
-    return losses[-max(1, len(losses) // 50) :]
+def last_fiftieth(rows: list[Item]) -> list[Item]:
+    """Last 2 % of the items, at least one."""
+    return rows[-max(1, len(rows) // 50) :]
 
 
 def _worsens(runs: Sequence[Run]) -> bool:

@@ -168,7 +168,7 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
             key,
             present.get(key),
             f"the checkpoint was made with {saved.get(key)}",
-            "that one, or checkpoint.continue_data=restart in a new run",
+            f"{'the former files' if key == CONTENT else 'that one'}, or checkpoint.continue_data=restart in a new run",
         )
         for key in sorted({*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
         if saved.get(key) != present.get(key)

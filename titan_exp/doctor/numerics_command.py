@@ -21,7 +21,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.schema.typed_config import load_experiment, to_experiment
+from titan_exp.config.schema.typed_config import load_group, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
@@ -31,12 +31,13 @@ from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
 
 USAGE = """\
-titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [key=value ...]
+titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [--trust] [key=value ...]
   for example: titan-exp doctor --numerics runs/first/19933fd81472 quantization=float8_rowwise data=text
 
   Runs the first training batch in fp32 and with the recipe, through the weights of a run (or any folder that generate
   reads; the default is the model's initial weights), and lists the linear layers by their quantization error.
-  training.micro_batch_size is the number of sequences, default 4."""
+  training.micro_batch_size is the number of sequences, default 4. --trust imports the model or data source of a run
+  that another user launched."""
 
 DEFAULT_SEQUENCES = 4
 """Sequences per batch if `training.micro_batch_size` is not given."""
@@ -52,11 +53,12 @@ def doctor_command(arguments: Sequence[str], run_path: Callable[[str], str] = st
         return 0
     paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
     flags = [argument for argument in arguments if argument.startswith("-")]
-    if flags != ["--numerics"] or len(paths) > 1:
+    trust = "--trust" in flags
+    if {*flags} - {"--trust"} != {"--numerics"} or len(paths) > 1:
         raise UserError(USAGE)
     path = Path(run_path(paths[0])).expanduser() if paths else None
-    source = None if path is None else open_checkpoint(path)
-    experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument])
+    source = None if path is None else open_checkpoint(path, trust=trust)
+    experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = _first_batch(experiment.data, experiment.training, experiment.experiment.seed).to(device)
     seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
@@ -97,7 +99,9 @@ def _build_initial(
     return model
 
 
-def _compose_single_device(path: Path | None, source: OpenCheckpoint | None, overrides: Sequence[str]) -> Experiment:
+def _compose_single_device(
+    path: Path | None, source: OpenCheckpoint | None, overrides: Sequence[str], trust: bool = False
+) -> Experiment:
     """Compose a single-device experiment; data, tokenizer and sequence length default to the checkpoint's."""
     experiment = to_experiment(compose([*overrides, "training.mixed_precision=fp32"]))
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
@@ -105,7 +109,7 @@ def _compose_single_device(path: Path | None, source: OpenCheckpoint | None, ove
         data, training = experiment.data, experiment.training
         saved = next((run for run in (path, path.parent.parent) if (run / "config.yaml").is_file()), None)
         if saved is not None and not any(key.partition(".")[0] == "data" for key in keys):
-            data = load_experiment(saved / "config.yaml").data
+            data = load_group(saved / "config.yaml", "data", trust=trust)
         if "data.tokenizer" not in keys and source.tokenizer is not None:
             data = dataclasses.replace(data, tokenizer=source.tokenizer)
         if "training.seq_len" not in keys:

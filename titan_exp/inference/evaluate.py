@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
-from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
+from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import Mesh, build_mesh
@@ -42,12 +43,13 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--json]
+                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--json] [--trust]
   for example: titan-exp evaluate runs/first/19933fd81472 data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
-  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had."""
+  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. --trust imports the model or data
+  source of a run that another user launched."""
 
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
@@ -68,15 +70,15 @@ def evaluate_command(
     if len(paths) != 1:
         raise UserError(USAGE)
     path = local_copy(run_path(paths[0]), step=options.step)
-    source = open_checkpoint(path, options.step)
+    source = open_checkpoint(path, options.step, trust=options.trust)
     all_documents = options.split == "all"
-    experiment = evaluation_experiment(path, source, overrides, all_documents)
+    experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
     if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
             found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), all_documents)
     else:
         assert run_on_ranks is not None, "given by the command line"
-        request = {"path": str(source.path), "all_documents": all_documents}
+        request = {"path": str(source.path), "all_documents": all_documents, "trust": options.trust}
         found = ValidationResult(**run_on_ranks(f"{__name__}.rank_main", experiment, request))
     numbers = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
     numbers |= {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
@@ -129,14 +131,15 @@ def rank_main(run_folder: str) -> None:
     """Entry point of one rank."""
 
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
-        source, mesh = open_checkpoint(Path(request["path"])), build_mesh(experiment.parallelism, device)
+        source = open_checkpoint(Path(request["path"]), trust=request["trust"])
+        mesh = build_mesh(experiment.parallelism, device)
         return dataclasses.asdict(evaluate_source(source, experiment, mesh, request["all_documents"]))
 
     serve(run_folder, evaluate)
 
 
 def evaluation_experiment(
-    path: Path, source: OpenCheckpoint, overrides: Sequence[str], all_documents: bool = False
+    path: Path, source: OpenCheckpoint, overrides: Sequence[str], all_documents: bool = False, trust: bool = False
 ) -> Experiment:
     """Apply overrides to the run's configuration, or to the defaults for weights without a run.
 
@@ -151,7 +154,8 @@ def evaluation_experiment(
     unknown = [name for name in names if name not in keys and not name.startswith("data.options.")]
     if wrong or unknown:
         raise UserError("This cannot be evaluated.", [_unknown_key(override, keys) for override in [*wrong, *unknown]])
-    base = _on_one_device(_base_config(path, source))
+    imports = ["model.architecture"] if groups else ["model.architecture", "data.source"]
+    base = _on_one_device(_base_config(path, source, imports, trust))
     if groups:
         base = OmegaConf.merge(base, {"data": _compose_groups(groups).data})
         assert isinstance(base, DictConfig)
@@ -192,17 +196,43 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _base_config(path: Path, source: OpenCheckpoint) -> DictConfig:
+def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], trust: bool) -> DictConfig:
+    experiment = to_experiment(compose(["training.seq_len=1024"]))
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
-            return OmegaConf.create(to_dict(load_experiment(folder / "config.yaml")))
+            config = read_values(folder / "config.yaml", imports, trust)
+            # Evaluation runs neither the run's optimizer, nor its objective, nor its executor.
+            defaults = to_dict(experiment)
+            config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
+            for key in ("training.objective", "training.objective_options", "cluster.kind"):
+                group, _, name = key.partition(".")
+                if isinstance(config.get(group), dict):  # else reported below
+                    config[group] |= {name: defaults[group][name]}
+            return _literal(config)
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
-    experiment = to_experiment(compose(["training.seq_len=1024"]))
     length = min(experiment.training.seq_len, source.model.context)
     config = to_dict(dataclasses.replace(experiment, model=source.model))
     config["data"]["tokenizer"], config["training"]["seq_len"] = source.tokenizer, length
-    return OmegaConf.create(config)
+    return _literal(config)
+
+
+def _literal(config: dict[str, Any]) -> DictConfig:
+    """Values of a configuration whose texts hold no interpolations."""
+    literal = OmegaConf.create(_escaped(config))
+    assert isinstance(literal, DictConfig)
+    return literal
+
+
+def _escaped(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _escaped(part) for key, part in value.items()}
+        case list():
+            return [_escaped(part) for part in value]
+        case str():
+            return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 def _compose_groups(groups: list[str]) -> DictConfig:
@@ -212,7 +242,7 @@ def _compose_groups(groups: list[str]) -> DictConfig:
         if option not in options:
             remedy = did_you_mean(option, options) or f"choose {listed(options)}"
             raise UserError("This cannot be evaluated.", [Violation("data", option, "unknown option", remedy)])
-    return OmegaConf.create(to_dict(to_experiment(compose(groups))))
+    return _literal(to_dict(to_experiment(compose(groups))))
 
 
 def _parse_value(override: str, value: str) -> Any:

@@ -16,6 +16,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.builtins import executor_names
 from titan_exp.config.groups.cluster import LOCAL
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -148,7 +149,18 @@ def print_submission(submission: Submission) -> None:
 def last_executor(folder: RunFolder) -> str:
     """Executor kind of a run's last attempt; `local` before the first."""
     attempts = folder.read_attempts()
-    return attempts[-1].launched_by if attempts else LOCAL
+    return trusted_executor(folder, attempts[-1].launched_by) if attempts else LOCAL
+
+
+def trusted_executor(folder: RunFolder, launched_by: str) -> str:
+    """Executor kind of an attempt; `hand`, which asks no scheduler, if it is code that this user did not launch."""
+    if not is_dotted(launched_by):
+        return launched_by
+    try:
+        kind = read_values(folder.config, imports=("cluster.kind",))["cluster"]["kind"]
+    except (UserError, KeyError, TypeError):
+        return BY_HAND
+    return launched_by if kind == launched_by else BY_HAND
 
 
 BY_HAND = "hand"

@@ -14,6 +14,7 @@ from titan_exp.tracking.number_format import format_bytes
 
 Echo = Callable[[str], None]
 
+USER_CODE_HINT = "  Training would fail as well. plan.gate=warn starts it anyway, plan.gate=off without a check."
 GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
 
 
@@ -22,6 +23,8 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     if is_done(plan):
         return plan
     (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
+    if memory_check.user_error and plan.experiment.plan.gate == "refuse":
+        raise UserError(f"{memory_check.user_error}\n{USER_CODE_HINT}")
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
         raise UserError(_refusal(memory_check, _runs(plan), echo))
     for line in gate_warnings([memory_check]):
@@ -34,7 +37,7 @@ def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
     checked = list(zip(plans, check_open_runs(plans, echo), strict=True))
     refused = [(plan, check) for plan, check in checked if check is not None and is_refused(check)]
     if refused:
-        lines = [f"{plan.folder.path}: {explain_oom(check)}" for plan, check in refused]
+        lines = [f"{plan.folder.path}: {refusal(check)}" for plan, check in refused]
         raise UserError("\n".join([*lines, GATE_HINT]))
     for line in gate_warnings([check for _, check in checked if check is not None]):
         echo(line)
@@ -52,8 +55,14 @@ def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | 
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """True if the run does not fit and plan.gate=refuse."""
-    return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
+    """True if the run does not fit or its user code fails, and plan.gate=refuse."""
+    fails = memory_check.fits is False or bool(memory_check.user_error)
+    return fails and memory_check.experiment.plan.gate == "refuse"
+
+
+def refusal(memory_check: MemoryCheck) -> str:
+    """Reason for refusing a run of several."""
+    return memory_check.user_error or f"it does not fit: {explain_oom(memory_check)}"
 
 
 def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
@@ -75,6 +84,8 @@ def is_done(plan: RunPlan) -> bool:
 
 
 def _warning(memory_check: MemoryCheck) -> str:
+    if memory_check.user_error:
+        return f"This run is expected to fail. {memory_check.user_error}"
     if memory_check.fits is False:
         return f"This run is not expected to fit: {explain_oom(memory_check)}"
     if memory_check.why_not and memory_check.device_memory is not None:

@@ -8,8 +8,10 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_paths import saved_state, step_of
+from titan_exp.config.schema.foreign_code import Trust
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.provenance.user_code import import_paths
 from titan_exp.launch.run_id import identity, run_id
 
 AUTO = "auto"
@@ -42,9 +44,10 @@ def related_runs(experiment: Experiment) -> list[RelatedRun]:
     The layout of the experiment is resolved. Runs of as many steps as it has, and the run itself, are left out.
     """
     wanted, own = _trajectory(experiment), run_id(experiment)
+    trust = import_paths(experiment).values()
     found = [
         related
-        for related in _saved_runs(Path(experiment.paths.runs).expanduser() / experiment.experiment.name)
+        for related in _saved_runs(Path(experiment.paths.runs).expanduser() / experiment.experiment.name, trust)
         if related.name.rpartition("/")[2] != own
         and related.step < experiment.training.steps
         and _trajectory(related.experiment) == wanted
@@ -71,7 +74,7 @@ def _trajectory(experiment: Experiment) -> dict[str, Any]:
     return {key: value for key, value in identity(experiment).items() if not is_among(key, MAY_DIFFER)}
 
 
-def _saved_runs(folder: Path) -> Iterator[RelatedRun]:
+def _saved_runs(folder: Path, trust: Trust) -> Iterator[RelatedRun]:
     if not folder.is_dir():
         return
     configs = sorted(folder.glob("[!.]*/config.yaml"), key=lambda path: -path.stat().st_mtime)
@@ -81,6 +84,6 @@ def _saved_runs(folder: Path) -> Iterator[RelatedRun]:
         if step is None:
             continue
         try:
-            yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config))
-        except UserError:  # written by another version
+            yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config, trust))
+        except UserError:  # written by another version, or by another user with other code
             continue

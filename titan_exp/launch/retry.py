@@ -11,12 +11,12 @@ from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
-def retry_runs(labels: Mapping[Path, str]) -> int:
+def retry_runs(labels: Mapping[Path, str], *, trust: bool = False) -> int:
     """Restart runs by folder path and print each result under its label; returns the exit code. Raises UserError if a
     run cannot start or is not expected to fit."""
     by_kind: dict[str, list[RunPlan]] = {}
     for path in labels:
-        plan = plan_relaunch(RunFolder(path))
+        plan = plan_relaunch(RunFolder(path), trust)
         by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
     console, submissions = RunConsole(), list[Submission]()
     by_kind = {kind: gate_runs(plans, console.echo) for kind, plans in by_kind.items()}

@@ -26,6 +26,11 @@ class RunConsole:
         if self._sink is not None:
             self._try(self._sink.log, row)
 
+    def warn(self, warning: str | None) -> None:
+        """Display a warning until it is None."""
+        if self._sink is not None:
+            self._try(self._sink.warn, warning)
+
     def log_lines(self, lines: Iterator[str]) -> None:
         """Print rank 0's log up to its traceback; the first failed rank's traceback is printed at the end."""
         for line in lines:

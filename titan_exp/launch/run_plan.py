@@ -20,9 +20,11 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.paths.parent_run import normalize_parent
+from titan_exp.config.schema.run_signature import signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
+from titan_exp.launch.provenance.user_code import import_paths
 from titan_exp.launch.related_runs import AUTO, with_auto_parent
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.launch.state.run_lookup import run_path
@@ -138,11 +140,13 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
     """Contents by file name: configuration, overrides, code, environment, prediction."""
     provenance = provenance or read_provenance()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
-    config = to_yaml(plan.experiment)
     prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
+    config = to_yaml(plan.experiment)
+    signature = signed(config, plan.folder.signature)
     return {
         **prediction,
         plan.folder.config.name: config,
+        **({} if signature is None else {plan.folder.signature.name: signature}),
         plan.folder.overrides.name: overrides_text(list(map(mask_override, plan.overrides))),
         plan.folder.nondefault.name: _nondefault(plan, config),
         plan.folder.code.name: provenance.code_json(ids, plan.experiment),
@@ -194,7 +198,7 @@ def _require_same(plan: RunPlan) -> None:
             f"{folder.path} exists without a config.yaml, so it is not a run. Move it away, or choose another "
             "experiment.name."
         )
-    found = run_id(load_experiment(folder.config))
+    found = run_id(load_experiment(folder.config, trust=import_paths(plan.experiment).values()))
     if found != plan.run_id:
         raise UserError(
             f"{folder.config} was changed: it now describes run {found}, not {plan.run_id}, and continuing would mix "

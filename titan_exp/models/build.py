@@ -6,6 +6,8 @@ from torch import nn
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component
+from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import model_spec
@@ -23,6 +25,7 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
         UserError: the import path cannot be imported, or the family's spec describes other parameters.
     """
     family, spec = component("model", config.architecture), model_spec(config)
+    config = revealed(config, "model") if is_dotted(config.architecture) else config
     if hasattr(family, "model"):
         model = family.model(config, seq_len=seq_len, backend=attention_backend)
     else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.config.schema.call_signature import Call, import_callable
 from titan_exp.models import llama
 
 if TYPE_CHECKING:
@@ -28,4 +28,5 @@ def model(config: Config, *, seq_len: int, backend: object) -> "nn.Module":
     Its `forward(tokens, positions, documents)` returns logits. Blocks in a `ModuleDict` named `blocks` are sharded,
     recomputed and compiled one by one.
     """
-    return import_dotted(config.architecture, "model.architecture")(config, **config.options)
+    call = Call(("config",), (), "model.options", config.options)
+    return import_callable(config.architecture, "model.architecture", call)(config, **config.options)

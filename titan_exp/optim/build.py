@@ -7,6 +7,8 @@ from torch import nn
 
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.schema.component import component
+from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.optim.parameter_groups import named_parameters
 
 
@@ -21,4 +23,5 @@ def build_optimizer(parts: Iterable[nn.Module], config: OptimizerConfig) -> torc
     Raises:
         UserError: the import path cannot be imported, or the optimizer cannot shard its state like the parameters.
     """
+    config = revealed(config, "optimizer") if is_dotted(config.name) else config
     return component("optimizer", config.name).build(named_parameters(parts), config)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 
 from titan_exp.config.groups.optimizer import LRScheduleConfig
-from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.schema.call_signature import Call, import_callable
+from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.secrets.variables import revealed
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -48,5 +50,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def _decay(config: LRScheduleConfig) -> Callable[[float], float]:
     if not is_dotted(config.decay):
         return DECAYS[config.decay]
-    function = import_dotted(config.decay, "lr_schedule.decay")
-    return lambda progress: float(function(progress, **config.options))
+    call = Call(("progress",), (), "lr_schedule.options", config.options)
+    function = import_callable(config.decay, "lr_schedule.decay", call)
+    options = revealed(config.options, "lr_schedule.options")
+    return lambda progress: float(function(progress, **options))

@@ -1,16 +1,20 @@
 """Any `torch.optim.Optimizer` class by import path, torch's or the user's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_exp.config.groups.optimizer import AdamWConfig
-from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.config.schema.call_signature import Call, import_callable, require_members
 
 if TYPE_CHECKING:
     import torch
 
     from titan_exp.optim.parameter_groups import NamedParameter
+
+
+MEMBERS = ("step", "zero_grad", "state_dict", "load_state_dict")
+"""Methods of an optimizer that the trainer calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +34,16 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.opti
     from titan_exp.optim.parameter_groups import parameter_groups
 
     groups = parameter_groups(parameters, config, by_role=True)
-    return import_dotted(config.name, "optimizer.name")(groups, lr=config.lr, **config.options)
+    return optimizer_class(config)(groups, lr=config.lr, **config.options)
+
+
+def optimizer_class(config: Config) -> Callable[..., "torch.optim.Optimizer"]:
+    """Import the class.
+
+    Raises:
+        UserError: it cannot be imported, takes other arguments, or is no optimizer.
+    """
+    name, field = config.name, "optimizer.name"
+    found = import_callable(name, field, Call(("params",), ("lr",), "optimizer.options", config.options))
+    require_members(found, name, field, MEMBERS, "torch.optim.Optimizer, which it extends")
+    return found

@@ -1,6 +1,7 @@
 """Initialization of meta models: each rank draws its own shards of the initial weights."""
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +12,41 @@ from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_sli
 from titan_exp.ops.local_tensor import local_tensor
 
 
-def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
+def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> list[str]:
     """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers.
 
-    Offloaded parameters go to the CPU, everything else to `device`.
+    Offloaded parameters go to the CPU, everything else to `device`. Returns the names of the buffers that no module's
+    `reset_buffers` computed.
     """
+    places = _places(model)
     model.to_empty(device="cpu" if cpu_offload else device)
+    for (owner, attribute), *others in places:
+        for module, name in others:  # `to_empty` unties weights that leave the meta device
+            setattr(module, name, getattr(owner, attribute))
     if cpu_offload:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(
                     name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
                 )
+    unfilled = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()  # type: ignore[operator]  # a method, not a submodule
+    return [
+        name
+        for name, buffer in model.named_buffers()
+        if unfilled.get(name, (None, 0))[0] is buffer and unfilled[name][1] == buffer._version
+    ]
+
+
+def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Modules and names of each parameter; a tied weight has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[parameter].append((module, name))
+    return list(places.values())
 
 
 @torch.no_grad()
@@ -33,6 +54,17 @@ def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> 
     """Fill parameters from their initial distributions, identically in every layout and without communication."""
     for name, parameter in model.named_parameters():
         local_tensor(parameter).copy_(init_slice(seed, name, table[name], local_shard(parameter)))
+
+
+@torch.no_grad()
+def init_buffers(model: nn.Module, names: Collection[str], build: Callable[[], nn.Module]) -> None:
+    """Fill buffers from a whole model built on the CPU."""
+    if not names:
+        return
+    with torch.random.fork_rng(devices=[]):
+        whole = dict(build().named_buffers())
+    for name in names:
+        model.get_buffer(name).copy_(whole[name])
 
 
 @torch.no_grad()

@@ -60,6 +60,8 @@ class NotPredicted:
 
     reason: str
     """Reason, as a clause."""
+    user_error: str = ""
+    """Failure of the run's user code, with its frames; empty if the planner is the reason."""
 
 
 def merge_ranks(parts: Sequence[Mapping[str, Any]]) -> Prediction:

@@ -44,6 +44,39 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         linear.linear_impl = grouped_linear_impl_for(config, emulated=grouped_emulated)
 
 
+def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, layers: int) -> None:
+    """Check that the recipe selects linear layers of the whole model, and that its blocks divide them.
+
+    Raises:
+        UserError: the recipe selects no linear, `filter` matches none, or the dims of one do not fit.
+    """
+    if config.recipe == "none":
+        return
+    found, quantized = dict(_linears(model)), dict(_quantized_linears(model, config, layers))
+    violations = []
+    for pattern in config.filter if found else ():
+        if not any(fnmatchcase(name, pattern) for name in found):
+            offer = did_you_mean(pattern, found) or "patterns look like blocks.*.attention.*"
+            violations.append(Violation("quantization.filter", pattern, "the model has no such linear layer", offer))
+    if not quantized and not violations:
+        reason, remedy = "it selects no linear layer", "quantization=none"
+        plain = sum(type(module) is nn.Linear for module in model.modules())
+        if plain and not found:
+            reason = f"it replaces the matmul of titan_exp's Linear, and the model's {plain} layers are of torch.nn"
+            remedy = "make them of titan_exp.models.blocks.transformer.Linear; or quantization=none"
+        violations.append(Violation("quantization.recipe", config.recipe, reason, remedy))
+    for name, linear in quantized.items():
+        if not isinstance(linear, Linear):
+            continue  # `_is_grouped_emulated` knows the kernel's multiple
+        for size, dim in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
+            if size % BLOCK[config.recipe]:
+                reason = f"its dims are multiples of {BLOCK[config.recipe]}, and {name} has {size} {dim}"
+                offer = f"quantization.filter=['{name}'] keeps it in high precision; or another shape"
+                violations.append(Violation("quantization.recipe", config.recipe, reason, offer))
+    if violations:
+        raise UserError("This run cannot be started.", violations)
+
+
 def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> str | None:
     """One-line summary of a recipe applied to a model; None without a recipe.
 
@@ -52,16 +85,8 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     """
     if config.recipe == "none":
         return None
-    found = dict(_linears(model))
-    for pattern in config.filter:
-        if not any(fnmatchcase(name, pattern) for name in found):
-            offer = did_you_mean(pattern, found) or "patterns look like blocks.*.attention.*"
-            violation = Violation("quantization.filter", pattern, "the model has no such linear layer", offer)
-            raise UserError("This run cannot be started.", [violation])
-    quantized = dict(_quantized_linears(model, config, layers))
-    if not quantized:
-        violation = Violation("quantization.recipe", config.recipe, "it selects no linear layer", "quantization=none")
-        raise UserError("This run cannot be started.", [violation])
+    require_quantized_linears(model, config, layers=layers)
+    found, quantized = dict(_linears(model)), dict(_quantized_linears(model, config, layers))
     experts = {name: linear for name, linear in quantized.items() if isinstance(linear, GroupedLinear)}
     emulated_experts = [_is_grouped_emulated(name, linear, config, device) for name, linear in experts.items()]
     weights = sum(linear.weight.numel() for linear in quantized.values())

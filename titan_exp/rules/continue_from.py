@@ -17,7 +17,7 @@ from titan_exp.config.paths.checkpoint_paths import step_of
 from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.typed_config import load_experiment, to_dict
+from titan_exp.config.schema.typed_config import read_values
 from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "checkpoint.continue_from"
@@ -57,7 +57,7 @@ def parent_fits(
         return
     # A configuration that cannot be read is compared at the start, from the checkpoint.
     with suppress(UserError):
-        saved = to_dict(load_experiment(path.parent.parent / "config.yaml"))
+        saved = read_values(path.parent.parent / "config.yaml")
         yield from misfits(saved, checkpoint, model, optimizer, run)
 
 

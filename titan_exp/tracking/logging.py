@@ -1,8 +1,12 @@
 """Rank logging: rank 0 to standard output, warnings of other ranks to one file each."""
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
+
+from titan_exp.config.secrets.variables import concealed
 
 
 def get_logger() -> logging.Logger:
@@ -30,16 +34,35 @@ def configure_logging(rank: int, logs: Path) -> None:
 
 def _handler(rank: int, logs: Path) -> logging.Handler:
     if rank == 0:
-        return logging.StreamHandler(sys.stdout)
+        return _StreamHandler(sys.stdout)
     logs.mkdir(exist_ok=True)
     # Created with the first warning, to avoid thousands of empty files.
-    handler = logging.FileHandler(logs / f"rank-{rank}.log", delay=True)
+    handler = _FileHandler(logs / f"rank-{rank}.log", delay=True)
     handler.setLevel(logging.WARNING)
     return handler
 
 
+class _Lossy(logging.Handler):
+    """Drops lines that a full or read-only disk does not take, where logging would print a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+class _StreamHandler(_Lossy, logging.StreamHandler[TextIO]):
+    pass
+
+
+class _FileHandler(_Lossy, logging.FileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # With `delay`, the file is opened here, outside logging's own error handling.
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
+
 class _Formatter(logging.Formatter):
-    """Time, level of warnings and errors, message."""
+    """Time, level of warnings and errors, message; without secrets."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -48,6 +71,9 @@ class _Formatter(logging.Formatter):
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message.strip()}"
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return concealed(super().format(record))
 
 
 class _OnceFilter(logging.Filter):

@@ -1,6 +1,7 @@
 """Load a model with weights of any format, whole or this rank's shard, for inference."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,14 +11,14 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
 from titan_exp.config.paths.checkpoint_paths import step_of
-from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.parallel.meta_init import local_shard, materialize_parameters
+from titan_exp.parallel.meta_init import init_buffers, local_shard, materialize_parameters
 from titan_exp.tracking.run_folder.lineage import ancestors
 
 Rows = Mapping[str, Sequence[slice]]
@@ -47,12 +48,13 @@ def load_source(
     backend = choose_attention_backend(
         source.model, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts, auto=not supported
     )
+    build = partial(build_model, source.model, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):
-        model = build_model(source.model, seq_len=seq_len, attention_backend=backend)
+        model = build()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     rows = {} if divide is None else divide(model)
-    materialize_parameters(model, device)
+    init_buffers(model, materialize_parameters(model, device), build)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
             raise UserError(f"{source.path} lacks {name}, a parameter of the model {source.model.name}.")
@@ -88,7 +90,7 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
     """Sequence length in tokens of the run that trained the weights; the model's context if unknown."""
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
-            return load_experiment(folder / "config.yaml").training.seq_len
+            return load_group(folder / "config.yaml", "training", imports=()).seq_len
     return source.model.context
 
 

@@ -43,6 +43,7 @@ class Report:
         """The last finished step."""
         self.leader = dist.get_rank() == 0
         self._heartbeat_failed = False
+        self._warning: str | None = None
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
         self.cache = cache_of(folder, experiment.experiment.name)
@@ -67,6 +68,12 @@ class Report:
         self.compilation.after("step", step)
         if self.leader:
             self._beat(step)
+
+    def warn(self, warning: str | None) -> None:
+        """Show a warning in `status` and the progress display until it is None."""
+        if self.leader and warning != self._warning:
+            self._warning = warning
+            self._beat(self.last_step, force=True)
 
     def log(
         self,
@@ -135,10 +142,9 @@ class Report:
     def _beat(self, step: int, *, force: bool = False) -> None:
         """Write the heartbeat; an error is logged once and does not end the run."""
         try:
-            self.folder.beat(step, force=force)
+            if self.folder.beat(step, force=force, warning=self._warning):
+                self._heartbeat_failed = False
         except OSError as error:
             if not self._heartbeat_failed:
                 get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
             self._heartbeat_failed = True
-        else:
-            self._heartbeat_failed = False

@@ -25,7 +25,7 @@ returns rank 0's response."""
 def serve(run_folder: str, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
     """Join the process group, call `function` on the request in a scratch run folder, and write rank 0's response."""
     folder = RunFolder(run_folder)
-    experiment = load_experiment(folder.config)
+    experiment = load_experiment(folder.config, trust=True)
     request = json.loads((folder.path / REQUEST).read_text(encoding="utf-8"))
     configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
     with joined(experiment.cluster) as device:

@@ -7,8 +7,10 @@ import time
 import torch.distributed as dist
 
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.secrets.variables import conceal_output, require_variables
 from titan_exp.tracking.logging import configure_logging, get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.file_lock import LockedError
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 from titan_exp.trainer.distributed import joined
@@ -26,7 +28,9 @@ def main(run_folder: str) -> None:
         SystemExit: with `STOPPED`, after saving, if a stop was requested.
     """
     folder = RunFolder(run_folder)
-    experiment = load_experiment(folder.config)
+    experiment = load_experiment(folder.config, trust=True)
+    if require_variables(experiment):
+        conceal_output()
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank, folder.logs)
     if rank == 0:
@@ -64,8 +68,8 @@ def _record_data(folder: RunFolder, trainer: Trainer) -> None:
         return
     try:
         folder.update_attempt(attempt, data=present)
-    except OSError as error:
-        get_logger().error("%s cannot be written (%s)", folder.attempts, error.strerror or error)
+    except (OSError, LockedError) as error:
+        get_logger().error("the identity of the data cannot be recorded (%s)", error)
 
 
 def _write_running(folder: RunFolder, trainer: Trainer) -> None:

@@ -192,6 +192,7 @@ class Trainer:
         self.checkpointer.poll()
         if save:
             self._save()
+        self.report.warn(self.checkpointer.warning())
         if self.exports.due(step) and not last:
             self._export()
 

@@ -59,6 +59,7 @@ def script(*overrides: str) -> Script:
         python="/venv/bin/python",
         import_path=["/home/me/project"],
         folder=str(plan.folder.path),
+        submission="/runs/.slurm/feedbeefcafe",
         runs="/runs",
     )
 
@@ -93,19 +94,61 @@ def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12"}
+    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]"}
+
+
+def script_in(folder: Path) -> Script:
+    one = script("cluster=slurm")
+    return replace(one, python=f"{folder}/python", folder=str(folder / "run"), submission=str(folder))
+
+
+def make_run(path: Path, token: str):
+    path.mkdir()
+    (path / "config.yaml").touch()
+    RunFolder(path).add_attempt(world_size=1, hosts=(), token="0123456789ab")
+    RunFolder(path).add_attempt(world_size=1, hosts=(), token=token)
+
+
+def run_script(folder: Path, one: Script, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    (folder / "job.sh").write_text(render(one))
+    (folder / "slurm-12.out").touch()
+    return subprocess.run(
+        ["bash", str(folder / "job.sh")], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
 
 
 @pytest.mark.parametrize(("after", "code", "said"), [(0, 0, ""), (1, 1, ""), (130, 130, ""), (85, 0, "requeue 12\n")])
 def test_exit_code_of_the_script(tmp_path: Path, after: int, code: int, said: str):
     """A signal while srun runs writes the stop flag, and the script still waits for srun."""
     environment = fake_cluster(tmp_path, 'kill -USR2 "$PPID"; sleep 0.5; echo srun is over; exit 3', after)
-    one = replace(script("cluster=slurm"), python=f"{tmp_path}/python", folder=str(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "job.sh").write_text(render(one))
-    done = subprocess.run(
-        ["bash", str(tmp_path / "job.sh")], env=environment, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (code, "srun is over\n", "")
+    one = script_in(tmp_path)
+    make_run(tmp_path / "run", "feedbeefcafe")
+    done = run_script(tmp_path, one, environment)
+    said_first, *others = done.stdout.splitlines()
+    assert said_first.startswith("titan_exp: job 12, start 0 on node[1-2], ")
+    assert (done.returncode, others, done.stderr) == (code, ["srun is over"], "")
     assert (tmp_path / "run" / "stop").read_text().startswith("SLURM is about to end the job")
     assert (tmp_path / "said").read_text() if said else not (tmp_path / "said").exists()
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [(None, "the run folder was deleted or moved, so job 12 ends"), ("feedbeefcafe_1", "this run was started anew")],
+)
+def test_job_of_another_run_folder_ends_at_once(tmp_path: Path, token: str | None, words: str):
+    environment = fake_cluster(tmp_path, f"touch {tmp_path}/started", 0)
+    if token is not None:
+        make_run(tmp_path / "run", token)
+    done = run_script(tmp_path, script_in(tmp_path), environment)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert words in done.stdout
+    assert not (tmp_path / "started").exists()
+    assert (tmp_path / "run").exists() == (token is not None)
+
+
+def test_log_has_a_second_name_in_the_run_folder(tmp_path: Path):
+    environment = fake_cluster(tmp_path, "true", 0)
+    make_run(tmp_path / "run", "feedbeefcafe")
+    for _ in range(2):  # a requeued job appends
+        assert run_script(tmp_path, script_in(tmp_path), environment).returncode == 0
+    assert (tmp_path / "run" / "logs" / "slurm-12.out").samefile(tmp_path / "slurm-12.out")

@@ -57,7 +57,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
     if mapped_format is not None and mapped_format not in checkpoint_formats(source.model):
         raise UserError(
             f"format={export.format} has no tensor names for the architecture {source.model.architecture}. "
-            "format=torch and format=dcp hold any model."
+            "format=safetensors, torch and dcp hold any model under its own names."
         )
     specs, produce = _tensors(source, mapped_format, export.dtype)
     total = sum(spec.bytes for spec in specs)
@@ -112,6 +112,10 @@ def _write(
         case "huggingface":
             path.mkdir()
             write_hf_metadata(path, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
+            write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
+        case "safetensors":
+            path.mkdir()
+            _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
         case "llama":
             path.mkdir()

@@ -17,7 +17,7 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
@@ -26,7 +26,7 @@ from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.spec.lookup import family_violations, model_spec
 
-FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
+FORMATS = ("dcp", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
 
 TORCHTUNE_FILE = "model.pt"
@@ -48,25 +48,26 @@ class OpenCheckpoint:
     """`bos_token_id` and `eos_token_id`, if known."""
 
 
-def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
+def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False) -> OpenCheckpoint:
     """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest).
 
-    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged.
+    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged; Untrusted if the model
+    is code that a run of another user names, without `trust`.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
     if path.is_file():
-        return _open_torch_file(path)
+        return _open_torch_file(path, trust)
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
-        return _open_dcp(_checkpoint_of_run(path, step))
+        return _open_dcp(_checkpoint_of_run(path, step), trust)
     if step:
         raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is not one.")
     if (path / ".metadata").is_file():
-        return _open_dcp(path)
-    if (path / FILE).is_file() and (path / TORCHTUNE_FILE).is_file():
-        return _open_torchtune(path)
+        return _open_dcp(path, trust)
+    if (path / FILE).is_file() and ((path / TORCHTUNE_FILE).is_file() or any(path.glob("*.safetensors"))):
+        return _open_described(path, trust)
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
-        return _open_meta(path)
+        return _open_meta(path, trust)
     if (path / "config.json").is_file():
         return open_huggingface(path)
     raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
@@ -113,7 +114,7 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     return checkpoints.path_of(step or steps[-1])
 
 
-def _open_dcp(path: Path) -> OpenCheckpoint:
+def _open_dcp(path: Path, trust: bool) -> OpenCheckpoint:
     # Without collectives: in a job of several ranks, only some may open it.
     raise_if_damaged(path, find_damage(path))
     store = DCPTensorReader(path)
@@ -121,11 +122,11 @@ def _open_dcp(path: Path) -> OpenCheckpoint:
         raise UserError(f"{path} is a DCP checkpoint without a model: no key begins with 'model.'.")
     described, run_config = path / FILE, path.parent.parent / "config.yaml"
     if described.is_file():
-        model, special = _described_model(path)
+        model, special = _described_model(path, trust)
         tokenizer = _tokenizer_in(path)
     elif run_config.is_file():
-        experiment = load_experiment(run_config)
-        model, (tokenizer, special) = experiment.model, run_tokenizer(experiment.data)
+        model = load_group(run_config, "model", trust=trust)
+        tokenizer, special = run_tokenizer(load_group(run_config, "data", imports=()))
     else:
         raise UserError(
             f"{path} is a DCP checkpoint outside of a run, without a description of its model: {FILE} is missing. "
@@ -137,9 +138,9 @@ def _open_dcp(path: Path) -> OpenCheckpoint:
     return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
 
 
-def _open_meta(folder: Path) -> OpenCheckpoint:
+def _open_meta(folder: Path, trust: bool) -> OpenCheckpoint:
     # titan_exp's model.json contains more than Meta's params.json.
-    known, special = _described_model(folder) if (folder / FILE).is_file() else (None, {})
+    known, special = _described_model(folder, trust) if (folder / FILE).is_file() else (None, {})
     model, store = open_consolidated(folder, known)
     model = _require_supported(model, folder)
     # A head equal to the embedding is tied.
@@ -147,14 +148,17 @@ def _open_meta(folder: Path) -> OpenCheckpoint:
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
-def _open_torchtune(folder: Path) -> OpenCheckpoint:
-    model, special = _described_model(folder)
+def _open_described(folder: Path, trust: bool) -> OpenCheckpoint:
+    """Open safetensors with the model's own names, or torchtune's file, beside `model.json`."""
+    model, special = _described_model(folder, trust)
+    if not (folder / TORCHTUNE_FILE).is_file():
+        return _own_names(folder, "safetensors", model, SafetensorsReader(folder), special)
     store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
     parameters = _mapped(store, model, "torchtune", folder, set())
     return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
 
 
-def _open_torch_file(path: Path) -> OpenCheckpoint:
+def _open_torch_file(path: Path, trust: bool) -> OpenCheckpoint:
     if path.name.startswith("consolidated.") and path.with_name("params.json").is_file():
         raise UserError(f"{path} is one file of Meta's Llama. Use its folder: {path.parent}")
     content = torch_load_safely(path)
@@ -164,12 +168,17 @@ def _open_torch_file(path: Path) -> OpenCheckpoint:
             f"{path} is a torch file, but not of titan-exp: it has no 'model' and 'config' (it has "
             f"{', '.join(map(str, list(content)[:4]))}). For Meta's files use the folder with params.json."
         )
-    model, special = from_json(content["config"], str(path))
-    store = TorchFileReader(tensors)
+    model, special = from_json(content["config"], path, trust)
+    return _own_names(path, "torch", model, TorchFileReader(tensors), special)
+
+
+def _own_names(
+    path: Path, form: str, model: ModelConfig, store: TensorReader, special: Mapping[str, Any]
+) -> OpenCheckpoint:
     spec = model_spec(model)
     if spec is not None:
         check_tensors(store.shapes, spec.shapes, where=str(path))
-    return OpenCheckpoint(path, "torch", model, store, None, special)
+    return OpenCheckpoint(path, form, model, store, _tokenizer_in(path), special)
 
 
 def _mapped(
@@ -192,9 +201,9 @@ def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
     return model
 
 
-def _described_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
+def _described_model(folder: Path, trust: bool) -> tuple[ModelConfig, Mapping[str, Any]]:
     """Model and special tokens of a converted checkpoint's `model.json`."""
-    return from_json(json.loads((folder / FILE).read_text(encoding="utf-8")), str(folder / FILE))
+    return from_json(json.loads((folder / FILE).read_text(encoding="utf-8")), folder / FILE, trust)
 
 
 def _tokenizer_in(folder: Path) -> str | None:

@@ -19,7 +19,18 @@ from titan_exp.config.errors.user_error import UserError
 INDEX = "model.safetensors.index.json"
 """Index from tensor names to files."""
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -60,12 +71,14 @@ class SafetensorsReader:
         """Dtype of a tensor."""
         kind = self._slice(name).get_dtype()
         if kind not in _DTYPES:
-            raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}; supported are fp32, bf16, fp16.")
+            raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}; supported are {', '.join(_DTYPES)}.")
         return _DTYPES[kind]
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """Read only a slice from disk."""
         part = self._slice(name)
+        if not part.get_shape():
+            return self._open(self.files[name]).get_tensor(name)
         return part[rows, columns] if len(part.get_shape()) > 1 else part[rows]
 
     def _slice(self, name: str) -> Any:

@@ -48,6 +48,9 @@ class BackgroundUploader:
         self._skipped: set[int] = set()
         self._closing = self._cancelled = self._last_try = False
         self._failed: int | None = None
+        self._failing_since: str | None = None
+        self.warning: str | None = None
+        """Since when uploads fail, and why; None if the last one succeeded."""
         self._seconds: float | None = None
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
@@ -189,9 +192,12 @@ class BackgroundUploader:
         with self._changed:
             self._failed = None if failure is None else step
             if failure is None:
+                self.warning = self._failing_since = None
                 self._seconds = seconds
             else:
                 self._skip(step)
+                since = self._failing_since = self._failing_since or time.strftime("%Y-%m-%d %H:%M:%S")
+                self.warning = f"no checkpoint can be uploaded to {self._run.url} since {since} ({failure})"
         if failure is None:
             get_logger().info("uploaded step %d to %s in %.3f s", step, self._run.url, seconds)
         elif not self._cancelled:

@@ -23,6 +23,7 @@ from titan_exp.checkpoint.remote.remote_run import CONFIG
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, step_name
 from titan_exp.config.paths.remote_url import is_url, joined
+from titan_exp.config.schema.run_signature import SIGNATURE_FILE
 from titan_exp.models.convert.model_json import FILE
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.byte_progress import ProgressCallback, byte_progress
@@ -166,9 +167,9 @@ def _step_manifest(
     if run is not remote:
         # Names are relative to the run's folder, which has the configuration.
         files = {path: (f"{name}/{file}", entry) for path, (file, entry) in files.items()}
-    config = run.stat(CONFIG)
-    if config is not None:
-        files[f"{root}/{CONFIG}"] = (CONFIG, config)
+    for file in (CONFIG, SIGNATURE_FILE):
+        if (entry := run.stat(file)) is not None:
+            files[f"{root}/{file}"] = (file, entry)
     expected = {f"{folder}/{file}": checksum for file, checksum in checksums.items()}
     return _Manifest(run.url, root if whole_run else folder, files, expected)
 

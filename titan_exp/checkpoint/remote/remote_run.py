@@ -11,6 +11,7 @@ from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, par
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFolder
 from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE, step_name
 from titan_exp.config.paths.remote_url import joined
+from titan_exp.config.schema.run_signature import SIGNATURE_FILE
 from titan_exp.tracking.logging import get_logger
 
 CONFIG = "config.yaml"
@@ -30,10 +31,11 @@ class RemoteRun:
         self._kept: set[int] = set()
 
     def write_config(self, config: Path) -> None:
-        """Upload the run's configuration; this also verifies that the store is writable."""
-        text = config.read_bytes() if config.is_file() else b""
-        if self.folder.read(CONFIG) != text:
-            self.folder.write(CONFIG, text)
+        """Upload the run's configuration and its signature; this also verifies that the store is writable."""
+        for path in (config.with_name(SIGNATURE_FILE), config):
+            text = path.read_bytes() if path.is_file() else b""
+            if self.folder.read(path.name) != text:
+                self.folder.write(path.name, text)
 
     def listed_steps(self) -> list[int]:
         """Steps with any file, ascending, complete or not."""

@@ -40,7 +40,8 @@ def run_search(argv: Sequence[str]) -> int:
         print(options_help(USAGE, PlanSearchOptions), end="")
         return 0
     options, overrides = search_options(argv)
-    return run_with_hydra(overrides, lambda cfg, typed: search_command(cfg, options, typed))
+    task = lambda cfg, typed: search_command(cfg, options, typed)  # noqa: E731
+    return run_with_hydra(overrides, task, trust=options.trust)
 
 
 def search_options(argv: Sequence[str]) -> tuple[PlanSearchOptions, list[str]]:

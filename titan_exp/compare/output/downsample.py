@@ -1,8 +1,10 @@
 """Loss curves downsampled for a page by averaging neighbouring rows."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
+from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.run_record import Run
 
@@ -14,7 +16,7 @@ MIN_POINTS, MAX_POINTS = 60, 1_000
 
 
 def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
-    """Curves of every run with rows: `loss` and `validation_loss` as [tokens, steps, values].
+    """Curves of every run with rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
 
     A non-finite value is None, which leaves a gap.
     """
@@ -35,9 +37,10 @@ def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
-    """Tokens, steps and values of a metric, averaged over neighbours to at most `most` points.
+    """Tokens, steps and values of a metric, averaged over neighbours to at most `most` points, and the rows of each.
 
-    A group with a non-finite value becomes None, so that a divergence stays visible.
+    A group with a non-finite value becomes None, so that a divergence stays visible. No group has rows of the last 2 %,
+    whose mean is the run's loss, and others.
     """
     known = [
         (float(row["tokens"] or 0), float(row["step"] or 0), float(value))
@@ -45,12 +48,21 @@ def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
         if (value := row.get(key)) is not None and row.get("tokens") is not None
     ]
     size = math.ceil(len(known) / most) or 1
-    groups = [known[start : start + size] for start in range(0, len(known), size)]
-    columns: list[list[float | None]] = [[], [], []]
+    while len(groups := _groups(known, size)) > most:
+        size += 1
+    columns: list[list[float | None]] = [[], [], [], []]
     for group in groups:
         tokens, steps, values = zip(*group, strict=True)
         mean = math.fsum(values) / len(group) if all(map(math.isfinite, values)) else None
         columns[0].append(sum(tokens) / len(group))
         columns[1].append(sum(steps) / len(group))
         columns[2].append(None if mean is None else float(f"{mean:.6g}"))
+        columns[3].append(len(group))
     return columns
+
+
+def _groups(rows: list[tuple[float, float, float]], size: int) -> list[list[tuple[float, float, float]]]:
+    """Groups of up to `size` rows, one of which begins with the last 2 %."""
+    tail = len(rows) - len(last_fiftieth(rows))
+    starts = [*range(0, tail, size), *range(tail, len(rows), size)]
+    return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]

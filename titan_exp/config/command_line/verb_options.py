@@ -53,6 +53,8 @@ class GenerateOptions:
     """Dtype of weights and compute."""
     tp: PositiveInt = 1
     """Tensor-parallel degree, one process per GPU. Weights and KV cache are sharded; the text stays the same."""
+    trust: bool = False
+    """Import code that the configuration names, though you did not launch the run."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ class ConvertOptions:
     target: str = ""
     """Folder to write, or a file for format torch; it must not exist. For a URL the files are uploaded from
     `runs/.cache/remote`."""
-    format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
-    """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
+    format: Literal["auto", "dcp", "huggingface", "llama", "safetensors", "torch", "torchtune"] = "auto"
+    """`auto` is torch for a target that ends in .pt, else huggingface from ours (safetensors for an architecture
+    without Hugging Face names) and dcp from the others. `safetensors` and `torch` keep the model's own names."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
     """Type of the written weights; `keep` changes no bit."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
     file_gb: PositiveFloat = 5.0
     """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
+    trust: bool = False
+    """Import code that the configuration names, though you did not launch the run."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ class EvaluateOptions:
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
     json: bool = False
     """Print JSON."""
+    trust: bool = False
+    """Import code that the configuration names, though you did not launch the run."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,8 @@ class PlanOptions:
     """Trace every layer and micro-batch of every rank, which takes minutes for a large run."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
+    trust: bool = False
+    """Import code that the configuration names, though you did not launch the run."""
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...] | None:
@@ -194,6 +203,8 @@ class PlanSearchOptions:
     """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
+    trust: bool = False
+    """Import code that the configuration names, though you did not launch the run."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ class CheckpointConfig:
     """Number of newest complete checkpoints kept; an older one is deleted only after a newer one is durable."""
     keep_every: PositiveInt | None
     """Checkpoints whose step is a multiple of it are kept forever, besides the newest; null keeps none of them."""
+    fail_after_minutes: PositiveFloat | None
+    """Minutes without a complete checkpoint, while saves fail (full or read-only disk), after which the run fails; a
+    last save is tried then. Null trains on with a warning in `status` and in the progress display, as is the
+    default: the disk may recover."""
     last: Literal["full", "weights"]
     """Content of the last checkpoint; from `weights` a run can be started, but not resumed."""
     remote: str | None

@@ -86,7 +86,8 @@ class ClusterConfig:
     requeue: Literal["auto", "requeue", "chain", "never"] = "auto"
     """Continuation of an interrupted job: `requeue` the same job, `chain` a new one to it, or whichever works."""
     max_requeues: Count = 20
-    """Consecutive times that a run is requeued automatically; then it must be submitted again."""
+    """Consecutive automatic requeues without progress, that is without a new checkpoint; then the run must be submitted
+    again. Requeues with progress are not limited."""
     submit_from_job: bool = False
     """Allow submitting from inside a job, which is refused as an accident otherwise."""
 

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import shown
+from titan_exp.config.secrets.variables import register_secret_resolvers
 
 
 def share_of(fraction: float, whole: float) -> int:
@@ -31,6 +32,7 @@ def register_resolvers() -> None:
     """Register the resolvers; idempotent."""
     for function in (share_of, rest_of, quotient):
         OmegaConf.register_new_resolver(function.__name__, _of_numbers(function), replace=True)
+    register_secret_resolvers()
 
 
 def _of_numbers(function: Callable[..., int]) -> Callable[..., int]:

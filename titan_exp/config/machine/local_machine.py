@@ -17,6 +17,9 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with the container's memory limit."""
 
+VMSTAT = Path("/proc/vmstat")
+"""Linux's memory counters."""
+
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs visible to a process with the current `CUDA_VISIBLE_DEVICES`."""
@@ -79,6 +82,15 @@ def host_memory() -> int | None:
         with suppress(OSError, ValueError):
             total = min(total, int(path.read_text()))
     return total
+
+
+def count_oom_kills() -> int:
+    """Number of out-of-memory kills on this machine since its boot, those at a container's limit included; 0 if
+    unknown."""
+    with suppress(OSError, ValueError):
+        counters = dict(line.split() for line in VMSTAT.read_text().splitlines())
+        return int(counters.get("oom_kill", 0))
+    return 0
 
 
 def usable_cores() -> int:

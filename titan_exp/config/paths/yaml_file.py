@@ -30,15 +30,16 @@ class StrictLoader(Loader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: Path, holds: str, loader: Any = None) -> dict[Any, Any]:
-    """Read a YAML file of keys; empty if it has none. `holds` names its content, for messages.
+def read_yaml(path: Path, holds: str, loader: Any = None, *, content: bytes | None = None) -> dict[Any, Any]:
+    """Read a YAML file of keys; empty if it has none. `holds` describes it, for messages; `content` was read already.
 
     Raises:
         UserError: the file cannot be read, or is not YAML, or is a list or a single value.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8-sig"), loader or StrictLoader)
-        json.dumps(content, default=str, skipkeys=True)
+        text = (path.read_bytes() if content is None else content).decode("utf-8-sig")
+        values = yaml.load(text, loader or StrictLoader)
+        json.dumps(values, default=str, skipkeys=True)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
     except UnicodeDecodeError as error:
@@ -52,12 +53,12 @@ def read_yaml(path: Path, holds: str, loader: Any = None) -> dict[Any, Any]:
         raise UserError(f"{path}: its values are nested too deeply.") from error
     except ValueError as error:
         raise UserError(f"{path}: an alias (*name) stands inside what it names. Write the value out.") from error
-    if content is None:
+    if values is None:
         return {}
-    if not isinstance(content, dict):
-        found = "a list" if isinstance(content, list) else f"the single value {content!r}"
+    if not isinstance(values, dict):
+        found = "a list" if isinstance(values, list) else f"the single value {values!r}"
         raise UserError(f"{path} holds {found} where {holds} is expected: lines of `key: value`.")
-    return content
+    return values
 
 
 def _explain(path: Path, error: yaml.YAMLError) -> str:

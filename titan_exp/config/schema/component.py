@@ -15,8 +15,10 @@ from typing import Any, get_type_hints
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.call_signature import Call, call_violations
 from titan_exp.config.schema.import_path import (
     find_dotted,
+    import_module,
     is_dotted,
     locate,
     names_bound_by,
@@ -37,15 +39,34 @@ class ComponentKind:
     """Names defined by every component."""
     plain: str
     """Module of the package that wraps a plain class or function, given by import path."""
+    calls: Mapping[str, Call] = field(default_factory=dict)
+    """Calls of the component's functions; those not in `public` are optional."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Former names of built-in components, used in older runs and checkpoints."""
 
 
 KINDS = {
     "model": ComponentKind(
-        "titan_exp.models", "architecture", ("Config", "spec", "block"), "plain", aliases={"decoder": "llama"}
+        "titan_exp.models",
+        "architecture",
+        ("Config", "spec", "block"),
+        "plain",
+        calls={
+            "spec": Call(("config",)),
+            "block": Call(("config", "layer", "backend")),
+            "model": Call(("config",), ("seq_len", "backend")),
+            "violations": Call(("config",)),
+            "state_dict_map": Call(("config", "form")),
+        },
+        aliases={"decoder": "llama"},
     ),
-    "optimizer": ComponentKind("titan_exp.optim", "name", ("Config", "build"), "torch_optimizer"),
+    "optimizer": ComponentKind(
+        "titan_exp.optim",
+        "name",
+        ("Config", "build"),
+        "torch_optimizer",
+        calls={"build": Call(("parameters", "config"))},
+    ),
 }
 """Component kinds by config group."""
 
@@ -54,7 +75,8 @@ def component(group: str, name: str) -> ModuleType:
     """Import a component: built-in by short name, user-defined by import path.
 
     Raises:
-        UserError: the name is unknown, the module fails to import, or lacks a public name.
+        UserError: the name is unknown, the module fails to import, lacks a public name, or a function of it takes
+            other arguments.
     """
     kind = KINDS[group]
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
@@ -72,16 +94,37 @@ def component(group: str, name: str) -> ModuleType:
         if violation is not None:
             raise UserError("This configuration cannot be read.", [violation])
         return importlib.import_module(f"{kind.package}.{kind.plain}")
-    try:
-        found = importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"{key}={name}: importing {name} fails with {type(error).__name__}: {error}") from error
+    _require_interface(group, name)
+    return import_module(name, name, key)
+
+
+@cache
+def _require_interface(group: str, name: str) -> None:
+    """Check the public names of a user's module."""
+    kind, key = KINDS[group], f"{group}.{KINDS[group].key}"
+    found = import_module(name, name, key)
     missing = [public for public in kind.public if not hasattr(found, public)]
     if missing:
         reason = f"the module {name} defines no {listed(missing, 'and no')}"
         remedy = f"define {listed(kind.public, 'and')} there, or name a class in it: {name}.Name"
         raise UserError("This configuration cannot be read.", [Violation(key, name, reason, remedy)])
-    return found
+    base = get_type_hints(Experiment)[group]
+    violations = []
+    if not (isinstance(found.Config, type) and issubclass(found.Config, base) and is_frozen(found.Config)):
+        reason = f"{name}.Config is no frozen dataclass that extends {base.__name__}"
+        remedy = f"from {base.__module__} import {base.__name__}; @dataclass(frozen=True) class Config({base.__name__})"
+        violations.append(Violation(key, name, reason, remedy))
+    for function, call in kind.calls.items():
+        if hasattr(found, function):
+            violations += call_violations(getattr(found, function), f"{name}.{function}", key, call)
+    if violations:
+        raise UserError("This configuration cannot be read.", violations)
+
+
+def is_frozen(kind: type) -> bool:
+    """True for a frozen dataclass whose own fields are part of it."""
+    parameters = vars(kind).get("__dataclass_params__")
+    return parameters is not None and parameters.frozen
 
 
 @cache

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.user_code import package_prefix, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
 
 IMPORT_PATH_KEYS = (
@@ -41,16 +43,28 @@ def import_dotted(name: str, field: str) -> Any:
     if violation is not None:
         raise UserError("This import path cannot be found.", [violation])
     module, attributes, _ = locate(name)
+    found: Any = import_module(module, name, field)
     try:
-        found: Any = importlib.import_module(module)
         for attribute in attributes:
             found = getattr(found, attribute)
     except AttributeError as error:
         offer = did_you_mean(attributes[0], dir(importlib.import_module(module)))
         raise UserError("This import path cannot be found.", [_missing(name, field, module, offer)]) from error
-    except Exception as error:
-        raise UserError(f"{field}={name}: importing {module} fails with {type(error).__name__}: {error}") from error
     return found
+
+
+def import_module(module: str, name: str, field: str) -> ModuleType:
+    """Import the module of an import path `name`, the value of the key `field`.
+
+    Raises:
+        UserError: the module fails to import; with the user's frames.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        frames = user_traceback(error, [package_prefix(name)])
+        at = f"\n{frames}" if frames else f" with {type(error).__name__}: {error}"
+        raise UserError(f"{field}={name}: importing {module} fails{at}") from error
 
 
 def find_dotted(name: str, field: str) -> Violation | None:

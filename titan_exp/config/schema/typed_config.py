@@ -4,7 +4,7 @@ pydantic checks types and bounds of the plain dataclasses; all errors are report
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.schema.component import config_class, current_names
+from titan_exp.config.schema.foreign_code import Trust, require_trust
+from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
 from titan_exp.config.schema.schema import annotation_of, hints, keys, meaning_of, optional_fields
+from titan_exp.config.secrets.variables import SECRET, variables_in
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
@@ -29,27 +32,49 @@ def to_experiment(cfg: DictConfig) -> Experiment:
     return _build(values, uncomputed, "The configuration cannot be read.")
 
 
-def load_experiment(path: str | Path) -> Experiment:
-    """Read a resolved `config.yaml` written by `to_yaml`.
+def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:
+    """Read a resolved `config.yaml` written by `to_yaml`, whose interpolations are literal text.
 
     Raises:
         UserError: the file cannot be read, or is not an experiment.
+        Untrusted: this user did not launch the run, and it names code without `trust`.
     """
-    return _build(read_values(path), [], f"The configuration in {path} cannot be read.")
+    values, text = _read(Path(path))
+    require_trust(Path(path), text, values, trust)
+    return _build(values, [], f"The configuration in {path} cannot be read.")
 
 
-def read_values(path: str | Path) -> dict[str, Any]:
-    """Plain values of a `config.yaml`, unchecked: those of older versions and of foreign code as well.
+def load_group(path: Path, group: str, imports: Collection[str] = IMPORT_PATH_KEYS, trust: Trust = False) -> Any:
+    """One group of a resolved `config.yaml`, as `load_experiment`; `imports` are the keys whose code the caller
+    imports."""
+    values = read_values(path, [key for key in imports if key.startswith(f"{group}.")], trust)
+    message = f"The configuration in {path} cannot be read."
+    return _build_groups({group: values.get(group)}, [], message, [group])[group]
+
+
+def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = False) -> dict[str, Any]:
+    """Values of a `config.yaml`, not validated, so that older versions can be read.
 
     Raises:
-        UserError: the file cannot be read, or holds no mapping.
+        UserError: the file cannot be read.
+        Untrusted: this user did not launch the run, and a key of `imports` names code without `trust`.
     """
+    values, text = _read(Path(path))
+    require_trust(Path(path), text, values, trust, imports)
+    return {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     from titan_exp.config.paths.yaml_file import read_yaml
 
-    values = read_yaml(Path(path), "a configuration")
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    values = read_yaml(path, "a configuration", content=text)
     if not values:
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")
-    return values
+    return values, text
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
@@ -66,6 +91,12 @@ def to_yaml(experiment: Experiment) -> str:
 
 
 def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message: str) -> Experiment:
+    return Experiment(**_build_groups(values, uncomputed, message, list(hints(Experiment))))
+
+
+def _build_groups(
+    values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message: str, names: Sequence[str]
+) -> dict[str, Any]:
     from pydantic import ValidationError
 
     values = {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
@@ -78,7 +109,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
             found[violation.field] = violation
 
     classes: dict[str, Any] = {}
-    for name in hints(Experiment):
+    for name in names:
         try:
             classes[name] = config_class(name, values.get(name))
         except UserError as error:
@@ -86,7 +117,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
                 raise
             for violation in error.violations:
                 add(violation)
-    known = {name: group for name, group in values.items() if name in classes or name not in hints(Experiment)}
+    known = {name: group for name, group in values.items() if name in classes or name not in names}
     for violation in (
         *(failure.violation for failure in uncomputed),
         *unknown_keys(known, classes, optional_fields(Experiment)),
@@ -100,9 +131,13 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
         for detail in error.errors(include_url=False):
             # Numbers in the location are list indices.
             field = ".".join(part for part in detail["loc"] if isinstance(part, str))
-            add(from_pydantic(detail, field, annotation_of(field), meaning_of(field)))
+            if names := variables_in(detail["input"]):
+                remedy = "type the value, or use a variable with another name"
+                add(Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy))
+            else:
+                add(from_pydantic(detail, field, annotation_of(field), meaning_of(field)))
     if not found:
-        return Experiment(**built)
+        return built
     _drop_consequences(found, uncomputed)
     order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))

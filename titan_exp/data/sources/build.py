@@ -1,6 +1,5 @@
 """Source lookup: `data.source` is a module of `titan_exp.data.sources` or the import path of a user's class."""
 
-import inspect
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -9,9 +8,13 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.builtins import SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest
-from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.config.schema.call_signature import Call, import_callable, require_members
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.content import CorpusContent
+
+INTERFACE = "titan_exp/data/sources/base.py"
+"""File that documents the interface of a source."""
 
 
 def builtin_source(config: DataConfig) -> ModuleType | None:
@@ -52,17 +55,24 @@ def build_validation_source(config: DataConfig) -> Source | None:
     return module.build_validation(config) if module is not None and has_validation_split(config) else None
 
 
+def own_source(config: DataConfig) -> Any:
+    """Import a user's class, without opening its data.
+
+    Raises:
+        UserError: it cannot be imported, takes other arguments than `(config, **options)`, or is no source.
+    """
+    own = import_callable(config.source, "data.source", Call(("config",), (), "data.options", config.options))
+    if isinstance(own, type) and not hasattr(own, "open"):
+        require_members(own, config.source, "data.source", ("__len__", "__getitem__"), INTERFACE)
+    return own
+
+
 def _build_own(config: DataConfig) -> Source:
-    own = import_dotted(config.source, "data.source")
-    try:
-        inspect.signature(own).bind(config, **config.options)
-    except TypeError as error:
-        reason = f"it cannot be called with the data group and data.options {config.options} ({error})"
-        raise _refusal(config, reason, "a class whose __init__ takes (config, **options)") from error
+    own, config = own_source(config), revealed(config, "data")
     source = own(config, **config.options)
     if not isinstance(source, RandomAccessSource | StreamingSource):
         reason = "its objects are neither a random-access nor a streaming source"
-        remedy = "a class with __len__ and __getitem__, or with parts and open; see titan_exp/data/sources/base.py"
+        remedy = f"a class with __len__ and __getitem__, or with parts and open; see {INTERFACE}"
         raise _refusal(config, reason, remedy)
     return source
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.local_machine import count_oom_kills
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.local.submitit_rank import run_submitit_rank
 from titan_exp.launch.rank.child_env import environment, rank_environment
@@ -59,6 +60,7 @@ class LocalRanks:
         self._last_seen: dict[int, float] = {}
         self._records: dict[int, RankRecord] = {}
         self._failures: dict[int, RankFailure] = {}
+        self._oom_kills = count_oom_kills()
         # Monotonic clock times.
         self._first_seen: float | None = None
         self._first_death: float | None = None
@@ -178,8 +180,12 @@ class LocalRanks:
         elif rank in self._processes or over:
             # The rank exited, or the controller exited before starting it.
             seen = self._last_seen.get(rank, now)
-            kind = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
-            self._failures[rank] = kind(rank, seen, self.log(rank))
+            oom = count_oom_kills() > self._oom_kills
+            self._failures[rank] = (
+                exit_status.failure_at_start(rank, seen, self.log(rank))
+                if record is None
+                else exit_status.failure_from_signal(rank, seen, self.log(rank), out_of_memory=oom)
+            )
         elif record is None and _is_past(self._first_seen, START_LIMIT):
             self._failures[rank] = exit_status.failure_at_start(rank, now, self.log(rank))
 

@@ -17,11 +17,12 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 PREDICTION_FLAG = "--prediction"
 
 
-def plan_relaunch(folder: RunFolder) -> RunPlan:
-    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run or cannot start here."""
+def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:
+    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or is
+    not trusted with the code that it names."""
     import yaml
 
-    experiment = load_experiment(folder.config)
+    experiment = load_experiment(folder.config, trust)
     typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
     return plan_run(experiment, typed, folder)
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return UserError.exit_code
     prediction = sys.stdin.read() if rest else None
     try:
-        return run(replace(plan_relaunch(RunFolder(Path(folder))), prediction=prediction)).exit_code
+        return run(replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

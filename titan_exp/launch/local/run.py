@@ -3,6 +3,7 @@
 Repeating the command resumes the run in the same folder, or reports that it is done.
 """
 
+import contextlib
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from titan_exp.tracking.run_folder.state import FAILED
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""
+WARNING_INTERVAL = 1.0
+"""Seconds between reads of the run's warning."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -87,6 +90,7 @@ class _Execution:
         self.ranks = LocalRanks(plan.layout, plan.folder, attempt)
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
         self.log = FileTail(self.ranks.log(0))
+        self._next_warning = 0.0
         self.interrupts = Interrupts()
         self.folder_watch = FolderWatch(plan.folder.path)
 
@@ -145,6 +149,10 @@ class _Execution:
         self.console.log_lines(self.log.lines())
         for row in rows(self.metrics.lines(), self.attempt):
             self.console.row(row)
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + WARNING_INTERVAL
+            with contextlib.suppress(UserError):  # an unreadable file
+                self.console.warn(self.folder.warning())
 
     def _title(self) -> str:
         return f"{self.plan.experiment.experiment.name}/{self.plan.run_id}"

@@ -9,15 +9,16 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.parent_run import parent_location
-from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.sources.build import known_identity
+from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import IMPORTED, read_provenance
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 
 NAMES = 5
-"""Maximum number of file names per repository in a message."""
+"""Maximum number of names of files, or of runs, in a message."""
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
 
 
@@ -39,12 +40,30 @@ def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
     if attempt > 1:
         kept = read_json(folder.attempt_logs(attempt - 1) / folder.code.name)
         return f"attempt {attempt - 1}", [] if kept is None else code_changes(kept, present)
-    experiment = load_experiment(folder.config)
-    if experiment.checkpoint.continue_from is None:
+    name, runs = load_group(folder.config, "checkpoint").continue_from, load_group(folder.config, "paths").runs
+    if name is None:
         return "", []
-    parent = parent_location(experiment.checkpoint.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    parent = parent_location(name, Path(runs).expanduser().absolute())
     recorded = read_json(Path(parent) / folder.code.name)
-    return f"{experiment.checkpoint.continue_from}", [] if recorded is None else code_changes(recorded, present)
+    return name, [] if recorded is None else code_changes(recorded, present)
+
+
+def edited_code(folder: RunFolder) -> list[str]:
+    """Recorded files that were edited before this process imported them, a line per repository. Snapshots do not
+    change: they replace titan_exp and the repository of the current folder."""
+    record = read_json(folder.code) or {}
+    parts, frozen = _parts(record), record.get("frozen") or {}
+    if frozen:
+        del parts["titan_exp"]
+    lines = []
+    for name, part in parts.items():
+        place = Path(part.get("path") or "/")
+        copied = frozen.get("own") is not None and place in (Path.cwd(), *Path.cwd().parents)
+        if place.is_dir() and not copied:
+            present = checksums(place, part.get("files") or {})
+            edited = sorted(file for file, digest in (part.get("files") or {}).items() if present.get(file) != digest)
+            lines += [f"{name}: {_count(edited)}"] if edited else []
+    return lines
 
 
 def report_changes(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
@@ -74,7 +93,9 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
         if lines:
             stale.setdefault(tuple(lines), []).append(plan)
     for lines, runs in stale.items():
-        subject = f"The result in {runs[0].folder.path}" if len(done) == 1 else f"{len(runs)} of {len(done)} results"
+        subject = f"The result in {runs[0].folder.path}"
+        if len(done) > 1:
+            subject = f"{len(runs)} of {len(done)} results ({_named([run.run_id for run in runs])})"
         echo(f"{subject} {'is' if len(runs) == 1 else 'are'} of other code or data than the present:")
         for line in lines:
             echo(f"  {line}")
@@ -95,14 +116,21 @@ def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | 
         changed = sorted(file for file in {*files, *present} if files.get(file) != present.get(file))
         if not changed:
             return None
-        count = f"{len(changed)} file{'s differ' if len(changed) > 1 else ' differs'}"
-        rest = [f"{len(changed) - NAMES} more"] if len(changed) > NAMES else []
-        names = f"; {count}: {listed([*changed[:NAMES], *rest], 'and')}"
+        names = f"; {_count(changed)}"
     elif (before, old.get("diff")) == (after, new.get("diff")):
         return None
     else:
         names = ""
     return f"{name}: {before}{names}" if before == after else f"{name}: from {before} to {after}{names}"
+
+
+def _count(files: Sequence[str]) -> str:
+    return f"{len(files)} file{'s differ' if len(files) > 1 else ' differs'}: {_named(files)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    rest = [f"{len(names) - NAMES} more"] if len(names) > NAMES else []
+    return listed([*names[:NAMES], *rest], "and")
 
 
 def _state(part: Mapping[str, Any]) -> str:

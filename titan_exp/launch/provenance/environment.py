@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 
 from titan_exp.config.machine.local_machine import command_lines, cpu_model, usable_cores
-from titan_exp.launch.provenance.secrets import is_secret_variable, mask
+from titan_exp.config.secrets.names import is_secret_variable
+from titan_exp.launch.provenance.secrets import mask
 
 VARIABLES = re.compile(
     r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|CUBLAS_WORKSPACE_CONFIG|CUDA_DEVICE_MAX_CONNECTIONS"

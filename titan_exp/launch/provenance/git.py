@@ -101,7 +101,7 @@ def read_repository(
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
         diff=_digest(patch.encode(errors="surrogateescape")) if patch else None,
-        files=_checksums(top, filter(None, names.split("\0"))),
+        files=checksums(top, filter(None, names.split("\0"))),
     ), masked
 
 
@@ -128,12 +128,12 @@ def read_files(
         version=version,
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
-        files=_checksums(folder, names),
+        files=checksums(folder, names),
     ), masked
 
 
-def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Checksums by file name; of files too large for the diff, the size instead."""
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Checksums of existing files by name; of files too large for the diff, the size instead."""
     found = sorted(name for name in names if "__pycache__" not in name and (folder / name).is_file())
     if len(found) > FILES_LIMIT:
         return {}

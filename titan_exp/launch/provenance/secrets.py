@@ -7,7 +7,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.schema.foreign_code import code_names
+from titan_exp.config.schema.identity_keys import is_among
+from titan_exp.config.secrets.names import CREDENTIAL_NAME, is_secret_key, is_secret_variable
+from titan_exp.config.secrets.variables import LABELS, SECRET, variables_in, without_variables
 
 MASK = "***"
 
@@ -25,23 +30,15 @@ _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-
 _URL_USER = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://)(?P<secret>[^\s/@:'\"]*:[^\s/@'\"]+|[^\s/@:'\"]{16,})(?=@)", re.IGNORECASE
 )
-# `token` alone or with one of these prefixes: `pad_token` and `text_key` are not credentials.
-_NAME = (
-    r"(?:(?:[A-Za-z0-9_.-]*[_.-])?"
-    r"(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|private[_-]?key|password|passwd|passphrase|credentials?"
-    r"|bearer|authorization|(?:auth|access|api|bearer|hf|hub|refresh|session|wandb)[_-]?token)"
-    r"|(?:[A-Za-z0-9_-]+\.)*(?:token|sig))"
-)
 # Any quoted value matches; a bare one needs a digit, or code such as `token = tokenizer.next` would be masked.
 _QUOTED = re.compile(
-    rf"(?P<before>\b{_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
+    rf"(?P<before>\b{CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
 )
 _BARE = re.compile(
-    rf"(?P<before>\b{_NAME}\s*[:=]\s*(?:(?:bearer|basic)\s+)?)(?P<secret>(?=[^\s\"',;&]*\d)[A-Za-z0-9_+/.~=-]{{8,}})",
-    re.I,
+    rf"(?P<before>\b{CREDENTIAL_NAME}\s*[:=]\s*(?:(?:bearer|basic)\s+)?)"
+    r"(?P<secret>(?=[^\s\"',;&]*\d)[A-Za-z0-9_+/.~=-]{8,})",
+    re.IGNORECASE,
 )
-_SECRET_KEY = re.compile(rf"{_NAME}\Z", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH)($|_)", re.IGNORECASE)
 
 
 def mask(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -55,41 +52,55 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
     text = _PRIVATE_KEY.sub(rf"\1{MASK}\2", text)
     text = _SHAPES.sub(MASK, text)
     for pattern in (_URL_USER, _QUOTED, _BARE):
-        text = pattern.sub(rf"\g<before>{MASK}", text)
+        text = pattern.sub(_masked_match, text)
     return text
 
 
+def _masked_match(match: re.Match[str]) -> str:
+    # `${oc.env:HF_TOKEN}` is no credential, but its variable's value is.
+    return f"{match['before']}{MASK}" if without_variables(match["secret"]).strip(":") else match[0]
+
+
 def mask_override(override: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Mask a command-line override; the whole value if its key names a credential."""
+    """Mask a command-line override; the whole value if its key names a credential. Interpolations stay as typed."""
     key, equals, value = override.partition("=")
-    if equals and value not in ("", "null") and is_secret_key(key):
+    if equals and value not in ("", "null") and is_secret_key(key) and not value.strip("'\"").startswith("${"):
         return f"{key}={MASK}"
     return mask(override, environment)
 
 
-def is_secret_key(key: str) -> bool:
-    """True if a configuration key names a credential."""
-    return bool(_SECRET_KEY.match(key.rpartition(".")[2]))
-
-
-def is_secret_variable(name: str) -> bool:
-    """True if an environment variable names a credential."""
-    return bool(_SECRET_VARIABLE.search(name))
-
-
 def refuse_secrets(config: Mapping[str, object]) -> None:
-    """Raise UserError about keys with credentials; config.yaml cannot be masked, since ranks read it."""
+    """Raise UserError about keys with credentials, since ranks read config.yaml and it cannot be masked; and about
+    secret variables in keys that user code does not read."""
     secrets = _secret_values(os.environ)
-    found = [
-        Violation(key, MASK, "looks like a credential, and config.yaml would keep it", _REMEDY)
-        for key, value in _leaves(config)
-        if isinstance(value, str) and value and (is_secret_key(key) or _masked(value, secrets) != value)
-    ]
+    found = []
+    for key, value in _leaves(config):
+        if not isinstance(value, str) or not value:
+            continue
+        literal = without_variables(value)
+        if _masked(literal, secrets) != literal or (literal and is_secret_key(key)):
+            reason = "looks like a credential, and config.yaml would keep it"
+            found.append(Violation(key, MASK, reason, f"type the variable that holds it: {key}='${{oc.env:HF_TOKEN}}'"))
+        elif variables_in(value) and not _may_hold_secrets(key, config):
+            names = listed(dict.fromkeys(variables_in(value)), "and")
+            found.append(Violation(key, value, f"{names}: {SECRET}", _remedy(key)))
     if found:
         raise UserError("The configuration holds credentials.", found)
 
 
-_REMEDY = "leave it out and let your code read it from an environment variable, which is not recorded"
+OPTIONS = ("model.options", "optimizer.options", "lr_schedule.options", "data.options", "training.objective_options")
+"""Arguments of user code, which gets the values of secret variables in them."""
+
+
+def _may_hold_secrets(key: str, config: Mapping[str, object]) -> bool:
+    groups = {name.partition(".")[0] for name in code_names(config)} & {"model", "optimizer"}
+    return is_among(key.partition("[")[0], (*LABELS, *OPTIONS, *groups))
+
+
+def _remedy(key: str) -> str:
+    if key.startswith("cluster."):
+        return "leave it out: jobs inherit the environment, and their shell reads $NAME"
+    return f"type the value, or use a variable with another name; secrets may be in {listed(OPTIONS)}"
 
 
 def _secret_values(environment: Mapping[str, str]) -> list[str]:

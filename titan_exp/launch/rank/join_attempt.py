@@ -8,7 +8,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.state.close_attempt import close_dead_attempts
+from titan_exp.launch.state.close_attempt import close_dead_attempts, newest_checkpoint, requeues_after
 from titan_exp.launch.state.run_lock import acquire_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -40,6 +40,11 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
     same_job = last is not None and rank.token is not None and last.token == rank.token
+    if rank.token is not None and not same_job:
+        raise UserError(
+            f"{folder.path}: this run was started anew after job {rank.job_id} was submitted"
+            f"{'' if last is None else f' (attempt {last.attempt})'}, so this job ends."
+        )
     if last is not None and same_job and last.start is None and last.end is None:
         number = last.attempt
     else:
@@ -53,18 +58,19 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
             job_id=rank.job_id,
             launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
             token=rank.token,
-            requeues=last.requeues + 1 if last is not None and same_job else 0,
+            requeues=requeues_after(folder, last) if last is not None and same_job else 0,
         ).attempt
     if rank.token is None:
         folder.clear_stop()  # a batch script has already cleared it, and a stop may have been requested since
     if executor is not None:
         executor.publish_rendezvous(folder, replace(rank, attempt=number))
-    folder.update_attempt(number, job_id=rank.job_id, hosts=rank.hosts, restarts=rank.restarts, start=time.time())
+    known = {"job_id": rank.job_id, "hosts": rank.hosts, "restarts": rank.restarts}
+    folder.update_attempt(number, **known, checkpoint=newest_checkpoint(folder), start=time.time())
     return number
 
 
 def _check_world_size(folder: RunFolder, rank: RankInfo) -> None:
-    expected = ResolvedLayout.of(load_experiment(folder.config)).world_size
+    expected = ResolvedLayout.of(load_experiment(folder.config, trust=True)).world_size
     if rank.world_size != expected:
         raise UserError(
             f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start it "

@@ -11,23 +11,25 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.builtins import executor_names
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
-from titan_exp.launch.provenance.changes import attempt_changes
+from titan_exp.launch.provenance.changes import attempt_changes, edited_code
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
@@ -93,7 +95,7 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
     rank."""
     if not folder.config.exists():
         raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
-    kinds = dict.fromkeys([load_experiment(folder.config).cluster.kind, *executor_names()])
+    kinds = dict.fromkeys([load_experiment(folder.config, trust=True).cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
         if rank is not None:
@@ -107,6 +109,7 @@ class _Rank:
         self.folder, self.rank, self.attempt = folder, rank, rank.attempt
         self.record = RankRecord(rank.rank, os.getpid(), socket.gethostname(), time.time())
         self.parent_watchdog: ParentWatchdog | None = None
+        self._record_lock = threading.Lock()
         self.folder_watch = FolderWatch(folder.path)
 
     def run(self) -> int:
@@ -116,7 +119,7 @@ class _Rank:
             print("A newer attempt of this run exists; this rank exits.", file=sys.stderr)
             return STOPPED
         self.rank.set_torch_env()
-        self._write(self.record)
+        self._record()
         self._handle_signals()
         self._start_parent_watchdog()
         self._print_changes()
@@ -125,6 +128,7 @@ class _Rank:
             code, error = _call(_rank_main, str(self.folder.path))
         if error is not None:
             self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
+            error = replace(error, message=concealed(error.message), traceback=concealed(error.traceback))
         watchdog.stop()
         self._end(code, error)
         if error is not None:
@@ -132,15 +136,19 @@ class _Rank:
         return code
 
     def _print_changes(self) -> None:
-        """Print the changes of code since the last attempt, or since the parent run, at the head of rank 0's log."""
+        """Print the changes of code since the last attempt, or the parent run, and since the launch, at the head of
+        rank 0's log."""
         if self.rank.rank == 0:
-            with contextlib.suppress(UserError):  # a damaged record does not stop a run
+            # A damaged or unreadable record does not stop a run.
+            with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
                 since, lines = attempt_changes(self.folder, self.attempt)
                 if lines:
                     print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
+                if edited := edited_code(self.folder):
+                    print("Code edited after the launch, which recorded the former:", *edited, sep="\n  ", flush=True)
 
     def _end(self, code: int, error: RankError | None) -> None:
-        self._write(replace(self.record, end=time.time(), exit=code, error=error))
+        self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
         if self.rank.rank == 0 or (alone and code not in (DONE, STOPPED)):
             reason = self.folder.stop_reason() if code == STOPPED else None
@@ -159,11 +167,14 @@ class _Rank:
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
             shutil.rmtree(rendezvous_folder, ignore_errors=True)
 
-    def _write(self, record: RankRecord) -> None:
-        try:
-            write_record(self.folder, self.attempt, record)
-        except OSError as error:
-            print(f"the status of rank {record.rank} cannot be written: {error}", file=sys.stderr)
+    def _record(self, **fields: Any) -> None:
+        """Set fields of the status record, and write it."""
+        with self._record_lock:
+            self.record = replace(self.record, **fields)
+            try:
+                write_record(self.folder, self.attempt, self.record)
+            except OSError as error:
+                print(f"the status of rank {self.rank.rank} cannot be written: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
         """SIGTERM and SIGUSR2 save and stop. Under a launcher, which handles them, SIGINT and SIGHUP are ignored;
@@ -173,6 +184,7 @@ class _Rank:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
         signal.signal(signal.SIGTERM, self._request_stop)
         signal.signal(signal.SIGUSR2, self._request_stop)
+        threading.Thread(target=self._record_signal, args=(_signal_pipe(),), daemon=True).start()
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
 
@@ -183,6 +195,14 @@ class _Rank:
     def _request_stop(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # a full disk
             self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
+
+    def _record_signal(self, pipe: socket.socket) -> None:
+        """Record the first stop signal, also while the main thread waits in a collective and handles none."""
+        numbers = {signal.SIGTERM, signal.SIGUSR2}
+        while not (found := numbers.intersection(pipe.recv(1))):
+            pass
+        self._request_stop(number := found.pop(), None)
+        self._record(signal=signal.Signals(number).name)
 
     def _start_parent_watchdog(self) -> None:
         if self.rank.launcher is None or self.rank.controller is None:
@@ -200,7 +220,7 @@ class _Rank:
 
     def _start_watchdog(self) -> Watchdog:
         watchdog = Watchdog(
-            load_experiment(self.folder.config).cluster,
+            load_experiment(self.folder.config, trust=True).cluster,
             HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
             rank=self.rank.rank,
             progress=PROGRESS,
@@ -254,6 +274,15 @@ def _temporary_files() -> Iterator[None]:
         tempfile.tempdir = None  # read again
         yield
     tempfile.tempdir = None
+
+
+def _signal_pipe() -> socket.socket:
+    """Socket that receives the number of each signal as it arrives, from Python's C handler."""
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not the rank's
+    return receiving
 
 
 def _rank_main(path: str) -> None:

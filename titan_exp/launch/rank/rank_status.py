@@ -49,6 +49,9 @@ class RankRecord:
     exit: int | None = None
     """Exit code; None while running."""
     error: RankError | None = None
+    signal: str | None = None
+    """First signal that asked this rank to stop. A rank without one and without an end was not killed by srun, which
+    sends SIGTERM first."""
 
     @property
     def failed(self) -> bool:

@@ -5,19 +5,22 @@ Closes the attempt with its cause, from the rank records and srun's log. Exit co
 
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.rank.rank_env import TOKEN
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
+from titan_exp.launch.slurm.srun_log import SrunLog, parse_srun_log
 from titan_exp.launch.state import exit_status
-from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.launch.state.exit_status import AttemptResult
+from titan_exp.launch.state.close_attempt import close_attempt, requeues_after
+from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED
@@ -26,6 +29,9 @@ CANCELLED = "cancelled"
 """Prefix of stop reasons that prevent a requeue."""
 ENDED_BY_HAND = 130
 """Exit code of a cancelled run, as after Ctrl-C."""
+SIGNALLED = 128
+"""Added by the shell to the number of the signal that ended a command."""
+MORE_MEMORY = "ask for more with cluster.memory_gb (0: all of the node), or "
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,59 +40,100 @@ def main(arguments: Sequence[str]) -> int:
     `arguments` are the run folder, the job id and srun's exit code.
     """
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
+    if not folder.config.exists():
+        print(f"{folder.path}: the run folder was deleted or moved, so job {job} ends and is not requeued.")
+        return code or FAILED
     rows = folder.read_attempts()
     row = rows[-1] if rows else None
     if row is None or row.token != os.environ.get(TOKEN):
-        print(f"{folder.path}: job {job} has no recorded attempt; a newer job replaced it.")
-        return code
+        print(f"{folder.path}: this run was started anew meanwhile, so job {job} ends and is not requeued.")
+        return code or FAILED
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
-    result = _result(folder, row, job)
+    result = _result(folder, row, job, code)
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     if result.detail:
         print(result.detail)
-    return _requeue(folder, row, job, result, load_experiment(folder.config).cluster)
+    return _requeue(folder, row, job, result, load_experiment(folder.config, trust=True).cluster)
 
 
-def _result(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
+def _result(folder: RunFolder, row: Attempt, job: str, code: int) -> AttemptResult:
+    """Result of the attempt; `code` is srun's."""
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
-    known = [record for record in records.values() if record is not None]
     hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).report_hang()
     if hang is not None:
         return replace(exit_status.hung(hang), state="preempted")
-    failures = [exit_status.failure_from_error(record) for record in known if record.failed]
-    if failures:
-        return exit_status.failed(failures)
-    codes = [record.exit for record in known if record.exit is not None]
+    codes = [record.exit for record in records.values() if record is not None and record.exit is not None]
+    if len(codes) < row.world_size:
+        return _cut_short(folder, row, job, code, records)
+    failures = [exit_status.failure_from_error(record) for record in records.values() if record and record.failed]
+    return exit_status.failed(failures) if failures else exit_status.ended(codes, folder.stop_reason())
+
+
+def _cut_short(
+    folder: RunFolder, row: Attempt, job: str, code: int, records: Mapping[int, RankRecord | None]
+) -> AttemptResult:
+    """Result of an attempt with ranks that recorded no end.
+
+    A killed rank writes no failure record, and its peers record the broken collective. The cause is therefore, in this
+    order: a failure other than a broken collective, unless srun first reported a rank without a record; a stop
+    request; such a rank; a broken collective.
+    """
+    failures = [exit_status.failure_from_error(record) for record in records.values() if record and record.failed]
+    log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
+    silent = [rank for rank, record in records.items() if record is None or not (record.end or record.signal)]
+    exits = [task for task in log.exits if task.rank in silent]
+    causes = [failure for failure in failures if not failure.broken_collective]
+    if causes and not any(task.first for task in exits):
+        return exit_status.failed(causes)
     stop = folder.stop_reason()
-    if len(codes) == row.world_size:
-        return exit_status.ended(codes, stop)
     # srun sends SIGTERM to the peers of a failed rank, which record it as a stop request.
-    if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
+    by_srun = re.fullmatch(r"rank \d+ received SIGTERM", stop or "") is not None
+    if stop is not None and (not by_srun or not (exits or silent or failures)):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
-    return _killed(folder, row, job, records)
+    step = _ended_step(log, code) if not failures else None
+    if step is not None:
+        return AttemptResult("failed", FAILED, step)
+    if silent or not failures:
+        missing = [rank for rank, record in records.items() if record is None or record.end is None]
+        rank, message = (exits[0].rank, exits[0].message) if exits else ((silent or missing)[0], "")
+        failures = [_unrecorded(folder, row, rank, records[rank], message, out_of_memory=log.out_of_memory)]
+    return exit_status.failed(failures)
 
 
-def _killed(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> AttemptResult:
-    """Failure of a rank killed without a record: srun's log gives the first one and the signal."""
-    missing = [rank for rank, record in records.items() if record is None or record.exit is None]
-    reported = (entry for entry in _srun_errors(folder, job) if entry[0] in missing)
-    rank, message = next(reported, (missing[0], ""))
-    log = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
-    kind = exit_status.failure_at_start if records[rank] is None else exit_status.failure_from_signal
-    failure = kind(rank, time.time(), log)
-    return exit_status.failed([replace(failure, reason=failure.reason + (f" (srun: {message})" if message else ""))])
+def _ended_step(log: SrunLog, code: int) -> str | None:
+    """Reason if the whole step was ended, and no rank of it first."""
+    if log.aborted and log.out_of_memory:
+        return f"SLURM ended the job step, as it ran out of host memory: {MORE_MEMORY}{exit_status.LESS_MEMORY}"
+    if log.aborted:
+        return "SLURM ended the job step, by scancel or as a node failed"
+    if code > SIGNALLED and not log.exits:
+        signal_name = signal.strsignal(code - SIGNALLED) or code
+        return f"srun was ended by a signal ({signal_name}), and the ranks with it"
+    return None
 
 
-def _srun_errors(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
-    """Ranks and srun's error messages since the job's last start, in order."""
+def _unrecorded(
+    folder: RunFolder, row: Attempt, rank: int, record: RankRecord | None, message: str, *, out_of_memory: bool
+) -> RankFailure:
+    """Failure of a rank that recorded no end; `message` is srun's, empty without one."""
+    path = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
+    if out_of_memory or (record is not None and message in ("", "Killed")):
+        failure = exit_status.failure_from_signal(
+            rank, time.time(), path, out_of_memory=out_of_memory, more_memory=MORE_MEMORY
+        )
+    elif record is None:
+        failure = exit_status.failure_at_start(rank, time.time(), path)
+    else:
+        failure = exit_status.failure_without_traceback(rank, time.time(), path)
+    return replace(failure, reason=failure.reason + (f" (srun: {message})" if message else ""))
+
+
+def _read(log: Path) -> str:
     try:
-        text = (folder.logs / f"slurm-{job}.out").read_text(encoding="utf-8", errors="replace")
+        return log.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return
-    since_start = re.split(r": attempt \d+ \w+", text)[-1]
-    for number, message in re.findall(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.+)", since_start):
-        yield int(number), message.strip()
+        return ""
 
 
 def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> int:
@@ -103,7 +150,12 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), exit=code, reason=reason)
         return code
     folder.update_attempt(row.attempt, job_id=job)
-    reason = f"no rank started (srun ended with exit code {code})"
+    log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
+    why = (
+        f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
+    )
+    remedy = f"; host memory ran out: {MORE_MEMORY}{exit_status.LESS_MEMORY}" if log.out_of_memory else ""
+    reason = f"no rank started ({why}){remedy}"
     close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
     return code
 
@@ -120,8 +172,12 @@ def _requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, c
     if cluster.requeue == "never":
         print(f"{text}; cluster.requeue=never: the command that submitted it continues it.")
         return result.exit_code
-    if row.requeues >= cluster.max_requeues:
-        print(f"{text}; requeued {row.requeues} times already (cluster.max_requeues): submit it again.")
+    requeues = requeues_after(folder, row)
+    if requeues > cluster.max_requeues:
+        print(
+            f"{text}; not requeued: {requeues} attempt(s) in a row wrote no new checkpoint, and cluster.max_requeues="
+            f"{cluster.max_requeues}. Find out why, then submit it again: titan-exp retry {folder.path}"
+        )
         return FAILED
     folder.add_attempt(
         world_size=row.world_size,
@@ -129,9 +185,10 @@ def _requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, c
         job_id=None if cluster.requeue == "chain" else job,
         launched_by=row.launched_by,
         token=row.token,
-        requeues=row.requeues + 1,
+        requeues=requeues,
     )
-    print(f"{text}; requeued, {row.requeues + 1} of {cluster.max_requeues} times.")
+    without = f" {requeues} of {cluster.max_requeues} times without a new checkpoint" if requeues else ""
+    print(f"{text}; requeued{without}.")
     return STOPPED
 
 

@@ -34,6 +34,7 @@ from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 
+CANNOT_ASK = "SLURM cannot be asked"
 SCANCEL_JOBS = 500
 SUBMITTER_LIMIT = 120.0
 """Seconds to wait for another submission to the same folder of runs."""
@@ -85,7 +86,10 @@ class SlurmExecutor(Executor):
         running: dict[str, RunFolder] = {}
         for folder in folders:
             status = statuses[folder.path]
-            if status.state in ("gone", "unknown") or status.job_id is None:
+            if status.state == "unknown":
+                lines[folder.path] = f"not cancelled: {CANNOT_ASK}: {status.reason}. Type it again when SLURM answers"
+                continue
+            if status.state == "gone" or status.job_id is None:
                 lines[folder.path] = f"nothing done: {status.reason or status.state}"
                 continue
             (queued if status.state == "queued" else running)[status.job_id] = folder
@@ -132,7 +136,7 @@ class SlurmExecutor(Executor):
                 plan.folder.update_attempt(row.attempt, job_id=status.job_id)
             return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
         if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
-            return _refused(plan, f"SLURM cannot say whether it is queued: {status.reason}", row.job_id)
+            return _refused(plan, f"{CANNOT_ASK}, and it may be queued: {status.reason}", row.job_id)
         if row.end is None and row.token is not None and is_being_submitted(_runs(plan), row.token):
             return _refused(plan, "an earlier submission of it still waits for SLURM: try again soon")
         return None
@@ -159,7 +163,7 @@ def _submit(
             yield submission
     report_changes(ready, echo)
     for group in group_by_resources(ready):
-        yield from _submit_group(Batch(runs, group, snapshot))
+        yield from _submit_group(slurm, Batch(runs, group, snapshot))
 
 
 def _make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
@@ -179,19 +183,23 @@ def _make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submis
     return None
 
 
-def _submit_group(batch: Batch) -> Iterable[Submission]:
+def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
     batch.prepare()
     attempts = batch.record_intent()
     try:
         jobs = batch.submit()
-    except RejectedError as error:
+    except (RejectedError, UncertainError) as error:
+        # sbatch may have made the job and failed afterwards, as it does when the controller's answer is late.
+        statuses = slurm.status([plan.folder for plan in batch.plans])
         for plan, attempt in zip(batch.plans, attempts, strict=True):
-            plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
-            yield _refused(plan, str(error))
-        return
-    except UncertainError as error:
-        for plan in batch.plans:
-            yield _refused(plan, f"{error}; type the same command again to ask SLURM for the job")
+            status = statuses[plan.folder.path]
+            if status.job_id is not None:
+                yield _submitted((plan, attempt, status.job_id))
+            elif isinstance(error, RejectedError) and status.state == "gone":
+                plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
+                yield _refused(plan, str(error))
+            else:
+                yield _refused(plan, f"{error}; type the same command again to ask SLURM for the job")
         return
     yield from thread_map(_submitted, zip(batch.plans, attempts, jobs, strict=True))
 

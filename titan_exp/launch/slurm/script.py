@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
+from titan_exp.launch.slurm.srun_log import START
 
 MARK = "titan_exp:"
 """Prefix of the token in the job comment."""
@@ -37,6 +38,8 @@ class Script:
     """Folders appended to the ranks' sys.path."""
     folder: str
     """Run folder; for an array, a folder whose entries 0, 1, ... link to the run folders."""
+    submission: str
+    """Folder of the job's log: a run folder may be deleted while the job waits."""
     runs: str
     """Folder of all runs, mounted in a container."""
     array: int | None = None
@@ -71,7 +74,7 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     yield "signal", f"B:USR2@{cluster.signal_lead}"
     yield ("requeue" if cluster.requeue in ("auto", "requeue") else "no-requeue"), True
     yield "open-mode", "append"
-    yield "output", f"{script.folder}/{'%a/' if script.array is not None else ''}logs/slurm-{log}.out"
+    yield "output", f"{script.submission}/slurm-{log}.out"
 
 
 def _head(script: Script) -> str:
@@ -96,12 +99,12 @@ def _run(script: Script) -> str:
     else:
         lines = [
             "# The run of this array task.",
-            f'RUN="$(readlink -f {shlex.quote(script.folder)}/"$SLURM_ARRAY_TASK_ID")"',
+            f'RUN="$(readlink -m {shlex.quote(script.folder)}/"$SLURM_ARRAY_TASK_ID")"',
             "# One task has the id of the whole array as its own, so tasks are named by both.",
             'JOB="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
             f'export TITAN_EXP_TOKEN="{script.token}_$SLURM_ARRAY_TASK_ID"',
         ]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", _CHECK.replace("@LOG@", shlex.quote(script.submission))])
 
 
 def _environment(script: Script) -> str:
@@ -119,6 +122,22 @@ def _environment(script: Script) -> str:
     if cluster.setup:
         lines += ["", "# cluster.setup", *cluster.setup]
     return "\n".join([*lines, ""])
+
+
+_CHECK = f"""\
+echo "{START} $JOB, start ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST, $(date +%FT%T)"
+if [ ! -e "$RUN/config.yaml" ]; then
+    echo "$RUN: the run folder was deleted or moved, so job $JOB ends."
+    exit 2
+elif ! tail -n 1 "$RUN/attempts.jsonl" | grep -qF '"token": "'"$TITAN_EXP_TOKEN"'"'; then
+    echo "$RUN: this run was started anew after job $JOB was submitted, so it ends: titan-exp status $RUN"
+    exit 2
+fi
+# The log's second name, in the run folder.
+log=@LOG@"/slurm-$JOB.out"
+[ -d "$RUN/logs" ] || mkdir "$RUN/logs"
+[ -e "$RUN/logs/slurm-$JOB.out" ] || ln "$log" "$RUN/logs" 2> /dev/null || ln -s "$log" "$RUN/logs"
+"""
 
 
 _STOP = """\

@@ -1,6 +1,7 @@
 """Job states from squeue and sacct: batched queries with a timeout."""
 
 import contextlib
+import os
 import pwd
 import re
 import shutil
@@ -13,6 +14,8 @@ from titan_exp.launch.slurm.script import MARK
 TIMEOUT = 20.0
 """Timeout of SLURM commands in seconds; they block while the controller is down."""
 
+ROW = "titan_exp|"
+"""First column of squeue's table, by which its rows are known."""
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
@@ -51,10 +54,14 @@ class UnreachableError(Exception):
 def listed_jobs(owners: Sequence[int]) -> list[Job]:
     """Jobs of users (by uid) from squeue: active ones, and recently ended ones. Raises UnreachableError."""
     users = ",".join(str(owner) for owner in sorted(set(owners)))
-    text = ask("squeue", "--noheader", "--array", "--states=all", f"--user={users}", "--format=%i|%T|%r|%k")
+    text = ask("squeue", "--array", "--states=all", f"--user={users}", f"--format={ROW}%i|%T|%r|%k")
+    # Other lines are a site's notice, or the rest of a comment. Without the header nothing is known.
+    header, *rows = [line for line in text.splitlines() if line.startswith(ROW)] or [""]
+    if header.count("|") != 4 or any(row.count("|") < 4 for row in rows):
+        raise UnreachableError(f"squeue printed no table of jobs: {text[:200]!r}")
     jobs = []
-    for line in text.splitlines():
-        job_id, state, reason, comment = line.split("|", 3)
+    for row in rows:
+        job_id, state, reason, comment = row.removeprefix(ROW).split("|", 3)
         # A site's own text may stand before the token.
         token = comment.rpartition(" ")[2].removeprefix(MARK) if MARK in comment else ""
         _, _, task = job_id.partition("_")
@@ -92,11 +99,21 @@ def ended_as(state: str, code: str) -> str:
 def ask(*command: str, timeout: float = TIMEOUT) -> str:
     """Output of a SLURM command. Raises UnreachableError if it is not installed, fails, or times out."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=_environment()
+        )
     except FileNotFoundError:
         raise UnreachableError(f"{command[0]} is not installed on this machine") from None
+    except OSError as error:
+        raise UnreachableError(f"{command[0]} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s", silent=True) from None
     if answer.returncode:
         raise UnreachableError(answer.stderr.strip() or f"{command[0]} ended with exit code {answer.returncode}")
     return answer.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Environment without the variables that filter a user's own squeue, sacct and scancel."""
+    prefixes = ("SQUEUE_", "SACCT_", "SCANCEL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}

@@ -7,13 +7,14 @@ comment. After a crash in between, the token shows if a job exists.
 import contextlib
 import io
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from submitit.core.utils import FailedJobError
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
@@ -33,14 +34,16 @@ OWN_VARIABLES = ("comment", "job-name", "signal", "requeue", "no-requeue", "arra
 """Options with a value of ours, which a variable SBATCH_* would override."""
 SBATCH_LIMIT = 120
 """Timeout of sbatch in seconds; it blocks while the controller is down."""
+TIMED_OUT = 124
+"""Exit code of `timeout` when the time is up."""
 
 
 class RejectedError(Exception):
-    """sbatch failed; carries its message."""
+    """sbatch failed; carries its message. A job may exist, if the connection broke afterwards."""
 
 
 class UncertainError(Exception):
-    """sbatch timed out, so a job may exist; the next submission queries SLURM."""
+    """sbatch timed out or its output has no job id, so a job may exist; SLURM is asked for the token."""
 
 
 def resources_of(plan: RunPlan) -> Resources:
@@ -81,6 +84,7 @@ class Batch:
             python=sys.executable,
             import_path=_import_path(snapshot),
             folder=str(first.folder.path if single else self.folder),
+            submission=str(self.folder),
             runs=str(runs),
             array=None if single else len(plans),
         )
@@ -117,17 +121,23 @@ class Batch:
 
     def submit(self) -> list[str]:
         """Call sbatch; returns the job id of each run. Raises RejectedError if sbatch fails, UncertainError if it times
-        out."""
+        out or prints no job id."""
         stderr = io.StringIO()
         executor = _Executor(self.folder, render(self._script))
         try:
             with contextlib.redirect_stderr(stderr), environment(_without_job_variables()):
                 job = executor.submit_script()
         except FailedJobError as error:
-            message = " ".join(str(error).replace("sbatch: error: ", "").split())
-            if not message:
+            ended = error.__cause__
+            if not isinstance(ended, subprocess.CalledProcessError):
+                raise UncertainError("sbatch's output cannot be read") from None
+            if ended.returncode == TIMED_OUT:
                 raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
-            raise RejectedError(message) from None
+            message = " ".join(str(error).replace("sbatch: error: ", "").split())
+            raise RejectedError(message or f"sbatch ended with exit code {ended.returncode}") from None
+        except FailedSubmissionError as error:
+            printed = str(error).partition('"')[2].rpartition('"')[0]
+            raise UncertainError(f"sbatch printed no job id: {printed[:200]!r}") from None
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import time
 
+from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import StateName
@@ -40,6 +42,17 @@ def last_step(folder: RunFolder, attempt: int) -> int:
         logged = [row for row in read_metrics(folder.metrics) if row.get("attempt") == attempt]
         steps += [int(row["step"] or 0) for row in logged[-1:]]
     return max(steps)
+
+
+def newest_checkpoint(folder: RunFolder) -> int:
+    """Step of the newest complete checkpoint; 0 without one."""
+    return max(CheckpointFolder(folder.checkpoints).complete_steps(), default=0)
+
+
+def requeues_after(folder: RunFolder, row: Attempt) -> int:
+    """Consecutive requeues without progress, once this attempt is requeued; 0 if it has written a newer checkpoint."""
+    progressed = row.checkpoint is not None and newest_checkpoint(folder) > row.checkpoint
+    return 0 if progressed else row.requeues + 1
 
 
 def close_dead_attempts(folder: RunFolder) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import JobStatus, executor_for
+from titan_exp.launch.executor import JobStatus, executor_for, trusted_executor
 from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
 from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import ENDED_STATES
 
-StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
-"""`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end."""
+StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unknown", "unreadable"]
+"""`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end. `unknown`: the
+scheduler that may hold its job cannot be asked."""
 
 STALE = 60.0
 """Seconds without a heartbeat before a run without a known holder counts as lost."""
@@ -36,8 +37,8 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """True if queued or running."""
-        return self.state in ("queued", "running")
+        """True if queued or running, or possibly so if unknown."""
+        return self.state in ("queued", "running", "unknown")
 
 
 def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
@@ -55,7 +56,7 @@ def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
     for kind, of_kind in unsure.items():
         job_statuses = _job_statuses(kind, of_kind)
         for folder in of_kind:
-            statuses[folder.path] = _merge(statuses[folder.path], job_statuses.get(folder.path))
+            statuses[folder.path] = _merge(folder, statuses[folder.path], job_statuses.get(folder.path))
     return statuses
 
 
@@ -76,7 +77,7 @@ def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
         return RunStatus("new", 0, None, 0), None
     attempts = folder.read_attempts() if state.state != "done" else []
     last = attempts[-1] if attempts else None
-    kind, job_id = (last.launched_by, last.job_id) if last else (None, None)
+    kind, job_id = (trusted_executor(folder, last.launched_by), last.job_id) if last else (None, None)
     if state.state in ENDED:
         return RunStatus(state.state, state.step, state.reason, state.attempt, job_id), kind
     beat = folder.read_heartbeat()
@@ -114,11 +115,21 @@ def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobS
         return {}  # the executor's class is not importable here
 
 
-def _merge(status: RunStatus, job: JobStatus | None) -> RunStatus:
+def _merge(folder: RunFolder, status: RunStatus, job: JobStatus | None) -> RunStatus:
     """Merge the job status into the status from files."""
-    if job is None or job.state == "unknown":
+    if job is None:
         return status
     step, attempt, job_id = status.step, status.attempt, job.job_id or status.job_id
+    if job.state == "unknown":
+        rows = folder.read_attempts()
+        if status.state in ENDED and rows and rows[-1].end is not None:
+            return status
+        beat = folder.read_heartbeat()
+        last = (
+            "" if beat is None else f"; last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
+        )
+        kind = rows[-1].launched_by if rows else "the scheduler"
+        return RunStatus("unknown", step, f"{kind} cannot be asked: {job.reason}{last}", attempt, job_id)
     if job.state in ("queued", "running"):
         # Until a requeued run starts again, its files describe the previous attempt.
         return RunStatus(job.state, step, job.reason, attempt, job_id)

@@ -47,6 +47,8 @@ class StatusRow:
     reason: str | None
     removed: bool
     """True if the study no longer contains this point."""
+    warning: str | None = None
+    """Failing saves or uploads of a running run."""
     memory: Value = None
     """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
@@ -92,6 +94,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         job_id=status.job_id,
         reason=status.reason,
         removed=entry.removed,
+        warning=entry.folder.warning() if status.state == "running" else None,
         memory=values.get("memory"),
         memory_predicted=predicted.memory,
         tokens_per_second_predicted=predicted.tokens_per_second,

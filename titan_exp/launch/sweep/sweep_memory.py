@@ -3,9 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.launch.memory_gate import GATE_HINT, Echo, check_open_runs, gate_warnings, is_refused, with_prediction
+from titan_exp.launch.memory_gate import (
+    GATE_HINT,
+    Echo,
+    check_open_runs,
+    gate_warnings,
+    is_refused,
+    refusal,
+    with_prediction,
+)
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SkippedPoint, SweepPlan, cannot_run
-from titan_exp.plan.gate.gate import explain_oom
 
 
 def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
@@ -21,7 +28,7 @@ def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where
         if memory_check is None:
             kept.append(entry)
         elif is_refused(memory_check):
-            refused[entry.plan.folder.path] = f"it does not fit: {explain_oom(memory_check)}"
+            refused[entry.plan.folder.path] = refusal(memory_check)
         else:
             kept.append(replace(entry, plan=with_prediction(entry.plan, memory_check), memory_check=memory_check))
     for line in gate_warnings([entry.memory_check for entry in kept if entry.memory_check is not None]):

@@ -12,8 +12,14 @@ CheckpointFormat = Literal["huggingface", "llama", "torchtune"]
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:
-    """Checkpoint formats of other tools for this model; empty if its family names none."""
-    return tuple(getattr(component("model", config.architecture), "STATE_DICTS", ()))
+    """Checkpoint formats of other tools for this model; empty if its family has no state-dict map.
+
+    A family that lists no `STATE_DICTS` has Hugging Face's names if it has a `huggingface` as well.
+    """
+    family = component("model", config.architecture)
+    has_config = hasattr(family, "huggingface")
+    formats = getattr(family, "STATE_DICTS", ("huggingface",)) if hasattr(family, "state_dict_map") else ()
+    return tuple(form for form in formats if has_config or form != "huggingface")
 
 
 def state_dict_map(config: ModelConfig, form: CheckpointFormat) -> StateDictMap:

@@ -1,9 +1,11 @@
 """Model spec of a config, by its architecture."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import lru_cache
 
+from titan_exp.config.errors.user_code import calling_user_code, package_prefix
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component
@@ -19,14 +21,15 @@ def model_spec(config: ModelConfig) -> ModelSpec | None:
     try:
         return _cached_spec(config)
     except TypeError:  # a user's config with a list in it has no hash
-        return component("model", config.architecture).spec(config)
+        return _spec(config)
 
 
 def family_violations(config: ModelConfig) -> Iterator[Violation]:
     """Shapes that the model's family cannot compute."""
     rules = getattr(component("model", config.architecture), "violations", None)
     if rules is not None:
-        yield from rules(config)
+        with _calling("violations", config):
+            yield from list(rules(config))
 
 
 def attention_backend(config: ModelConfig) -> str:
@@ -43,4 +46,15 @@ def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
 
 @lru_cache(maxsize=256)
 def _cached_spec(config: ModelConfig) -> ModelSpec | None:
-    return component("model", config.architecture).spec(config)
+    return _spec(config)
+
+
+def _spec(config: ModelConfig) -> ModelSpec | None:
+    family = component("model", config.architecture)
+    with _calling("spec", config):
+        return family.spec(config)
+
+
+def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]:
+    name = config.architecture
+    return calling_user_code(f"model.architecture={name}: its {function}(config) fails", [package_prefix(name)])

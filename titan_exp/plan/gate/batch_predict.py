@@ -7,14 +7,17 @@ traces share a process.
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.config.errors.user_code import UserCodeError
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.local_machine import usable_cores
+from titan_exp.config.schema.user_code import import_paths
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.child_process import end_with_parent
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_PROCESSES = 8
 """Maximum number of child processes; torch alone takes a third of a GiB in each."""
+FAILED = "Your own code fails in the first training step:"
+"""Beginning of the message about user code that fails on fake tensors."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class PredictionRequest:
     """Run with a resolved layout."""
     device: Device | None
     """Device; None for a CPU of unknown speed."""
+    answer: "Prediction | NotPredicted | None" = None
+    """Known answer, so that only the run's user code is checked."""
 
 
 def predict_many(
@@ -50,28 +57,41 @@ def predict_many(
     answers: dict[str, Prediction | NotPredicted] = {}
     pending: dict[str, PredictionRequest] = {}
     for number, request in enumerate(requests):
-        uncached = f"request {number}"
-        try:
-            check_supported(request.experiment)
-        except UserError as error:
-            keys.append(uncached)
-            answers[uncached] = _not_predicted(error)
-            continue
-        keys.append(cache_key(request.experiment, request.device) or uncached)
-        if keys[-1] not in answers and (known := get(cache, keys[-1])) is not None:
+        key, known = _known_answer(request, cache)
+        own = bool(import_paths(request.experiment))
+        keys.append(f"request {number}" if own or key is None else key)
+        if known is not None and not own:
             answers[keys[-1]] = known
-        if keys[-1] not in answers:
-            pending.setdefault(keys[-1], request)
+        elif keys[-1] not in answers:
+            pending.setdefault(keys[-1], replace(request, answer=known))
     if pending:
-        ranks = sum(request.experiment.parallelism.pp for request in pending.values())
-        runs = f"{len(pending)} runs" if len(pending) > 1 else "the run"
-        of = f", {ranks} pipeline ranks" if ranks > len(pending) else ""
-        say(f"Predicting the memory of {runs}{of} ...")
+        _say(list(pending.values()), say)
         for key, answer in _predict_in_processes(pending).items():
             answers[key] = answer
-            if isinstance(answer, Prediction) and not key.startswith("request "):
-                put(cache, key, answer)
+            stored = cache_key(pending[key].experiment, pending[key].device)
+            if isinstance(answer, Prediction) and pending[key].answer is None and stored is not None:
+                put(cache, stored, answer)
     return [answers[key] for key in keys]
+
+
+def _known_answer(request: PredictionRequest, cache: Path) -> tuple[str | None, Prediction | NotPredicted | None]:
+    """Cache key of a request, and its answer if it is known without a prediction."""
+    if request.answer is not None:
+        return None, request.answer
+    try:
+        check_supported(request.experiment)
+    except UserError as error:
+        return None, _not_predicted(error)
+    key = cache_key(request.experiment, request.device)
+    return key, None if key is None else get(cache, key)
+
+
+def _say(pending: Sequence[PredictionRequest], say: Callable[[str], None]) -> None:
+    predicted = [request for request in pending if request.answer is None]
+    runs = f"{len(predicted)} runs" if len(predicted) > 1 else "the run"
+    ranks = sum(request.experiment.parallelism.pp for request in predicted)
+    of = f", {ranks} pipeline ranks" if ranks > len(predicted) else ""
+    say(f"Predicting the memory of {runs}{of} ..." if predicted else "Checking your own code ...")
 
 
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
@@ -87,11 +107,17 @@ def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Pr
             key: [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
             for key, request in pending.items()
         }
-        return {key: _merge(parts) for key, parts in futures.items()}
+        return {key: _merge(pending[key], parts) for key, parts in futures.items()}
+
+
+class _PlanningFailedError(Exception):
+    """An exception of the planner, as text."""
 
 
 def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
-    """Groups of pipeline ranks that share traces and a process."""
+    """Groups of pipeline ranks that share traces and a process; one empty group if only user code is checked."""
+    if request.answer is not None:
+        return [()]
     experiment, layout = request.experiment, ResolvedLayout.of(request.experiment)
     ranks = tuple(range(experiment.parallelism.pp))
     worthwhile = is_worthwhile(layout, experiment.activation_checkpoint, len(ranks))
@@ -101,24 +127,45 @@ def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
 
 
 def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[str, Any]:
+    experiment = request.experiment
+    if import_paths(experiment):
+        from titan_exp.plan.gate.user_code import check_user_code, failing_user_code
+
+        check_user_code(experiment)
+    else:
+        failing_user_code = None
+    if not ranks:
+        return {}
     from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
 
-    return plan_to_json(predict(request.experiment, request.device, ranks))
+    try:
+        with nullcontext() if failing_user_code is None else failing_user_code(experiment, FAILED):
+            return plan_to_json(predict(experiment, request.device, ranks))
+    except UserError:
+        raise
+    except Exception as error:
+        # Torch's exceptions may hold operators, which have no pickle.
+        raise _PlanningFailedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
 
 
-def _merge(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:
+def _merge(request: PredictionRequest, parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:
     from concurrent.futures.process import BrokenProcessPool
 
     try:
-        return merge_ranks([part.result() for part in parts])
+        found = [part.result() for part in parts]
+        return request.answer if request.answer is not None else merge_ranks(found)
+    except UserCodeError as error:
+        violations = [str(violation).partition("\n")[0] for violation in error.violations]
+        first = "; ".join(violations) or str(error).partition("\n")[0]
+        return NotPredicted(f"its user code fails: {first}", str(error))
     except UserError as error:
         return _not_predicted(error)
     except BrokenProcessPool:
         return NotPredicted("the planner's process was killed; titan-exp plan shows why")
-    except Exception as error:
+    except _PlanningFailedError as error:
         # A user-defined model may raise anything here and still train.
-        return NotPredicted(f"planning it failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return NotPredicted(f"planning it failed with {error}")
 
 
 def _not_predicted(error: UserError) -> NotPredicted:

@@ -11,6 +11,7 @@ from typing import Any
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.config.schema.user_code import import_paths
 from titan_exp.plan.calibrated_constants import FITTED
 from titan_exp.plan.device_memory import DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
@@ -33,6 +34,8 @@ class MemoryCheck:
     """Predicted peaks, if needed or requested."""
     why_not: str = ""
     """Reason for neither bound nor prediction; else empty."""
+    user_error: str = ""
+    """Failure of the run's user code, with its frames; else empty."""
 
     @property
     def needed(self) -> int | None:
@@ -64,11 +67,14 @@ def check_memory(
     `runs/.cache` holds predictions and measured rates; `say` is called with a line before slow work.
     """
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
-    pending = [number for number, check in enumerate(checks) if _needs_prediction(check)]
-    requests = [PredictionRequest(checks[number].experiment, _device(checks[number])) for number in pending]
+    pending = [number for number, check in enumerate(checks) if _needs_prediction(check) or _has_user_code(check)]
+    requests = [_request(checks[number]) for number in pending]
     for number, answer in zip(pending, predict_many(requests, runs / ".cache", say), strict=True):
-        failed = isinstance(answer, NotPredicted)
-        checks[number] = replace(checks[number], **({"why_not": answer.reason} if failed else {"prediction": answer}))
+        if isinstance(answer, Prediction):
+            checks[number] = replace(checks[number], prediction=answer)
+        elif answer.user_error or answer is not _UNNEEDED:
+            why_not = checks[number].why_not or answer.reason
+            checks[number] = replace(checks[number], why_not=why_not, user_error=answer.user_error)
     return checks
 
 
@@ -141,6 +147,19 @@ def _needs_prediction(memory_check: MemoryCheck) -> bool:
     if memory_check.experiment.plan.predict == "always":
         return True
     return memory_check.device_memory.capacity is not None and memory_check.bound is None
+
+
+def _has_user_code(memory_check: MemoryCheck) -> bool:
+    return memory_check.device_memory is not None and bool(import_paths(memory_check.experiment))
+
+
+def _request(memory_check: MemoryCheck) -> PredictionRequest:
+    answer = None if _needs_prediction(memory_check) else _UNNEEDED
+    return PredictionRequest(memory_check.experiment, _device(memory_check), answer)
+
+
+_UNNEEDED = NotPredicted("")
+"""Answer for a run of which only the user code is checked."""
 
 
 def _device(memory_check: MemoryCheck) -> Any:

@@ -56,7 +56,7 @@ COSTS = {
     "elementwise": "operators bound by memory bandwidth: norms, activation functions, the optimizer",
     "exposed": "exposed communication: tensor, context and pipeline parallelism",
     "behind": "overlapped communication: FSDP and replication",
-    "bubble": "waiting for other pipeline ranks",
+    "bubble": "the bubble, and a rank that is faster than the slowest",
 }
 """Parts of the step time."""
 

@@ -37,25 +37,24 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
 
 
 def schedule_data(plan: Plan) -> dict[str, Any]:
-    """Schedule as JSON: actions and idle times of each rank as text, for every available timing."""
+    """Schedule as JSON: actions and idle times of each rank as text; in units if no time of a rank is known.
+
+    Every stage takes as long as the slowest, as in the plan's step time and bubble.
+    """
     schedule = schedule_of(plan.layout)
-    totals = {rank.pipeline_rank: rank.time.total for rank in plan.ranks if rank.time is not None}
-    ways = []
-    if len(totals) == len(schedule.orders):
-        costs = [_forward_seconds(schedule, rank, totals[rank]) for rank in schedule.placement]
-        ways.append(_way("own", schedule, costs))
-    if totals and len(schedule.orders) > 1:
-        # The plan's estimate counts every stage as the slowest.
-        slowest = max(totals.values())
-        costs = [_forward_seconds(schedule, rank, slowest) for rank in schedule.placement]
-        ways.append(_way("alike", schedule, costs))
-    ways = ways or [_way("units", schedule, [1.0] * len(schedule.placement))]
+    totals = [rank.time.total for rank in plan.ranks if rank.time is not None]
+    costs = [_forward_seconds(schedule, rank, max(totals)) if totals else 1.0 for rank in schedule.placement]
+    line = timeline(schedule.orders, costs)
     return {
         "cost": COST,
         "placement": schedule.placement,
         "passes": schedule.passes,
         "microbatches": 1 + max(action.microbatch for order in schedule.orders for action in order),
-        "ways": ways,
+        "estimated": bool(totals),
+        "costs": costs,
+        "end": max(line.end.values()),
+        "bubble": line.bubble,
+        "rows": [schedule_text(order, line.end, costs) for order in schedule.orders],
     }
 
 
@@ -70,12 +69,6 @@ def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs
         parts.append(str(action))
         now = end[action]
     return " ".join(parts)
-
-
-def _way(name: str, schedule: PipelineSchedule, costs: list[float]) -> dict[str, Any]:
-    line = timeline(schedule.orders, costs)
-    rows = [schedule_text(order, line.end, costs) for order in schedule.orders]
-    return {"name": name, "costs": costs, "end": max(line.end.values()), "bubble": line.bubble, "rows": rows}
 
 
 def _forward_seconds(schedule: PipelineSchedule, rank: int, total: float) -> float:

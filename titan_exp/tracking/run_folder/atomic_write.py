@@ -31,6 +31,12 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
         sync_folder(path.parent)
 
 
+def overwrite(path: Path, text: str) -> None:
+    """Overwrite a file by one write in place, padded with blanks to its size, which needs no space on the disk."""
+    with path.open("r+b", buffering=0) as file:
+        file.write(text.removesuffix("\n").encode().ljust(path.stat().st_size - 1) + b"\n")
+
+
 def mkdir_below(root: Path, path: Path) -> None:
     """Create the folder `path` below `root`, but never `root`, such as a deleted run folder. Raises OSError."""
     for name in path.relative_to(root).parts:

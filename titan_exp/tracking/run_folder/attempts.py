@@ -41,7 +41,9 @@ class Attempt:
     data: dict[str, Any] | None = None
     """Identity of the training data as the ranks opened it, by config key."""
     requeues: int = 0
-    """Consecutive automatic requeues before this start; 0 if a user submitted it."""
+    """Consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint at the start; 0 without one."""
 
 
 class AttemptLog:

@@ -1,6 +1,7 @@
 """Advisory file locks (flock), which the kernel releases at process exit."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -53,7 +54,7 @@ class FileLock:
         Raises LockedError if another process holds it, UserError if the file system does not support locks.
         """
         assert not self.held
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = self._open(query=role is None)
         try:
             self._wait(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout)
             if role is not None:
@@ -83,6 +84,14 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def _open(self, *, query: bool) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if not query or error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            return os.open(self.path, os.O_RDONLY)  # a run of another user, or on a read-only disk
 
     def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
         while True:

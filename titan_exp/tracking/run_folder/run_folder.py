@@ -3,14 +3,18 @@
 Rank 0 and the launcher write; any process may read at any time. Every file stays readable after a crash.
 """
 
+import contextlib
+import errno
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_exp.tracking.run_folder.atomic_write import mkdir_below, write_atomically
+from titan_exp.config.schema.run_signature import SIGNATURE_FILE
+from titan_exp.tracking.run_folder.atomic_write import mkdir_below, overwrite, write_atomically
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held
 from titan_exp.tracking.run_folder.state import Heartbeat, RunState, parse_state, read_json
@@ -28,6 +32,8 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         """Resolved configuration."""
+        self.signature = self.path / SIGNATURE_FILE
+        """Signatures of the configuration by the users who launched the run."""
         self.overrides = self.path / "overrides.yaml"
         """Overrides as typed."""
         self.nondefault = self.path / "nondefault.yaml"
@@ -82,18 +88,34 @@ class RunFolder:
         """Replace state.json; without `durable` the caller syncs the folder."""
         write_atomically(self.state, json.dumps(asdict(state)) + "\n", durable=durable)
 
-    def beat(self, step: int, *, force: bool = False) -> None:
-        """Write a heartbeat after `step` steps, at most one per second unless `force`."""
+    def beat(self, step: int, *, force: bool = False, warning: str | None = None) -> bool:
+        """Write a heartbeat after `step` steps, at most one per second unless `force`; returns True if written. On a
+        full disk it is overwritten in place, which needs no space."""
         now = time.monotonic()
         if force or now - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._last_heartbeat = now
-            text = json.dumps({"step": step, "time": time.time()}) + "\n"
-            write_atomically(self.heartbeat, text, durable=False)
+            text = json.dumps({"step": step, "time": time.time(), "warning": warning}) + "\n"
+            try:
+                write_atomically(self.heartbeat, text, durable=False)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                overwrite(self.heartbeat, text)
+            return True
+        return False
 
     def read_heartbeat(self) -> Heartbeat | None:
         """Read the last heartbeat; None before the first."""
         fields = read_json(self.heartbeat)
         return None if fields is None else Heartbeat(**fields)
+
+    def warning(self) -> str | None:
+        """What a user of the running attempt should know; None without a warning."""
+        with contextlib.suppress(OSError):
+            if os.statvfs(self.path).f_flag & os.ST_RDONLY:
+                return f"{self.path} is on a read-only disk: no checkpoint, metric or state can be written"
+        beat, state = self.read_heartbeat(), self.read_state()
+        return None if beat is None or (state is not None and beat.time < state.time) else beat.warning
 
     def stop_requested(self) -> bool:
         """True if the ranks should save and stop. Ranks may see it at different steps and must agree on one."""

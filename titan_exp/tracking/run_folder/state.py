@@ -34,10 +34,11 @@ class RunState:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Content of `heartbeat`: finished optimizer steps, and the Unix time."""
+    """Content of `heartbeat`: finished optimizer steps, the Unix time, and what a user should know meanwhile."""
 
     step: int
     time: float
+    warning: str | None = None
 
     @property
     def age(self) -> float:

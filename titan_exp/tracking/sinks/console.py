@@ -34,6 +34,7 @@ class ConsoleSink:
         self._console = console or Console(highlight=False)
         self._total, self._title, self._interval, self._clock = total_steps, title, interval, clock
         self._row: Row | None = None
+        self._warning: str | None = None
         self._validation_loss: Value = None
         self._unprinted: Row | None = None
         self._last_line = -math.inf
@@ -57,6 +58,12 @@ class ConsoleSink:
             self._print_line(row)
         else:
             self._unprinted = row
+
+    def warn(self, warning: str | None) -> None:
+        """Display a warning until it is None; elsewhere than on a terminal, print it once."""
+        if self._live is None and (warning is None) != (self._warning is None):
+            self._write(f"warning: {warning}" if warning else "the warning is over: checkpoints are written again")
+        self._warning = warning
 
     def note(self, line: str) -> None:
         """Print a permanent line above the display."""
@@ -103,7 +110,10 @@ class ConsoleSink:
         head.add_row(Text(self._title, style="bold"), bar, Text(f"{step}/{self._total}{left}"))
         newest = {**(self._row or {}), "validation_loss": self._validation_loss}
         numbers = "  ".join(_fields(newest)) if self._row else "waiting for the first row"
-        return Group(head, Text(numbers, style="dim"))
+        lines = [head, Text(numbers, style="dim")]
+        if self._warning is not None:
+            lines.append(Text(f"warning: {self._warning}", style="bold yellow"))
+        return Group(*lines)
 
 
 class _Eta:

@@ -1,9 +1,13 @@
 """Build the objective that `training.objective` names."""
 
+from typing import Any
+
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.schema.call_signature import Call, call_violations, require_members
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
@@ -18,14 +22,27 @@ def build_objective(training: TrainingConfig, compile_: CompileConfig, vocab_sha
         UserError: the import path cannot be imported, or a subclass with its own `loss` cannot compute it in chunks.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
-    kind = import_dotted(name, "training.objective") if is_dotted(name) else LanguageModeling
-    objective = kind.build(training, vocab_shard, compile_backend=backend, **training.objective_options)
+    kind = _own_class(training) if is_dotted(name) else LanguageModeling
+    options = revealed(training.objective_options, "training.objective_options")
+    objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
     if training.loss_chunk_tokens is not None and _overrides_loss(kind):
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "
             "logits. Use training.loss_chunk_tokens=null, or override `__call__` as well."
         )
     return objective
+
+
+def _own_class(training: TrainingConfig) -> Any:
+    name, field = training.objective, "training.objective"
+    kind = import_dotted(name, field)
+    require_members(kind, name, field, ("build", "metrics", "count"), "titan_exp/trainer/objective/base.py")
+    options = training.objective_options
+    call = Call(("training", "vocab_shard"), ("compile_backend",), "training.objective_options", options)
+    violations = call_violations(kind.build, f"{name}.build", field, call)
+    if violations:
+        raise UserError("This run cannot be started.", violations)
+    return kind
 
 
 def _overrides_loss(kind: type) -> bool:

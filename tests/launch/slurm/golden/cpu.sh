@@ -8,12 +8,25 @@
 #SBATCH --signal=B:USR2@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=/runs/x/0123456789ab/logs/slurm-%j.out
+#SBATCH --output=/runs/.slurm/feedbeefcafe/slurm-%j.out
 
 # The run.
 RUN=/runs/x/0123456789ab
 JOB="$SLURM_JOB_ID"
 export TITAN_EXP_TOKEN=feedbeefcafe
+
+echo "titan_exp: job $JOB, start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, $(date +%FT%T)"
+if [ ! -e "$RUN/config.yaml" ]; then
+    echo "$RUN: the run folder was deleted or moved, so job $JOB ends."
+    exit 2
+elif ! tail -n 1 "$RUN/attempts.jsonl" | grep -qF '"token": "'"$TITAN_EXP_TOKEN"'"'; then
+    echo "$RUN: this run was started anew after job $JOB was submitted, so it ends: titan-exp status $RUN"
+    exit 2
+fi
+# The log's second name, in the run folder.
+log=/runs/.slurm/feedbeefcafe"/slurm-$JOB.out"
+[ -d "$RUN/logs" ] || mkdir "$RUN/logs"
+[ -e "$RUN/logs/slurm-$JOB.out" ] || ln "$log" "$RUN/logs" 2> /dev/null || ln -s "$log" "$RUN/logs"
 
 # The code as it was at submission: edits since then have no effect.
 export PYTHONPATH=/runs/.code/0011223344556677

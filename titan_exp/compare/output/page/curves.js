@@ -1,16 +1,30 @@
 // Loss curves.
-function smoothed(values, half) {
-  if (half < 1) return values;
+// Moving average over `share` percent of the rows, as `stats/moving_average.py` computes it. Each value is of `rows` rows.
+function smoothed(values, rows, share) {
+  if (!share) return values;
+  const many = Math.max(1, Math.floor((rows.reduce((a, b) => a + b, 0) * share) / 200));
+  let half = 0;
+  for (let found = 0; half < rows.length && found < many; half++) found += rows[rows.length - 1 - half];
   const sums = [0], counts = [0];
-  for (const value of values) {
-    sums.push(sums.at(-1) + (finite(value) ? value : 0));
-    counts.push(counts.at(-1) + (finite(value) ? 1 : 0));
-  }
-  return values.map((value, k) => {
-    const reach = Math.min(half, k, values.length - 1 - k);
-    const [first, last] = [k - reach, k + reach + 1];
-    return finite(value) ? (sums[last] - sums[first]) / (counts[last] - counts[first]) : null;
+  values.forEach((value, k) => {
+    sums.push(sums.at(-1) + (finite(value) ? value * rows[k] : 0));
+    counts.push(counts.at(-1) + (finite(value) ? rows[k] : 0));
   });
+  return values.map((value, k) => {
+    if (!finite(value)) return null;
+    const last = Math.min(values.length, k + half + 1), first = Math.max(0, k - half + (k + half >= values.length ? 1 : 0));
+    const fitted = k < Math.min(half, values.length - half) ? fittedLine(values, rows, k, last) : null;
+    return fitted ?? (sums[last] - sums[first]) / (counts[last] - counts[first]);
+  });
+}
+// Value at `place` of a line fitted to the values before `last`; null for fewer than two.
+function fittedLine(values, rows, place, last) {
+  const known = [];
+  for (let k = 0; k < last; k++) if (finite(values[k])) known.push([k - place, values[k], rows[k]]);
+  if (known.length < 2) return null;
+  const of = (term) => known.reduce((found, [x, y, weight]) => found + weight * term(x, y), 0);
+  const [n, x, y, xx, xy] = [of(() => 1), of((a) => a), of((_, b) => b), of((a) => a * a), of((a, b) => a * b)];
+  return (y * xx - x * xy) / (n * xx - x * x);
 }
 function at(xs, ys, place) {
   let low = 0, high = xs.length - 1;
@@ -46,8 +60,7 @@ function lossCurves() {
   function prepare() {
     lines = data.curves.filter((it) => !state.off.has(it.row)).map((it) => {
       const xs = it[state.key][state.by];
-      const half = state.key === "loss" ? Math.round((xs.length * state.smooth) / 200) : 0;
-      return { ...it, xs, ys: smoothed(it[state.key][2], half) };
+      return { ...it, xs, ys: smoothed(it[state.key][2], it[state.key][3], state.key === "loss" ? state.smooth : 0) };
     }).filter((it) => it.xs.length);
   }
   function paint(box) {
@@ -71,10 +84,12 @@ function lossCurves() {
     axes(f, x, y, xt, yt, formatCount, (it) => String(Number(it.toPrecision(5))), state.by ? "steps" : "tokens", "loss (nats per token)");
     const clip = `clip${Math.random().toString(36).slice(2)}`;
     draw(draw(f.svg, "clipPath", { id: clip }), "rect", { x: f.x0, y: f.y1, width: f.x1 - f.x0, height: f.y0 - f.y1 });
-    if (state.by === 0 && finite(data.point) && data.point > lowX && data.point < highX * 0.999) {
+    const isCut = state.by === 0 && finite(data.point) && data.point > lowX && data.point < highX * 0.999;
+    if (isCut) {
       draw(f.svg, "line", { class: "zero", x1: x(data.point), x2: x(data.point), y1: f.y0, y2: f.y1 });
       draw(f.svg, "text", { x: x(data.point) - 5, y: f.y1 + 12, "text-anchor": "end" }, "compared here");
     }
+    const compared = isCut ? data.metrics.find((metric) => metric.name === state.key) : null;
     const group = draw(f.svg, "g", { "clip-path": `url(#${clip})`, fill: "none", "stroke-linejoin": "round" });
     const seeds = new Map();
     for (const it of lines) seeds.set(it.row, (seeds.get(it.row) || 0) + 1);
@@ -91,6 +106,12 @@ function lossCurves() {
         const dot = draw(group, "circle", { cx: x(value), cy: y(it.ys[k]), r: 2.6 });
         dot.style.fill = color(it.row);
       });
+    }
+    // What the table says of runs that go on after the compared tokens.
+    for (const row of compared ? seeds.keys() : []) {
+      const value = compared.values[row];
+      if (!value || (state.near !== null && state.near !== row)) continue;
+      draw(f.svg, "circle", { class: "compared", cx: x(data.point), cy: y(value[0]), r: 3.5, fill: color(row), stroke: "var(--card)" });
     }
     follow(f, x);
   }

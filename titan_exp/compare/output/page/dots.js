@@ -1,23 +1,31 @@
 // Scatter plots whose labels do not overlap: the Pareto front, and scaling.
-function names(f, entries) {
-  const taken = entries.map((it) => ({ x0: it.x - 7, x1: it.x + 7, y0: it.y - 7, y1: it.y + 7 }));
+// Labels beside their dots, none on a dot, a label or the line through `corners`; one without such a place is left out.
+function names(f, entries, corners) {
+  const around = (x, y, reach) => ({ x0: x - reach, x1: x + reach, y0: y - reach, y1: y + reach });
+  const taken = entries.map((it) => around(it.x, it.y, 9));
+  corners.slice(1).forEach(([x, y], k) => {
+    const [x0, y0] = corners[k], steps = Math.ceil(Math.hypot(x - x0, y - y0) / 4);
+    for (let step = 0; step <= steps; step++) taken.push(around(x0 + ((x - x0) * step) / (steps || 1), y0 + ((y - y0) * step) / (steps || 1), 2));
+  });
   for (const it of [...entries].sort((a, b) => a.y - b.y)) {
-    const width = it.text.length * 6.7;
-    const spots = [[it.x + 10, it.y + 4], [it.x - 10 - width, it.y + 4], [it.x - width / 2, it.y - 11], [it.x - width / 2, it.y + 20],
-      [it.x + 10, it.y - 10], [it.x + 10, it.y + 18], [it.x - 10 - width, it.y - 10], [it.x - 10 - width, it.y + 18]];
-    for (const [left, base] of spots) {
-      const box = { x0: left - 2, x1: left + width + 2, y0: base - 11, y1: base + 4 };
-      const free = box.x0 > 2 && box.x1 < f.width - 2 && box.y0 > 0 && box.y1 < f.y0
+    const text = draw(f.svg, "text", { class: it.class || "name" }, it.text), width = text.getComputedTextLength();
+    const [right, left, middle] = [it.x + 13, it.x - 13 - width, it.x - width / 2];
+    const spots = [[right, it.y + 4], [left, it.y + 4], [middle, it.y - 16], [middle, it.y + 25], [right, it.y - 12], [right, it.y + 20], [left, it.y - 12], [left, it.y + 20],
+      [middle, it.y - 32], [middle, it.y + 41], [right, it.y - 28], [right, it.y + 36], [left, it.y - 28], [left, it.y + 36]];
+    const boxOf = ([x, base]) => ({ x0: x - 3, x1: x + width + 3, y0: base - 13, y1: base + 6 });
+    const spot = spots.find((it) => {
+      const box = boxOf(it);
+      return box.x0 > 0 && box.x1 < f.width && box.y0 > 0 && box.y1 < f.y0
         && !taken.some((other) => box.x0 < other.x1 && box.x1 > other.x0 && box.y0 < other.y1 && box.y1 > other.y0);
-      if (!free) continue;
-      taken.push(box);
-      draw(f.svg, "text", { class: "name", x: left, y: base }, it.text);
-      break;
-    }
+    });
+    if (!spot) { text.remove(); continue; }
+    taken.push(boxOf(spot));
+    text.setAttribute("x", spot[0]);
+    text.setAttribute("y", spot[1]);
   }
 }
-function dots(f, x, y, points, lines) {
-  const entries = [];
+function dots(f, x, y, points, lines, corners, more = []) {
+  const entries = [...more];
   for (const it of points) {
     const dot = draw(f.svg, "circle", { cx: x(it.x), cy: y(it.y), r: 6, "stroke-width": 2.5, opacity: it.front === false ? 0.6 : 1 });
     dot.style.stroke = color(it.row);
@@ -27,7 +35,7 @@ function dots(f, x, y, points, lines) {
     field.addEventListener("pointerleave", hideTip);
     entries.push({ x: x(it.x), y: y(it.y), text: it.label || data.rows[it.row].label });
   }
-  names(f, entries);
+  names(f, entries, corners);
 }
 function pareto() {
   const points = data.pareto.points;
@@ -40,12 +48,10 @@ function pareto() {
     const [lowY, highY] = padded(points.map((it) => it.y), 0.12);
     const x = scale(lowX, highX, f.x0, f.x1, log), y = scale(lowY, highY, f.y0, f.y1);
     axes(f, x, y, log ? logTicks(lowX, highX, 5) : ticks(lowX, highX, 5), ticks(lowY, highY, 5), formatCount, formatCount, `${data.pareto.cost}${log ? " (log)" : ""}`, data.pareto.loss);
-    const front = points.filter((it) => it.front);
-    let text = "";
-    front.forEach((it, k) => { text += k ? `H${x(it.x)}V${y(it.y)}` : `M${x(it.x)} ${f.y1}V${y(it.y)}`; });
-    const line = draw(f.svg, "path", { d: `${text}H${f.x1}`, fill: "none", "stroke-width": 1.5, "stroke-dasharray": "5 4" });
-    line.style.stroke = "var(--accent)";
-    dots(f, x, y, points, (it) => [[it.row, data.pareto.loss, it.y.toFixed(4)], [null, data.pareto.cost, formatCount(it.x)], [null, it.front ? "on the front" : "beaten by another", ""]]);
+    // Between two points of the front a straight line touches no other: what lies on it is beaten by neither.
+    const corners = points.filter((it) => it.front).map((it) => [x(it.x), y(it.y)]);
+    draw(f.svg, "path", { class: "front", d: `M${corners.map((it) => it.join(" ")).join("L")}`, fill: "none", stroke: "var(--accent)", "stroke-width": 1.5, "stroke-dasharray": "5 4" });
+    dots(f, x, y, points, (it) => [[it.row, data.pareto.loss, it.y.toFixed(4)], [null, data.pareto.cost, formatCount(it.x)], [null, it.front ? "on the front" : "beaten by another", ""]], corners);
   });
 }
 function scaling() {
@@ -60,8 +66,8 @@ function scaling() {
       const x = scale(low / 1.25, high * 1.25, f.x0, f.x1, true), y = scale(bottom, top, f.y0, f.y1, true);
       axes(f, x, y, sizes, logTicks(bottom, top, 6), String, (it) => `${formatCount(it)}×`, "processes (log)", "speedup (log)");
       draw(f.svg, "line", { class: "zero", x1: x(low), x2: x(high), y1: y(1), y2: y(ideal) });
-      draw(f.svg, "text", { x: x(high) - 4, y: y(ideal) - 7, "text-anchor": "end" }, "ideal");
-      dots(f, x, y, series.points, (it) => [[it.row, "speedup", `${it.y.toFixed(2)}×`], [null, "efficiency", `${(100 * it.e).toFixed(0)} %`], [null, "processes", String(it.x)]]);
+      const ends = [[x(low), y(1)], [x(high), y(ideal)]];
+      dots(f, x, y, series.points, (it) => [[it.row, "speedup", `${it.y.toFixed(2)}×`], [null, "efficiency", `${(100 * it.e).toFixed(0)} %`], [null, "processes", String(it.x)]], ends, [{ x: x(high), y: y(ideal), text: "ideal", class: "quiet" }]);
     });
   }
 }

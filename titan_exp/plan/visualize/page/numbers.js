@@ -7,6 +7,27 @@ function stageColor(stage, strength = 1) {
   const hue = 255 - (stage / Math.max(1, data.stages.length - 1)) * (data.stages.length > 3 ? 285 : 90 * (data.stages.length - 1));
   return `oklch(var(--stage-l) var(--stage-c) ${((hue % 360) + 360) % 360} / ${strength})`;
 }
+// Colours as drawn: their bytes in this theme.
+const pixel = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+const bytesOf = new Map(), darkness = matchMedia("(prefers-color-scheme: dark)");
+function rgb(color) {
+  const key = `${document.documentElement.dataset.theme} ${darkness.matches} ${color}`;
+  if (!bytesOf.has(key)) {
+    pixel.clearRect(0, 0, 1, 1);
+    pixel.fillStyle = resolved(color);
+    pixel.fillRect(0, 0, 1, 1);
+    bytesOf.set(key, [...pixel.getImageData(0, 0, 1, 1).data].slice(0, 3));
+  }
+  return bytesOf.get(key);
+}
+// Relative luminance of WCAG 2.
+const luminance = (bytes) => sum(bytes.map((it) => it / 255).map((it) => (it <= 0.04045 ? it / 12.92 : ((it + 0.055) / 1.055) ** 2.4)).map((it, k) => it * [0.2126, 0.7152, 0.0722][k]));
+// Black or white, whichever stands out more from each of these colours at this opacity over a ground: at least 4.5 to 1.
+function inkOn(colors, opacity = 1, ground = "var(--card)") {
+  const below = rgb(ground);
+  const seen = colors.map((it) => luminance(rgb(it).map((byte, k) => opacity * byte + (1 - opacity) * below[k])));
+  return Math.min(...seen.map((it) => (it + 0.05) / 0.05)) >= Math.min(...seen.map((it) => 1.05 / (it + 0.05))) ? "#000000" : "#ffffff";
+}
 const CATEGORY_COLORS = {
   parameters: "var(--c0)", gradients: "var(--c1)", optimizer: "var(--c3)", activations: "var(--c2)", "gathered parameters": "var(--c5)",
   communication: "var(--c6)", loss: "var(--c4)", workspaces: "var(--c9)", other: "var(--c7)",
@@ -24,7 +45,7 @@ function seconds(number) {
   const [scale, word] = number >= 0.9995 ? [1, "s"] : number >= 0.9995e-3 ? [1e3, "ms"] : [1e6, "µs"];
   return `${(number * scale).toLocaleString("en", { maximumSignificantDigits: 3 })} ${word}`;
 }
-const percent = (share) => (share > 0 && share < 0.0005 ? "less than 0.1 %" : `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`);
+const percent = (share) => (share > 0 && share < 0.0005 ? "less than 0.1%" : `${(100 * share).toFixed(1)}%`);
 const whole = (number) => number.toLocaleString("en");
 const counted = (number, word) => `${whole(number)} ${word}${number === 1 ? "" : word.endsWith("s") || word.endsWith("ch") ? "es" : "s"}`;
 // Runs of numbers, first and last: "3–5, 8".

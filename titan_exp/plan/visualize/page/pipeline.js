@@ -8,30 +8,26 @@ function drawPipeline() {
   const plot = section.querySelector(".plot");
   const canvas = element("canvas", { role: "img" });
   plot.append(canvas);
-  const state = { way: data.passes.ways[0], range: null, near: null };
-  const rowsOf = new Map();
+  const schedule = data.passes, state = { range: null, near: null };
   // Actions as [stage, kind, micro-batch, start, end], and idle times with kind "~".
-  function rows(way) {
-    if (!rowsOf.has(way)) rowsOf.set(way, way.rows.map((words) => {
-      let now = 0;
-      const found = words.split(" ").map((word) => {
-        const start = now;
-        if (word[0] === "~") return [null, "~", null, start, (now += Number(word.slice(1)))];
-        const [, stage, kind, micro] = /(\d+)([FBIW])(\d+)/.exec(word);
-        return [Number(stage), kind, Number(micro), start, (now += data.passes.cost[kind] * way.costs[Number(stage)])];
-      });
-      if (now < way.end * (1 - 1e-9)) found.push([null, "~", null, now, way.end]);
-      return found;
-    }));
-    return rowsOf.get(way);
-  }
+  const all = schedule.rows.map((words) => {
+    let now = 0;
+    const found = words.split(" ").map((word) => {
+      const start = now;
+      if (word[0] === "~") return [null, "~", null, start, (now += Number(word.slice(1)))];
+      const [, stage, kind, micro] = /(\d+)([FBIW])(\d+)/.exec(word);
+      return [Number(stage), kind, Number(micro), start, (now += schedule.cost[kind] * schedule.costs[Number(stage)])];
+    });
+    if (now < schedule.end * (1 - 1e-9)) found.push([null, "~", null, now, schedule.end]);
+    return found;
+  });
   const stagesHere = data.mesh.axes.pp > 1;
-  const clock = (time) => (state.way.name === "units" ? String(Number(time.toPrecision(4))) : seconds(time));
+  const clock = (time) => (schedule.estimated ? seconds(time) : String(Number(time.toPrecision(4))));
   const idle = (row) => sum(row.filter((it) => it[1] === "~").map((it) => it[4] - it[3]));
   let geometry = null;
 
   function paint(_, width) {
-    const all = rows(state.way), left = stagesHere ? 58 : 12, right = stagesHere && width > 520 ? 62 : 8;
+    const left = stagesHere ? 58 : 12, right = stagesHere && width > 520 ? 62 : 8;
     const high = Math.max(16, Math.min(30, 420 / all.length)), height = all.length * high + 40;
     canvas.setAttribute("aria-label", section.querySelector(".summary").textContent);
     const sharp = Math.max(1, devicePixelRatio || 1);
@@ -40,11 +36,11 @@ function drawPipeline() {
     canvas.style.height = `${height}px`;
     const pen = canvas.getContext("2d");
     pen.scale(sharp, sharp);
-    const [from, to] = state.range || [0, state.way.end];
+    const [from, to] = state.range || [0, schedule.end];
     const x = (time) => left + ((time - from) / (to - from)) * (width - left - right);
-    geometry = { left, right, high, width, all, from, to };
+    geometry = { left, right, high, width, from, to };
     const ink = Object.fromEntries(Object.entries(KIND_COLORS).map(([kind, color]) => [kind, resolved(color)]));
-    const [quiet, line, card, chip, name] = ["--quiet", "--line", "--card", "--chip", "--ink"].map((it) => resolved(`var(${it})`));
+    const [quiet, line, chip, name] = ["--quiet", "--line", "--chip", "--ink"].map((it) => resolved(`var(${it})`));
     const font = getComputedStyle(document.body).fontFamily;
     pen.textBaseline = "middle";
     all.forEach((row, place) => {
@@ -60,12 +56,13 @@ function drawPipeline() {
         const a = x(start), b = x(end), wide = b - a;
         if (kind === "~") { hatch(pen, Math.max(a, left), y, Math.min(b, width - right), tall, quiet); continue; }
         const here = stagesOf(data.passes.placement[stage]).indexOf(stage);
-        pen.globalAlpha = (state.near !== null && state.near !== micro ? 0.2 : 1) * (here ? Math.max(0.45, 1 - 0.3 * here) : 1);
+        const alpha = (state.near !== null && state.near !== micro ? 0.2 : 1) * (here ? Math.max(0.45, 1 - 0.3 * here) : 1);
+        pen.globalAlpha = alpha;
         pen.fillStyle = ink[kind];
         pen.fillRect(a, y, Math.max(wide - (wide > 3 ? 1 : 0), 0.6), tall);
         pen.globalAlpha = 1;
         if (wide > 9 + 6 * String(micro).length && tall > 11) {
-          pen.fillStyle = card;
+          pen.fillStyle = inkOn([ink[kind]], alpha, chip);
           pen.font = `${Math.min(12, tall - 4)}px ${font}`;
           pen.textAlign = "center";
           pen.fillText(String(micro), (a + b) / 2, y + tall / 2 + 0.5);
@@ -84,7 +81,7 @@ function drawPipeline() {
       if (right > 40) {
         pen.fillStyle = quiet;
         pen.font = `12px ${font}`;
-        pen.fillText(percent(idle(row) / state.way.end), width - right + 8, y + tall / 2);
+        pen.fillText(percent(idle(row) / schedule.end), width - right + 8, y + tall / 2);
       }
     });
     const base = all.length * high + 2;
@@ -96,7 +93,7 @@ function drawPipeline() {
       pen.fillStyle = quiet;
       pen.fillText(clock(time), Math.min(x(time), width - 24), base + 14);
     }
-    pen.fillText(state.way.name === "units" ? "time, in forward passes of a stage" : "time", (left + width - right) / 2, base + 30);
+    pen.fillText(schedule.estimated ? "time" : "time, in forward passes of a stage", (left + width - right) / 2, base + 30);
     if (right > 40) { pen.textAlign = "left"; pen.fillText("idle", width - right + 8, base + 14); }
   }
   function hatch(pen, a, y, b, tall, color) {
@@ -118,7 +115,7 @@ function drawPipeline() {
     const time = (place) => geometry.from + ((place - geometry.left) / (geometry.width - geometry.left - geometry.right)) * (geometry.to - geometry.from);
     const at = (event) => {
       const place = Math.floor(event.offsetY / geometry.high), moment = time(event.offsetX);
-      const row = geometry.all[place];
+      const row = all[place];
       if (!row || event.offsetX < geometry.left) return [row ? place : null, null];
       return [place, row.find((it) => it[3] <= moment && moment < it[4]) || null];
     };
@@ -139,7 +136,7 @@ function drawPipeline() {
     canvas.addEventListener("pointerup", (event) => {
       const dragged = from !== null && Math.abs(event.offsetX - from) > 8 && time(Math.max(from, event.offsetX)) > 0;
       if (dragged) {
-        state.range = [Math.max(0, time(Math.min(from, event.offsetX))), Math.min(state.way.end, time(Math.max(from, event.offsetX)))];
+        state.range = [Math.max(0, time(Math.min(from, event.offsetX))), Math.min(schedule.end, time(Math.max(from, event.offsetX)))];
         again();
       } else if (stagesHere) {
         const [place] = at(event);
@@ -152,19 +149,17 @@ function drawPipeline() {
   }
 
   function say() {
-    const { passes, microbatches } = data.passes, way = state.way;
+    const { passes, microbatches, rows } = schedule;
     const many = passes > 1 ? ` A step has ${passes} such passes, one behind the other.` : "";
-    const numbers = {
-      own: "Durations are the plan's: each pipeline rank's estimated time, shared out evenly, a backward pass taking twice a forward pass",
-      alike: "Durations are the plan's, as its step time is counted: every stage takes as long as the slowest, a backward pass twice a forward pass",
-      units: "No time is known of this device, so durations are units: 1 for a forward pass of any stage, 2 for a backward pass",
-    }[way.name];
-    const split = way.rows.some((row) => row.includes("I")) ? " (1 for each of its halves)" : "";
+    const numbers = schedule.estimated
+      ? "Durations are the plan's, as its step time is counted: every stage takes as long as the slowest, a backward pass twice a forward pass"
+      : "No time is known of this device, so durations are units: 1 for a forward pass of any stage, 2 for a backward pass";
+    const split = rows.some((row) => row.includes("I")) ? " (1 for each of its halves)" : "";
     const begin = stagesHere
-      ? `${counted(microbatches, "micro-batch")} through ${counted(data.stages.length, "stage")} on ${counted(way.rows.length, "pipeline rank")}, in the order in which the trainer runs them. Hatched is the bubble: ${percent(way.bubble)} of the ranks' time, ${clock(way.bubble * way.end)} each on average.`
+      ? `${counted(microbatches, "micro-batch")} through ${counted(data.stages.length, "stage")} on ${counted(rows.length, "pipeline rank")}, in the order in which the trainer runs them. Hatched is the bubble: ${percent(data.bubble)} of the ranks' time, ${clock(data.bubble * schedule.end)} each on average.`
       : `There is no pipeline: a rank takes ${counted(microbatches, "micro-batch")} forward and back, one after the other, and has no bubble.`;
     section.querySelector(".summary").textContent = `${begin} ${numbers}${split}.${many}`;
-    const kinds = [...new Set(way.rows.join(" ").match(/[FBIW]/g))];
+    const kinds = [...new Set(rows.join(" ").match(/[FBIW]/g))];
     const keys = kinds.map((kind) => {
       const mark = element("i");
       mark.style.background = KIND_COLORS[kind];
@@ -173,11 +168,9 @@ function drawPipeline() {
     const wait = element("i");
     wait.style.background = "repeating-linear-gradient(135deg, var(--chip) 0 4px, color-mix(in srgb, var(--quiet) 40%, transparent) 4px 5px)";
     if (stagesHere) keys.push(element("span", {}, wait, "bubble"));
-    const pale = data.stages.length > way.rows.length ? " Paler are a rank's later stages." : "";
+    const pale = data.stages.length > rows.length ? " Paler are a rank's later stages." : "";
     section.querySelector(".keys").replaceChildren(...keys, element("span", {}, `Numbers are micro-batches: point at one to follow it.${pale} Drag to zoom, double-click for all.`));
   }
-  const names = { own: "each stage its own time", alike: "all as the slowest" };
-  if (data.passes.ways.length > 1) section.querySelector(".controls").append(choice(data.passes.ways.map((way, k) => [k, names[way.name]]), 0, (k) => { state.way = data.passes.ways[k]; state.range = null; say(); again(); }));
   say();
   pointing();
   const again = drawn(plot, paint);

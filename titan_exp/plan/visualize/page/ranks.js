@@ -74,8 +74,10 @@ function drawRanks() {
     const g = draw(svg, "g", { class: "cell", "data-rank": rank });
     const parts = colors(rank), width = size / parts.length;
     parts.forEach((color, k) => draw(g, "rect", { x: x + k * width, y, width: width + (k < parts.length - 1 ? 0.3 : 0), height: size, rx: parts.length > 1 ? 0 : 2.5, fill: color }));
-    if (size >= 20) draw(g, "text", { x: x + size / 2, y: y + size / 2 + 3.5 }, String(rank));
-    cells.set(rank, { g, x, y, size });
+    // Numbers that fit, of a legible size; a tip has all of them.
+    const font = Math.min(13, (size - 3) / (0.62 * String(rank).length));
+    const number = font >= 8 ? draw(g, "text", { x: x + size / 2, y: y + size / 2 + 0.36 * font, style: `font-size: ${font}px` }, String(rank)) : null;
+    cells.set(rank, { g, x, y, size, parts, number });
   }
   function fold(svg, spot, width, height) {
     const hidden = spot.group.nodes.length - 4;
@@ -116,13 +118,15 @@ function drawRanks() {
       }
     }
     for (const [it, at] of cells) {
-      at.g.classList.toggle("dim", state.near !== null && USED.length > 0 && !bright.has(it));
-      at.g.classList.toggle("rest", state.near === null && USED.length > 0 && !bright.has(it));
+      const strength = bright.has(it) || !USED.length ? 1 : state.near === null ? 0.55 : 0.2;
+      for (const part of at.g.querySelectorAll("rect")) part.style.opacity = strength;
+      if (at.number) at.number.style.fill = inkOn(at.parts, strength);
     }
     const self = cells.get(rank);
     if (self) draw(marks, "rect", { class: "self", x: self.x - 1.5, y: self.y - 1.5, width: self.size + 3, height: self.size + 3, rx: 4.5 });
   }
   const again = drawn(plot, paint);
+  themed.push(light);
 
   const controls = section.querySelector(".controls");
   const field = element("input", { type: "number", min: 0, max: WORLD - 1, value: 0, "aria-label": "rank", onchange: (event) => choose(Number(event.target.value) || 0) });

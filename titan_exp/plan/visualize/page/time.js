@@ -1,6 +1,6 @@
 // ---- step time and communication ------------------------------------------------------------------------------------
 const COST_COLORS = { matmuls: "var(--c0)", elementwise: "var(--c5)", exposed: "var(--c1)", behind: "var(--c2)", bubble: "var(--line)" };
-const COST_NAMES = { matmuls: "matmuls", elementwise: "elementwise", exposed: "messages, waited for", behind: "messages, hidden", bubble: "bubble" };
+const COST_NAMES = { matmuls: "matmuls", elementwise: "elementwise", exposed: "messages, waited for", behind: "messages, hidden", bubble: "waiting for others" };
 
 function drawTime() {
   const section = document.getElementById("time");
@@ -33,7 +33,7 @@ function drawTime() {
       const field = draw(svg, "rect", { x: 0, y, width, height: tall, fill: "transparent" });
       field.addEventListener("pointermove", (event) => showTip(event, data.mesh.axes.pp > 1 ? `pipeline rank ${pipeline}` : "any rank", [
         ...Object.keys(COST_NAMES).filter((name) => name in time).map((name) => [COST_COLORS[name], COST_NAMES[name], seconds(time[name])]),
-        ...(data.mesh.axes.pp > 1 ? [[COST_COLORS.bubble, "waiting for others", seconds(Math.max(0, data.step - Math.max(waited, time.behind)))]] : []),
+        ...(data.mesh.axes.pp > 1 ? [[COST_COLORS.bubble, COST_NAMES.bubble, seconds(Math.max(0, data.step - Math.max(waited, time.behind)))]] : []),
         [null, "the step", seconds(data.step)],
       ]));
       field.addEventListener("pointerleave", hideTip);

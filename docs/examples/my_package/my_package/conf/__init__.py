@@ -1,0 +1,1 @@
+"""Configuration groups: `hydra.searchpath=[pkg://my_package.conf]`."""

@@ -1,0 +1,100 @@
+"""Errors raised in user code: the user's frames of a traceback, and the error as a UserError."""
+
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import titan_exp
+from titan_exp.config.errors.user_error import UserError
+
+MAX_FRAMES = 6
+"""Frames printed of one traceback, the innermost ones."""
+
+
+class UserCodeError(UserError):
+    """User code that fails, or does not fit the run."""
+
+
+def user_traceback(error: BaseException, packages: Collection[str] = ()) -> str:
+    """The user's frames of a traceback and the error, as Python prints them; empty if no frame is the user's.
+
+    Frames outside of titan_exp, the standard library and installed packages are the user's, and those of `packages`
+    (prefixes of module names), wherever these are installed.
+    """
+    frames = [text for module, file, line, text in _frames(error) if _is_user_frame(module, file, packages)]
+    if isinstance(error, SyntaxError) and error.filename and _is_user_frame("", error.filename, packages):
+        # The file at fault has no frame, since it was not executed.
+        frames.append(_frame_text(error.filename, error.lineno or 0, "<module>"))
+    if not frames:
+        return ""
+    cut = [f"  ... {len(frames) - MAX_FRAMES} more frames of yours"] if len(frames) > MAX_FRAMES else []
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return "\n".join([*cut, *frames[-MAX_FRAMES:], *(f"  {line}" for line in message.splitlines()[:MAX_FRAMES])])
+
+
+@contextmanager
+def calling_user_code(what: str, packages: Collection[str] = ()) -> Iterator[None]:
+    """Convert an exception with a user's frame into a UserError that begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        found = user_traceback(error, packages)
+        if not found:
+            raise
+        raise UserCodeError(f"{what}\n{found}") from error
+
+
+def innermost_module(error: BaseException) -> str:
+    """Name of the module whose code raised an exception."""
+    modules = [module for module, _, _, _ in _frames(error)]
+    return modules[-1] if modules else ""
+
+
+def package_prefix(name: str) -> str:
+    """Prefix of the modules that an import path chooses: its package, but of torch and titan_exp only its module."""
+    package = name.partition(".")[0]
+    return name.rpartition(".")[0] if package in ("torch", "titan_exp") else package
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, str, int, str]]:
+    """Module, file, line and text of every frame, outermost first; those of the causes of an error come first."""
+    chain: list[TracebackType | None] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        chain.insert(0, seen.__traceback__)
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    for trace in chain:
+        for frame, line in traceback.walk_tb(trace):
+            file, function = frame.f_code.co_filename, frame.f_code.co_name
+            yield str(frame.f_globals.get("__name__", "")), file, line, _frame_text(file, line, function)
+
+
+def _frame_text(file: str, line: int, function: str) -> str:
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"  {shown}:{line}, in {function}\n    {linecache.getline(file, line).strip()}"
+
+
+def _is_user_frame(module: str, file: str, packages: Collection[str]) -> bool:
+    if any(module == package or module.startswith(f"{package}.") for package in packages):
+        return True
+    if not os.path.isabs(file):  # <frozen importlib>, generated code
+        return False
+    path = Path(file)
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return not installed and not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
+
+
+_NOT_THE_USERS = (
+    Path(titan_exp.__file__).parent,
+    Path(titan_exp.__file__).parents[1] / "hydra_plugins",
+    Path(sysconfig.get_path("stdlib")),
+)
+"""Folders of titan_exp and of the standard library."""

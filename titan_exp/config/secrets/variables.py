@@ -1,0 +1,198 @@
+"""Secret environment variables in a configuration: `${oc.env:HF_TOKEN}` stays as typed.
+
+OmegaConf's `oc.env` gives the text of the interpolation instead of such a variable's value, so that no process reads
+it before `revealed`, just before the user's code is called.
+"""
+
+import dataclasses
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO, TypeVar, cast
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.schema.identity_keys import is_among
+from titan_exp.config.secrets.names import is_secret_variable
+
+Config = TypeVar("Config")
+
+_VARIABLE = r"\$\{oc\.env:(?P<name>[^${},\s]+)(?:,(?P<default>null|'(?:[^'\\]|\\.)*'|[\w./:+-]*))?\}"
+_TYPED = re.compile(rf"(?P<decode>\$\{{oc\.decode:)?{_VARIABLE}(?(decode)\}})")
+_PLAIN_DEFAULT = re.compile(r"[\w./:+-]+")
+_SHORTEST = 4
+"""Characters of the shortest value that `concealed` replaces; shorter ones are parts of other words."""
+_revealed: dict[str, str] = {}
+"""Interpolation by value that this process has read."""
+
+
+def register_secret_resolvers() -> None:
+    """Replace OmegaConf's `oc.env` and `oc.decode`, which would read secrets while composing; idempotent."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+    OmegaConf.register_new_resolver("oc.decode", _decode, replace=True)
+
+
+def variables_in(value: object) -> list[str]:
+    """Names of the secret variables in a text; empty for other values."""
+    return [match["name"] for match in _matches(value)]
+
+
+def without_variables(text: str) -> str:
+    """Text with secret variables replaced by their defaults."""
+    return _TYPED.sub(lambda match: _default(match) or "" if is_secret_variable(match["name"]) else match[0], text)
+
+
+def revealed(config: Config, field: str) -> Config:
+    """Part of a configuration, at the key `field`, with the values of its secret variables. Raises UserError if one is
+    not set."""
+    return _reveal(config, field)
+
+
+def require_variables(config: object, field: str = "") -> set[str]:
+    """Names of the secret variables that user code reads; `field` as in `revealed`. Raises UserError if the environment
+    lacks one."""
+    read = [
+        (key, text, match)
+        for key, text in _texts(config, field)
+        for match in _matches(text)
+        if not is_among(key.partition("[")[0], LABELS)
+    ]
+    missing = [
+        Violation(key, text, f"the environment variable {match['name']} is not set on {socket.gethostname()}", _SET)
+        for key, text, match in read
+        if match["name"] not in os.environ and match["default"] is None
+    ]
+    if missing:
+        raise UserError("The configuration reads secrets from the environment, and some are missing.", missing)
+    return {match["name"] for _, _, match in read}
+
+
+def concealed(text: str) -> str:
+    """Text with each secret that this process has read as its interpolation."""
+    for value in sorted(_revealed, key=len, reverse=True):
+        text = text.replace(value, _revealed[value])
+    return text
+
+
+LABELS = ("experiment.notes", "experiment.tags")
+"""Keys with text that nothing reads, in which a secret variable stays as typed."""
+SECRET = "its name says that the value is secret, and only options of your own code may read it"
+"""Reason against a secret variable in another key."""
+
+
+def conceal_output() -> None:
+    """Write secrets as their interpolations to standard output and standard error, which are kept in the run folder."""
+    sys.stdout, sys.stderr = cast(TextIO, _ConcealedOutput(sys.stdout)), cast(TextIO, _ConcealedOutput(sys.stderr))
+
+
+class _ConcealedOutput:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(concealed(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_SET = "set it in the environment in which the run is launched; its value is recorded nowhere"
+
+
+def _env(key: str, *default: Any) -> Any:
+    from omegaconf.resolvers import oc
+
+    if not is_secret_variable(key):
+        return oc.env(key, *default)
+    if not default:
+        if key not in os.environ:
+            raise KeyError(f"Environment variable '{key}' not found")
+        return f"${{oc.env:{key}}}"
+    text = "null" if default[0] is None else str(default[0])
+    if default[0] is not None and not _PLAIN_DEFAULT.fullmatch(text):
+        text = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return f"${{oc.env:{key},{text}}}"
+
+
+def _decode(expr: str | None, _parent_: Any, _node_: Any) -> Any:
+    from omegaconf.resolvers import oc
+
+    if not variables_in(expr):
+        return oc.decode(expr, _parent_, _node_)
+    if not _TYPED.fullmatch(str(expr)):
+        raise ValueError(f"oc.decode takes a secret variable alone, and this is {expr}")
+    return f"${{oc.decode:{expr}}}"
+
+
+def _matches(value: object) -> Iterator[re.Match[str]]:
+    if isinstance(value, str):
+        yield from (match for match in _TYPED.finditer(value) if is_secret_variable(match["name"]))
+
+
+def _reveal(value: Any, key: str) -> Any:
+    if isinstance(value, str):
+        return _reveal_text(value, key) if variables_in(value) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: new for name, part in parts.items() if (new := _reveal(part, _join(key, name))) is not part}
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, Mapping):
+        found = {name: _reveal(part, _join(key, str(name))) for name, part in value.items()}
+        return found if any(found[name] is not value[name] for name in found) else value
+    if isinstance(value, list | tuple):
+        items = [_reveal(part, f"{key}[{index}]") for index, part in enumerate(value)]
+        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value
+
+
+def _reveal_text(text: str, key: str) -> Any:
+    require_variables(text, key)
+    whole = _TYPED.fullmatch(text)
+    if whole is not None:
+        return _value(whole)
+    return _TYPED.sub(lambda match: str(_value(match)) if is_secret_variable(match["name"]) else match[0], text)
+
+
+def _value(match: re.Match[str]) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    name = match["name"]
+    value = os.environ.get(name, _default(match))
+    if value is not None and name in os.environ and len(value) >= _SHORTEST:
+        _revealed[value] = f"${{oc.env:{name}}}"
+    if not match["decode"] or value is None:
+        return value
+    try:
+        return oc.decode(value, OmegaConf.create(), None)  # type: ignore[arg-type]  # a node is for interpolations
+    except Exception:  # whose message has the value
+        raise UserError(f"{match[0]}: oc.decode cannot read the value of {name}.") from None
+
+
+def _default(match: re.Match[str]) -> str | None:
+    text = match["default"]
+    if text is None or text == "null":
+        return None
+    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text.startswith("'") else text
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _texts(getattr(value, field.name), _join(key, field.name))
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _texts(part, _join(key, str(name)))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _texts(part, f"{key}[{index}]")
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name

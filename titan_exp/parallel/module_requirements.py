@@ -1,0 +1,190 @@
+"""Requirements of a layout on the modules of a model, checked on the meta device before a run is queued.
+
+Built-in families meet them; a model of the user's may not, and a missing part would be ignored or fail in training.
+"""
+
+import inspect
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
+from titan_exp.models.blocks.transformer import Linear
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.tp_plan import VocabEmbedding, VocabLogits
+from titan_exp.ops.attention.sdpa import CausalAttention
+
+INPUTS = ("tokens", "positions", "documents")
+"""Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
+BLOCKS = 'self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
+
+
+def module_violations(
+    model: nn.Module,
+    spec: ModelSpec | None,
+    layout: ResolvedLayout,
+    checkpointing: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+) -> Iterator[Violation]:
+    """Violations of an unsharded model on the meta device; `spec` is None for a plain class."""
+    yield from _forward(model, layout)
+    yield from _buffers(model)
+    yield from _blocks(model, checkpointing, compilation)
+    yield from _tied_weights(model, layout)
+    parallelism = layout.parallelism
+    if spec is not None and parallelism.tp > 1:
+        yield from _tensor_parallel(model, spec, parallelism.tp)
+    if spec is not None and parallelism.cp > 1:
+        yield from _context_parallel(model, parallelism.cp)
+    if spec is not None and parallelism.pp > 1:
+        yield from _pipeline(model, spec, parallelism.pp)
+
+
+def _forward(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
+    """`forward` takes what objectives pass."""
+    kind, chunk = type(model).__name__, layout.training.loss_chunk_tokens
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*INPUTS)
+    except TypeError as error:
+        reason = f"{kind}.forward is called with (tokens, positions, documents): {error}"
+        remedy = "def forward(self, tokens, positions=None, documents=None), which returns logits"
+        yield Violation("model.architecture", kind, reason, remedy)
+        return
+    try:
+        signature.bind(*INPUTS, loss=None)
+    except TypeError:
+        if chunk is not None:
+            reason = f"{kind}.forward takes no `loss`, which it would call with the last hidden states and the head"
+            remedy = "training.loss_chunk_tokens=null, or forward as in titan_exp/models/decoder.py"
+            yield Violation("training.loss_chunk_tokens", chunk, reason, remedy)
+
+
+def _buffers(model: nn.Module) -> Iterator[Violation]:
+    """Every tensor of a module is a parameter or a buffer, else it stays on the meta device."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            held = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(part, Tensor) and part.is_meta for part in held):
+                attribute = f"{path}.{name}" if path else name
+                reason = (
+                    f"{attribute} is a tensor, but neither a parameter nor a buffer: models are built on the meta "
+                    "device, so that it would never have values"
+                )
+                remedy = f'self.register_buffer("{name}", ..., persistent=False) in {type(module).__name__}.__init__'
+                yield Violation("model.architecture", type(model).__name__, reason, remedy)
+
+
+def _blocks(
+    model: nn.Module, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig
+) -> Iterator[Violation]:
+    """There are blocks to recompute and to compile."""
+    if any(iter_numbered_blocks(model)):
+        return
+    reason = f"{type(model).__name__} has no blocks, one by one of which it is applied to"
+    if checkpointing.mode != "none":
+        yield Violation(
+            "activation_checkpoint.mode", checkpointing.mode, reason, f"{BLOCKS}; or activation_checkpoint=none"
+        )
+    if compilation.compiles("blocks"):
+        components = list(compilation.components)
+        yield Violation(
+            "compile.components", components, reason, f"{BLOCKS}; or compile.components=[loss], compile=none"
+        )
+
+
+def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
+    """Tied weights are in one FSDP group: FSDP gathers each block, and all else together."""
+    shards = layout.world_size > 1 or layout.training.mixed_precision == "bf16" or layout.parallelism.cpu_offload
+    groups: dict[nn.Parameter, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, {})[name] = _fsdp_group(model, name, layout.training.fp32_modules)
+    for names in groups.values() if shards else ():
+        if len(set(names.values())) > 1:
+            reason = (
+                f"{listed(names, 'and')} are one parameter, and FSDP gathers {listed(set(names.values()), 'and')} apart"
+            )
+            remedy = "tie weights outside of blocks, within one block, or use one rank in fp32"
+            yield Violation("model.architecture", type(model).__name__, reason, remedy)
+
+
+def _fsdp_group(model: nn.Module, name: str, fp32_modules: tuple[str, ...]) -> str:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        module = ".".join(parts[:end])
+        if any(fnmatchcase(module, pattern) for pattern in fp32_modules):
+            return f"{module} (training.fp32_modules)"
+    blocks = getattr(model, "blocks", None)
+    return ".".join(parts[:2]) if parts[0] == "blocks" and isinstance(blocks, nn.ModuleDict) else "the rest"
+
+
+def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
+    """Embedding, head, and every sharded linear of the spec can be replaced by their shards."""
+    field, kind = "parallelism.tp", type(model).__name__
+    for name, style in (("embedding", VocabEmbedding), ("head", VocabLogits)):
+        child = getattr(model, name, None)
+        if not isinstance(getattr(child, "tp_style", None), style):
+            reason = f"{kind}.{name} is a {type(child).__name__}, whose vocabulary is not sharded"
+            yield Violation(field, degree, reason, f"titan_exp.models.blocks.transformer.{name.capitalize()}")
+    planned = {
+        f"{path}.{child}": module.get_submodule(child)
+        for path, module in model.named_modules()
+        if hasattr(module, "tp_plan")
+        for child in module.tp_plan()  # type: ignore[operator]  # a method, not a submodule
+    }
+    for name, linear in spec.linears():
+        if linear.tp is None or linear.experts > 1:
+            continue
+        if name not in planned:
+            reason = f"the spec shards {name}, and no module of {kind} has it in its tp_plan()"
+            remedy = "def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention has"
+        elif not isinstance(planned[name], Linear):
+            reason = f"{name} is a {type(planned[name]).__name__}, which is not sharded"
+            remedy = "titan_exp.models.blocks.transformer.Linear, or tp=None in the spec and parallelism.tp=1"
+        else:
+            continue
+        yield Violation(field, degree, reason, remedy)
+        return
+
+
+def _context_parallel(model: nn.Module, degree: int) -> Iterator[Violation]:
+    """Every block's `attention.core` is the one that context parallelism replaces."""
+    for number, block in iter_numbered_blocks(model):
+        core = getattr(getattr(block, "attention", None), "core", None)
+        if not isinstance(core, CausalAttention):
+            found = f"is a {type(core).__name__}" if core is not None else "is missing"
+            reason = f"it replaces blocks.{number}.attention.core, which {found} in {type(model).__name__}"
+            remedy = "titan_exp.ops.attention.sdpa.CausalAttention as the attention's `core`, or parallelism.cp=1"
+            yield Violation("parallelism.cp", degree, reason, remedy)
+            return
+
+
+def _pipeline(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
+    """The model names the children of the first and the last stage, and its blocks by number."""
+    field, kind = "parallelism.pp", type(model).__name__
+    blocks = getattr(model, "blocks", None)
+    numbers = [str(number) for number in range(len(spec.layers))]
+    plan = model.pp_plan() if hasattr(model, "pp_plan") else None  # type: ignore[operator]  # a method
+    if not isinstance(blocks, nn.ModuleDict) or list(blocks) != numbers:
+        yield Violation(field, degree, f"{kind}.blocks is no ModuleDict with the keys 0 to {len(numbers) - 1}", BLOCKS)
+    elif not isinstance(plan, PipelinePlan):
+        reason = f"{kind} has no pp_plan(), which names the children of the first and of the last stage"
+        remedy = "def pp_plan(self): return self.spec.pipeline, as in titan_exp/models/decoder.py; or parallelism.pp=1"
+        yield Violation(field, degree, reason, remedy)
+    else:
+        children = dict(model.named_children())
+        missing = [child for child in (*plan.first, *plan.last) if child not in children]
+        if missing:
+            remedy = f"the children of {kind} are {listed(children, 'and')}"
+            yield Violation(
+                field, degree, f"pp_plan() names {listed(missing, 'and')}, and there is no such child", remedy
+            )

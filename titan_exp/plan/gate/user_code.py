@@ -1,0 +1,172 @@
+"""Check of a run's user code before it is queued: imports, signatures, and the model built on the meta device.
+
+Runs in a child process of the launcher, which itself imports neither torch nor user code.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from titan_exp.checkpoint.formats.mapping import check_tensors
+from titan_exp.config.errors.user_code import UserCodeError, innermost_module, user_traceback
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
+from titan_exp.config.schema.user_code import import_paths, user_packages
+from titan_exp.data.sources.build import own_source
+from titan_exp.models.build import build_model
+from titan_exp.models.convert.checkpoint_formats import state_dict_map
+from titan_exp.models.convert.hf_config import to_huggingface
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.lr_schedule import LRSchedule
+from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
+from titan_exp.optim.torch_optimizer import optimizer_class
+from titan_exp.parallel.fsdp.apply import require_modules
+from titan_exp.parallel.module_requirements import module_violations
+from titan_exp.quantization.quantize import require_quantized_linears
+from titan_exp.trainer.objective.build import build_objective
+
+DECAY_SAMPLES = 1000
+"""Largest number of steps at which a decay is evaluated."""
+
+
+def check_user_code(experiment: Experiment) -> None:
+    """Check every import path of a run with a resolved layout.
+
+    Raises:
+        UserCodeError: with every violation, and the user's frames of exceptions.
+    """
+    named, messages, found = import_paths(experiment), list[str](), list[Violation]()
+    checks: dict[str, Callable[[Experiment], None]] = {
+        "model.architecture": _check_model,
+        "optimizer.name": _check_optimizer,
+        "training.objective": _check_objective,
+        "lr_schedule.decay": _check_decay,
+        "data.source": lambda experiment: own_source(experiment.data) and None,
+    }
+    for key, check in checks.items():
+        if key not in named:
+            continue
+        try:
+            with failing_user_code(experiment, f"{key}={named[key]} fails before the run is started:"):
+                check(experiment)
+        except UserError as error:
+            found += error.violations
+            if not error.violations:
+                messages.append(str(error))
+    if messages or found:
+        raise UserCodeError("\n".join(messages or ["This run cannot be started."]), found)
+
+
+@contextmanager
+def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
+    """Convert an exception of the run's user code into a UserCodeError that begins with `what`.
+
+    Exceptions without a user's frame, and those of fake tensors where real ones would work, pass unchanged.
+    """
+    # Torch logs a traceback of every fake kernel that fails.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = "" if _is_limitation(error, experiment) else user_traceback(error, user_packages(experiment))
+        if not frames:
+            raise
+        raise UserCodeError(f"{what}\n{frames}") from error
+    finally:
+        logger.disabled = disabled
+
+
+def _is_limitation(error: Exception, experiment: Experiment) -> bool:
+    """True if planning raised an exception that training would not: values and memory of fake tensors, GPUs that are
+    absent here, and errors of the planner itself."""
+    kind, raised_in = type(error), innermost_module(error)
+    if kind.__module__.startswith(("torch._subclasses", "torch.fx.experimental")):
+        # A tensor that was left on the meta device is there in training too.
+        return kind.__name__ != "FakeTensorDeviceMismatchError" or "meta" not in str(error)
+    if any(text in str(error) for text in _FAKE_ONLY) or raised_in.split(".")[0] == "triton":
+        return True
+    if raised_in.startswith("titan_exp.plan"):
+        return True
+    return device_type(experiment.cluster) == "cuda" and raised_in.startswith("torch.cuda")
+
+
+_FAKE_ONLY = ("numpy() is not supported for tensor subclasses", "data pointer of Tensor", "on meta tensors")
+"""Messages of torch about tensors without values."""
+
+
+def _check_model(experiment: Experiment) -> None:
+    config, training = experiment.model, experiment.training
+    model, spec = _build(experiment), model_spec(config)
+    violations = list(
+        module_violations(
+            model, spec, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile
+        )
+    )
+    for check in (
+        lambda: require_modules(model, training.fp32_modules),
+        lambda: require_quantized_linears(model, experiment.quantization, layers=config.layers),
+    ):
+        try:
+            check()
+        except UserError as error:
+            violations += error.violations
+    if violations:
+        raise UserError("This run cannot be started.", violations)
+    if experiment.checkpoint.export != "none":
+        mapped = state_dict_map(config, "huggingface")
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        check_tensors(mapped.shapes, shapes, where=f"{config.architecture}.state_dict_map")
+        to_huggingface(config, dtype="bfloat16", special_tokens={})
+
+
+def _build(experiment: Experiment) -> nn.Module:
+    """Build the model as the trainer does. Attention kernels allocate nothing, so that any of them will do."""
+    with torch.device("meta"):
+        return build_model(experiment.model, seq_len=experiment.training.seq_len, attention_backend="math")
+
+
+def _check_optimizer(experiment: Experiment) -> None:
+    if isinstance(experiment.optimizer, TorchOptimizerConfig):
+        optimizer_class(experiment.optimizer)
+    try:
+        build_optimizer([_build(experiment)], experiment.optimizer)
+    except UserError:
+        raise
+    except Exception as error:
+        # An optimizer may read the parameters' values; the gate's fake tensors have none either.
+        if not _is_limitation(error, experiment):
+            raise
+
+
+def _check_objective(experiment: Experiment) -> None:
+    objective = build_objective(experiment.training, experiment.compile, None)
+    if not callable(objective):
+        reason, remedy = "its objects cannot be called", "define __call__(self, model, batch, hidden=None)"
+        name = experiment.training.objective
+        raise UserError("This run cannot be started.", [Violation("training.objective", name, reason, remedy)])
+    if "hidden" not in inspect.signature(objective).parameters and experiment.parallelism.pp > 1:
+        reason, remedy = f"{type(objective).__name__}.__call__ takes no `hidden`", "parallelism.pp=1"
+        violation = Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy)
+        raise UserError("This run cannot be started.", [violation])
+
+
+def _check_decay(experiment: Experiment) -> None:
+    schedule = LRSchedule(experiment.lr_schedule, peak=1.0, steps=experiment.training.steps)
+    steps, decayed = experiment.training.steps, experiment.lr_schedule.decay_steps
+    for step in range(steps, steps - decayed, -max(1, decayed // DECAY_SAMPLES)):
+        rate = schedule(step)
+        if not 0 <= rate <= 1:
+            name = experiment.lr_schedule.decay
+            reason = f"at step {step} its factor makes the learning rate {rate:g} of the peak"
+            violation = Violation("lr_schedule.decay", name, reason, "return a factor in [0, 1]")
+            raise UserError("This run cannot be started.", [violation])

@@ -122,13 +122,21 @@ def test_the_line_of_the_front_touches_undominated_points_only(front: Path, brow
     assert [distance < 1 for distance in distances] == points
 
 
-@pytest.mark.parametrize("width", [1360, 390])
-def test_labels_cover_neither_dots_nor_each_other(front: Path, browser, width: int):
+@pytest.mark.parametrize(("width", "study"), [(1360, False), (390, False), (390, True)])
+def test_labels_cover_neither_dots_nor_each_other(tmp_path: Path, front: Path, browser, width: int, study: bool):
+    if study:
+        full_study(tmp_path / "study")
+        front = page(tmp_path / "study", tmp_path)
     view = browser.new_page(viewport={"width": width, "height": 900})
     view.goto(front.as_uri())
     view.wait_for_selector("#pareto text.name")
     labels, dots = (view.evaluate(BOXES, f"#pareto {which}") for which in ("text.name", "circle[r='6']"))
     assert len(labels) >= (7 if width > 400 else 2)
+    names = view.locator("#pareto text.name").all_text_contents()
+    rows = [view.evaluate("data.rows.map((row) => row.label)")[it["row"]] for it in view.evaluate("data.pareto.points")]
+    for name, (left, top, right, bottom) in zip(names, labels, strict=True):
+        gaps = [math.hypot(max(left - x1, 0, x0 - right), max(top - y1, 0, y0 - bottom)) for x0, y0, x1, y1 in dots]
+        assert rows[gaps.index(min(gaps))] == name, "a label is nearer to another dot"
     for place, (left, top, right, bottom) in enumerate(labels):
         for other in [*dots, *labels[:place]]:
             assert right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top

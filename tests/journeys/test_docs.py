@@ -18,6 +18,7 @@ from titan_exp.cli.main import main
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
 
 ELSEWHERE = {
+    "additions": "needs the example package; tests/journeys/test_example_package.py runs it",
     "s3://": "needs an S3 server; tests/checkpoint/test_remote.py has one",
     "my-team/": "needs W&B; tests/compare/test_wandb.py has a server",
     "meta-llama": "needs the Hugging Face hub; tests/data/test_download.py has a local one",

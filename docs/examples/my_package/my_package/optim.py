@@ -14,7 +14,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the trainer passes no closure
-        """One update of every parameter. They may be DTensors, so only operators on whole tensors are used."""
+        """One update. Parameters may be DTensors, so only operators on whole tensors are used."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -13,8 +13,11 @@ function names(f, entries, corners) {
     const spots = [[right, it.y + 4], [left, it.y + 4], [middle, it.y - 16], [middle, it.y + 25], [right, it.y - 12], [right, it.y + 20], [left, it.y - 12], [left, it.y + 20],
       [middle, it.y - 32], [middle, it.y + 41], [right, it.y - 28], [right, it.y + 36], [left, it.y - 28], [left, it.y + 36]];
     const boxOf = ([x, base]) => ({ x0: x - 3, x1: x + width + 3, y0: base - 13, y1: base + 6 });
-    const spot = spots.find((it) => {
-      const box = boxOf(it);
+    const gap = (box, dot) => Math.hypot(Math.max(box.x0 - dot.x, 0, dot.x - box.x1), Math.max(box.y0 - dot.y, 0, dot.y - box.y1));
+    const spot = spots.find((place) => {
+      const box = boxOf(place);
+      // Nearer to its own dot than to any other, so that it is not taken for another's.
+      if (entries.some((other) => other !== it && gap(box, other) < gap(box, it) + 4)) return false;
       return box.x0 > 0 && box.x1 < f.width && box.y0 > 0 && box.y1 < f.y0
         && !taken.some((other) => box.x0 < other.x1 && box.x1 > other.x0 && box.y0 < other.y1 && box.y1 > other.y0);
     });

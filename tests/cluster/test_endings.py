@@ -66,9 +66,7 @@ def test_max_requeues(cluster: Submitting, stand_in: StandIn):
     cluster.wait_until(lambda: ends(folder) == [85, 85], lambda: cluster.story(folder))
     cluster.ended(folder, "preempted")
     assert [(row.requeues, row.checkpoint) for row in folder.read_attempts()] == [(0, 0), (0, 1)]
-    assert (
-        "not requeued: 1 attempt(s) in a row wrote no new checkpoint" in (folder.logs / f"slurm-{job}.out").read_text()
-    )
+    assert "not requeued: 1 attempt(s) in a row wrote no new checkpoint" in (last(folder).reason or "")
     assert [row.restarts for row in folder.read_attempts()] == [0, 1]
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 

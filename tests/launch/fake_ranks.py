@@ -1,5 +1,6 @@
 """Fake trainers without torch, chosen by TITAN_EXP_RANK_MAIN."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -86,6 +87,14 @@ def out_of_memory_on_rank_1(path: str) -> None:
         while True:
             blocks.append(b"1" * 2**24)
     wait_for_ever(path)
+
+
+def wait_in_native_code(path: str) -> None:
+    """Block the main thread in C, where Python handles no signal, as a collective does."""
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, libc.sleep, ctypes.c_void_p(int(LIMIT)))
+    (Path(path) / "native").touch()
+    libc.pthread_join(thread, None)
 
 
 def exit_7(path: str) -> None:

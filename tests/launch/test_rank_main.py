@@ -121,6 +121,21 @@ def test_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
     assert folder.read_attempts()[0].exit == 85
 
 
+def test_signal_is_recorded_while_native_code_runs(tmp_path: Path) -> None:
+    """It tells ranks that srun ended from the one that was killed before."""
+    folder = make_run(tmp_path)
+    process = start(folder, "wait_in_native_code")
+    try:
+        wait_until((folder.path / "native").exists)
+        process.terminate()
+        wait_until(lambda: (record := read_record(folder, 1, 0)) is not None and record.signal == "SIGTERM")
+        assert process.poll() is None
+        assert folder.stop_reason() == "rank 0 received SIGTERM"
+    finally:
+        process.kill()
+        process.communicate(timeout=LIMIT)
+
+
 def test_a_second_ctrl_c_ends_at_once_and_the_next_start_closes_the_row(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     process = start(folder, "wait_for_ever")

@@ -135,7 +135,9 @@ def test_requeues_are_counted_without_progress(folder: RunFolder, capsys: pytest
     folder.update_attempt(2, start=2.0, checkpoint=3, requeues=20)
     assert epilogue.main([str(folder.path), "12", "137"]) == 1
     said = capsys.readouterr().out
-    assert "not requeued: 21 attempt(s) in a row wrote no new checkpoint, and cluster.max_requeues=20" in said
+    why = "time limit; killed before all ranks had saved; not requeued: 21 attempt(s) in a row wrote no new checkpoint"
+    assert f"{why} (cluster.max_requeues=20)" in (folder.read_attempts()[-1].reason or "")
+    assert "not requeued: 21 attempt(s)" in said
     assert len(folder.read_attempts()) == 2
 
 

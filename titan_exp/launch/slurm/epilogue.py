@@ -174,10 +174,13 @@ def _requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, c
         return result.exit_code
     requeues = requeues_after(folder, row)
     if requeues > cluster.max_requeues:
-        print(
-            f"{text}; not requeued: {requeues} attempt(s) in a row wrote no new checkpoint, and cluster.max_requeues="
-            f"{cluster.max_requeues}. Find out why, then submit it again: titan-exp retry {folder.path}"
+        why = (
+            f"not requeued: {requeues} attempt(s) in a row wrote no new checkpoint (cluster.max_requeues="
+            f"{cluster.max_requeues}). To submit it again: titan-exp train --config-path {folder.path}"
         )
+        reason = f"{result.reason}; {why}"
+        close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=reason, overrule=True)
+        print(f"{text}; {why}")
         return FAILED
     folder.add_attempt(
         world_size=row.world_size,

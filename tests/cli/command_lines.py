@@ -18,7 +18,7 @@ VERBS = {
     "plan": 3,
     "plan search": 2,
     "plan calibrate": 1,
-    "sweep": 4,
+    "sweep": 2,
     "status": 1,
     "compare": 2,
     "generate": 1,

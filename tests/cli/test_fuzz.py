@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import random
 import re
 import shlex
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.cli.command_lines import CommandLines
 from titan_exp.cli.main import main
@@ -29,7 +31,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 
-BY_DAY = 120
+BY_DAY = 60
 """Lines of the test by day."""
 BY_NIGHT = 10_000
 LIMIT = 60
@@ -64,6 +66,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HOME", str(folder))
         patch.setenv("HF_HUB_OFFLINE", "1")
         launch_nothing(patch)
+        parse_files_once(patch)
         fill(folder)
         yield folder
 
@@ -88,6 +91,20 @@ def launch_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("titan_exp.launch.sweep.shipped_study.StudySweep.record", refuse)
     for verb in ("logs", "status"):  # --follow and --watch
         patch.setattr(f"titan_exp.cli.{verb}.time", SimpleNamespace(sleep=refuse))
+
+
+def parse_files_once(patch: pytest.MonkeyPatch) -> None:
+    """Cache OmegaConf.load by file and time: most of a line's time is Hydra parsing the same YAML."""
+    load, parsed = OmegaConf.load, dict[tuple[str, int, int], bytes]()
+
+    def cached(file: Any) -> Any:
+        status = os.stat(file.name)
+        key = (str(file.name), status.st_mtime_ns, status.st_size)
+        if key not in parsed:
+            parsed[key] = pickle.dumps(load(file))
+        return pickle.loads(parsed[key])
+
+    patch.setattr(OmegaConf, "load", staticmethod(cached))
 
 
 def fill(folder: Path) -> None:

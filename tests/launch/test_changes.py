@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.launch.test_git import git
 from tests.launch.test_rank_main import finish as finish_rank
 from tests.launch.test_rank_main import start
 from tests.launch.test_run_plan import planned
+from titan_exp.cli.main import main
 from titan_exp.compare.run_record import read_run
 from titan_exp.data.sources import content
 from titan_exp.data.sources.build import known_identity
@@ -114,6 +115,16 @@ def test_a_sweep_counts_results_by_change(lab: Path) -> None:
     assert head == f"3 of 3 results ({ids[0]}, {ids[1]} and {ids[2]}) are of other code or data than the present:"
     assert code.count("lab_of_mine/decay.py") == 1
     assert f"remove those folders of {plans[0].folder.path.parent}" in remedy
+
+
+@pytest.mark.parametrize("swept", [(), ("-m", "experiment.seed=0,1")])
+def test_the_command_line_says_so(lab: Path, capfd: pytest.CaptureFixture[str], swept: Sequence[str]) -> None:
+    plans = [finish(plan_of(lab, f"experiment.seed={seed}", "checkpoint=none")) for seed in ((0, 1) if swept else (0,))]
+    typed = [word for word in plans[0].overrides if not word.startswith("experiment.seed")]
+    for edited in (False, True):
+        assert main(["train", *typed, *swept]) == 0
+        assert ("of other code or data than the present" in capfd.readouterr().out) == edited
+        (lab / "lab_of_mine/decay.py").write_text("def slow(progress): return 1\n")
 
 
 def test_large_corpora_touched_since(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ class Groups:
         self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
         self.folders = tuple(folders)
         """Folders of the groups, in Hydra's order; an earlier one wins."""
+        self._listed: dict[tuple[str, ObjectType], list[str]] = {}
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
         """Compose the configuration, including Hydra's own node."""
@@ -53,8 +54,15 @@ class Groups:
         return sorted(self._list(group, ObjectType.CONFIG), key=_naturally)
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:
-        # Without a config_name, Hydra does not re-read that file in each call.
-        return self.loader.get_group_options(group, results_filter=kind, overrides=self.searchpath)
+        if (group, kind) not in self._listed:
+            # The loader copies its search path in each call, for folders that overrides add.
+            repository = None if self.searchpath else getattr(self.loader, "repository", None)
+            if repository is not None:
+                found = repository.get_group_options(group, results_filter=kind)
+            else:
+                found = self.loader.get_group_options(group, results_filter=kind, overrides=self.searchpath)
+            self._listed[group, kind] = found
+        return self._listed[group, kind]
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.user_code import import_paths
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.provenance.environment import read_environment
 from titan_exp.launch.provenance.git import CodeVersion, read_code_version, read_files, read_repository, repository_of
-from titan_exp.launch.provenance.user_code import import_paths, is_installed, scope, user_modules
+from titan_exp.launch.provenance.user_code import is_installed, scope, user_modules
 
 IMPORTED = "imported"
 """Key of the user's code in code.json."""

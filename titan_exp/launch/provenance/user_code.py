@@ -8,21 +8,13 @@ import functools
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from pathlib import Path
 
 import titan_exp
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS, is_dotted, locate, search_current_directory
+from titan_exp.config.schema.import_path import locate, search_current_directory
 
 MODULES_LIMIT = 1000
 """Maximum number of modules that are followed."""
-
-
-def import_paths(experiment: Experiment) -> dict[str, str]:
-    """Import paths of a configuration, by key."""
-    names = {key: attrgetter(key)(experiment) for key in IMPORT_PATH_KEYS}
-    return {key: name for key, name in names.items() if is_dotted(name)}
 
 
 def user_modules(names: Iterable[str]) -> dict[str, Path]:

@@ -26,7 +26,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     calls: Launched = []
 
     def plan_run(experiment: Experiment, overrides: Sequence[str]) -> SimpleNamespace:
-        folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__))
+        folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__), read_state=lambda: None)
         return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder)
 
     def run(plan: Any) -> SimpleNamespace:

@@ -41,7 +41,7 @@ def test_spellings_of_options(runs: Path, words: list[str], capsys: pytest.Captu
 
 def test_texts_are_printed_or_written(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["compare", "--markdown", "made", "--csv=out/table.csv", "--latex", "out.tex"]) == 2
-    assert "out.tex is no study" in capsys.readouterr().err
+    assert "--latex=out.tex" in capsys.readouterr().err
     assert main(["compare", "--markdown", "made", "--csv=out/table.csv", "--html", "out/page.html"]) == 0
     done = capsys.readouterr()
     assert done.out.startswith("## made")

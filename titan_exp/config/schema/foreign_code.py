@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS, is_dotted
+from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE, is_own
+from titan_exp.config.schema.user_code import import_paths_in
 
 Trust = bool | Collection[str]
 """True trusts a configuration; import paths in a collection are trusted, as those that the user has typed."""
@@ -18,18 +19,6 @@ _READS = "it would be computed from your environment and files"
 
 class Untrusted(UserError):
     """Refusal of a foreign configuration, which `--trust` lifts."""
-
-
-def code_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Import paths in a configuration, by key."""
-    found: dict[str, str] = {}
-    for key in IMPORT_PATH_KEYS:
-        group, _, name = key.partition(".")
-        values = config.get(group)
-        value = values.get(name) if isinstance(values, Mapping) else None
-        if isinstance(value, str) and is_dotted(value):
-            found[key] = value
-    return found
 
 
 def require_trust(
@@ -44,7 +33,7 @@ def require_trust(
     `text` is the content of the file at `path`, `config` its values, and `imports` the keys whose code is imported.
     """
     known = () if isinstance(trust, bool) else trust
-    names = {key: name for key, name in code_names(config).items() if key in imports and name not in known}
+    names = {key: name for key, name in import_paths_in(config).items() if key in imports and name not in known}
     if trust is True or not names or is_own(text, path.with_name(SIGNATURE_FILE)):
         return
     raise _refusal(path, [Violation(key, name, WHY, _remedy(name)) for key, name in names.items()])
@@ -62,7 +51,7 @@ def require_plain(path: Path) -> None:
         return  # Hydra says what is wrong
     if not isinstance(values, dict) or is_own(text, path.with_name(SIGNATURE_FILE)):
         return
-    found = [Violation(key, name, WHY, _remedy(name)) for key, name in code_names(values).items()]
+    found = [Violation(key, name, WHY, _remedy(name)) for key, name in import_paths_in(values).items()]
     found += [Violation(key, "", _HYDRA, "a run's config.yaml has no such key") for key in _composing(text, values)]
     remedy = "the config.yaml of a run holds values; replace it by the value"
     found += [Violation(key, value, _READS, remedy) for key, value in _interpolations(values)]

@@ -1,6 +1,7 @@
 """User code of a run: keys whose value is an import path."""
 
-from operator import attrgetter
+from collections.abc import Mapping
+from typing import Any
 
 from titan_exp.config.errors.user_code import package_prefix
 from titan_exp.config.groups.experiment import Experiment
@@ -9,8 +10,19 @@ from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS, is_dotted
 
 def import_paths(experiment: Experiment) -> dict[str, str]:
     """Import paths of a run's components by key; empty if all are built in."""
-    values = {key: attrgetter(key)(experiment) for key in IMPORT_PATH_KEYS}
-    return {key: name for key, name in values.items() if is_dotted(name)}
+    return import_paths_in({group: vars(value) for group, value in vars(experiment).items()})
+
+
+def import_paths_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """Import paths by key in the values of a configuration, which are not validated."""
+    found: dict[str, str] = {}
+    for key in IMPORT_PATH_KEYS:
+        group, _, name = key.partition(".")
+        parts = values.get(group)
+        value = parts.get(name) if isinstance(parts, Mapping) else None
+        if isinstance(value, str) and is_dotted(value):
+            found[key] = value
+    return found
 
 
 def user_packages(experiment: Experiment) -> list[str]:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.schema.foreign_code import code_names
 from titan_exp.config.schema.identity_keys import is_among
+from titan_exp.config.schema.user_code import import_paths_in
 from titan_exp.config.secrets.names import CREDENTIAL_NAME, is_secret_key, is_secret_variable
 from titan_exp.config.secrets.variables import LABELS, SECRET, variables_in, without_variables
 
@@ -93,7 +93,7 @@ OPTIONS = ("model.options", "optimizer.options", "lr_schedule.options", "data.op
 
 
 def _may_hold_secrets(key: str, config: Mapping[str, object]) -> bool:
-    groups = {name.partition(".")[0] for name in code_names(config)} & {"model", "optimizer"}
+    groups = {name.partition(".")[0] for name in import_paths_in(config)} & {"model", "optimizer"}
     return is_among(key.partition("[")[0], (*LABELS, *OPTIONS, *groups))
 
 

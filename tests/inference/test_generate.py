@@ -8,6 +8,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.generate import generate_command, sample_token
+from titan_exp.tracking.run_folder.lineage import LINEAGE_FILE, Lineage
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,9 @@ def test_text_depends_on_prompt_and_seed(trained, capsys):
     first = text()
     assert first.startswith("import ")
     assert f"after step 60 of {trained}" in first
+    Lineage("/elsewhere/first/aaaa", 20, 640).write(trained)
+    assert f"of {trained}, continued from first/aaaa after step 20" in text()
+    (trained / LINEAGE_FILE).unlink()
     assert text() == first
     assert text("seed=1") != first
     assert text("temperature=0") == text("temperature=0", "seed=5")

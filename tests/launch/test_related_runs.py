@@ -102,3 +102,15 @@ def test_retry_with_other_values_is_a_new_run_from_the_old_ones_state(tmp_path: 
     assert (plan.experiment.training.steps, plan.layout.world_size) == (60, 2)
     assert plan.folder.path.parent == parent.folder.path.parent
     assert main(["retry", "first", f"paths.runs={tmp_path}", "training.steps=60"]) == 0
+
+
+def test_a_retried_child_begins_at_its_own_state(tmp_path: Path, launched: list[RunPlan]):
+    """Not at the step of its parent at which it began itself, nor with data from the start again."""
+    parent = saved(tmp_path, 20)
+    at = ["checkpoint.continue_step=20", "checkpoint.continue_data=restart"]
+    child = saved(tmp_path, 40, "training.steps=60", f"checkpoint.continue_from={parent.folder.path}", *at)
+    assert main(["retry", child.run_id[:8], f"paths.runs={tmp_path}", "training.steps=80"]) == 0
+    (plan,) = launched
+    checkpoint = plan.experiment.checkpoint
+    assert checkpoint.continue_from == f"first/{child.run_id}"
+    assert (checkpoint.continue_step, checkpoint.continue_data) == (None, "same")

@@ -96,6 +96,12 @@ def test_skip_leaves_out_impossible_points(capsys: pytest.CaptureFixture[str]) -
     assert "parallelism.tp=8: 4 query heads" in out
 
 
+def test_repeated_reading_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = ["parallelism.dp_replicate=3", "training.global_batch_size=12", "experiment.seed=0,1", "--dry-run"]
+    assert main(["train", "-m", "model=llama_debug", "cluster.device=cpu", *seeds]) == 0
+    assert capsys.readouterr().out.count("by 3 ranks; data.virtual_shards=63 or 66 reads it once") == 1
+
+
 def test_interval_is_refused() -> None:
     with pytest.raises(UserError, match="range"):
         expand("a=interval(0,1)")

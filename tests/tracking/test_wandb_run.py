@@ -8,6 +8,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.wandb_run import NAME_LENGTH, WandbRun, describe_wandb_run
 
@@ -88,6 +89,19 @@ def test_configuration_without_machine(tmp_path: Path) -> None:
     }
     assert not {"paths", "cluster", "tracking", "profiling"} & set(config)
     assert "/somewhere/special" not in json.dumps(config)
+
+
+def test_a_continued_run_has_its_parent(tmp_path: Path) -> None:
+    parent, child = tmp_path / "first" / "aaaa", tmp_path / "first" / "bbbb"
+    for folder in (parent, child):
+        folder.mkdir(parents=True)
+    Lineage(str(parent), 20, 20_000).write(child)
+    assert described(child).parent_id is None  # the parent was not logged to W&B
+    parent_id = described(parent).id
+    run = described(child)
+    assert run.parent_id == parent_id
+    found = {name: run.config["run"][name] for name in ("parent", "parent_step", "parent_tokens")}
+    assert found == {"parent": "first/aaaa", "parent_step": 20, "parent_tokens": 20_000}
 
 
 @pytest.mark.parametrize(

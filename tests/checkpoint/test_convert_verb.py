@@ -162,7 +162,7 @@ def test_other_torch_files_are_refused(tmp_path: Path):
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "other.pt")
     assert "not of titan-exp" in refused(str(tmp_path / "other.pt"), str(tmp_path / "x"))
     (tmp_path / "text.pt").write_text("words")
-    assert "cannot be read as a torch file" in refused(str(tmp_path / "text.pt"), str(tmp_path / "x"))
+    assert "is not a file written by torch.save" in refused(str(tmp_path / "text.pt"), str(tmp_path / "x"))
     folder = exported("llama3", "llama", tmp_path / "llama")
     assert "Use its folder" in refused(str(folder / "consolidated.00.pth"), str(tmp_path / "x"))
     shutil.copyfile(folder / "consolidated.00.pth", folder / "consolidated.02.pth")

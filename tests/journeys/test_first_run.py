@@ -153,7 +153,11 @@ def test_a_rank_that_fails_is_heard(tmp_path):
         "import torch\n\n\nclass Broken(torch.optim.SGD):\n    def step(self, closure=None):\n"
         "        raise ArithmeticError('the step is broken')\n"
     )
-    failed = titan_exp("train", *TINY, "optimizer.name=broken.Broken", "parallelism.dp_shard=2", folder=tmp_path)
+    words = ["train", *TINY, "optimizer.name=broken.Broken", "parallelism.dp_shard=2"]
+    refused = titan_exp(*words, folder=tmp_path)
+    assert (refused.returncode, "broken.py:6, in step" in refused.stderr) == (2, True), "the planned step fails as well"
+    assert "Traceback" not in refused.stderr
+    failed = titan_exp(*words, "plan.gate=off", folder=tmp_path)
     assert failed.returncode == 1
     assert re.search(r"Traceback.*ArithmeticError: the step is broken", failed.stderr, re.DOTALL)
     state = json.loads(only_run(tmp_path).state.read_text())

@@ -11,7 +11,13 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import build_mesh
-from titan_exp.parallel.meta_init import copy_initial_weights, init_buffers, init_weights, materialize_parameters
+from titan_exp.parallel.meta_init import (
+    buffer_places,
+    copy_initial_weights,
+    init_buffers,
+    init_weights,
+    materialize_parameters,
+)
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")
@@ -52,9 +58,15 @@ def test_tied_weights_stay_tied():
     config = own_class("tests.models.own_faults.Faulty")
     with torch.device("meta"):
         model = build_model(config, seq_len=64, attention_backend="math")
-    assert materialize_parameters(model, CPU) == ["scale"], "no module computes it"
+    assert materialize_parameters(model, CPU) == [buffer_places(model)["scale"]], "no module computes it"
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
     assert len(list(model.parameters())) == len({id(value) for value in model.parameters()}) == 5
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.empty((), device="meta"), persistent=False)
 
 
 def test_buffers_that_no_module_computes_are_those_of_the_model_as_written():
@@ -62,7 +74,9 @@ def test_buffers_that_no_module_computes_are_those_of_the_model_as_written():
     build = functools.partial(build_model, config, seq_len=64, attention_backend="math")
     with torch.device("meta"):
         model = build()
-    init_buffers(model, materialize_parameters(model, CPU), build)
+    places = buffer_places(model)
+    model.register_module("added", Scaled())  # as a recipe's are, after the model was built
+    init_buffers(places, materialize_parameters(model, CPU), build)
     assert model.get_buffer("scale") == 0.5
 
 

@@ -122,7 +122,7 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
     from titan_exp.trainer.trainer import Trainer
 
     folder = RunFolder(path)
-    experiment = load_experiment(folder.config)
+    experiment = load_experiment(folder.config, trust=True)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
         trainer.restore()

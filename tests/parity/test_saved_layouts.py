@@ -69,7 +69,7 @@ def read_and_write(run: str, again: str) -> None:
     from titan_exp.trainer.trainer import Trainer
 
     folder = RunFolder(run)
-    experiment = load_experiment(folder.config)
+    experiment = load_experiment(folder.config, trust=True)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
         trainer.restore()

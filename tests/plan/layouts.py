@@ -180,7 +180,7 @@ def _write(experiment: Experiment, path: Path) -> None:
 def _predict_ranks(path: str, mutate: Callable[[], None] | None) -> list[dict[str, Any]]:
     if mutate is not None:
         mutate()
-    experiment = load_experiment(RunFolder(path).config)
+    experiment = load_experiment(RunFolder(path).config, trust=True)
     found = []
     for rank in pipeline_ranks(ResolvedLayout.of(experiment)):
         with fake_rank(experiment, rank) as fake:
@@ -221,7 +221,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     folder = RunFolder(path)
-    experiment = load_experiment(folder.config)
+    experiment = load_experiment(folder.config, trust=True)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
         trainer.restore()
@@ -246,7 +246,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
 def _alone(path: str) -> list[int]:
     torch.set_num_threads(1)
     gc.disable()  # as the trainer has it
-    experiment = load_experiment(RunFolder(path).config)
+    experiment = load_experiment(RunFolder(path).config, trust=True)
     found = []
     for rank in pipeline_ranks(ResolvedLayout.of(experiment)):
         dist.init_process_group(

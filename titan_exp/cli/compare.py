@@ -29,6 +29,8 @@ titan-exp compare STUDY|RUN... [options]
       Folder of studies and run ids."""
 
 PAGE = "compare.html"
+SUFFIXES = {"--markdown": ".md", "--csv": ".csv", "--latex": ".tex", "--json": ".json"}
+"""Suffixes of files of the text formats, whose flags may also be given alone."""
 """File name of the HTML page beside the runs."""
 
 
@@ -43,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     argv = [word.removeprefix("--") if word.startswith("--paths.runs=") else word for word in argv]
     for flag, word in pairwise(argv):
-        if flag in ("--markdown", "--csv", "--latex", "--json") and "." in word and not Path(word).is_dir():
+        if flag in SUFFIXES and word.endswith(SUFFIXES[flag]):
             raise UserError(f"{flag} {word}: a file is given after an equals sign: {flag}={word}")
     options, rest = take_options(CompareOptions, argv)
     if options.group and not options.from_wandb:

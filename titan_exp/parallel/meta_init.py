@@ -11,11 +11,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_slice
 from titan_exp.ops.local_tensor import local_tensor
 
+BufferPlace = tuple[nn.Module, str]
+"""Module and name of a buffer in it."""
 
-def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> list[str]:
+
+def buffer_places(model: nn.Module) -> dict[str, BufferPlace]:
+    """Modules of a model's buffers by the buffers' names, which wrappers would change."""
+    return {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+    }
+
+
+def materialize_parameters(
+    model: nn.Module, device: torch.device, *, cpu_offload: bool = False
+) -> Collection[BufferPlace]:
     """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers.
 
-    Offloaded parameters go to the CPU, everything else to `device`. Returns the names of the buffers that no module's
+    Offloaded parameters go to the CPU, everything else to `device`. Returns the buffers that no module's
     `reset_buffers` computed.
     """
     places = _places(model)
@@ -29,15 +43,19 @@ def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offloa
                 module.register_buffer(
                     name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
                 )
-    unfilled = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    unfilled = {place: _buffer(place) for place in buffer_places(model).values()}
+    versions = {place: buffer._version for place, buffer in unfilled.items()}
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()  # type: ignore[operator]  # a method, not a submodule
     return [
-        name
-        for name, buffer in model.named_buffers()
-        if unfilled.get(name, (None, 0))[0] is buffer and unfilled[name][1] == buffer._version
+        place for place, buffer in unfilled.items() if _buffer(place) is buffer and buffer._version == versions[place]
     ]
+
+
+def _buffer(place: BufferPlace) -> Tensor:
+    module, name = place
+    return module.get_buffer(name)
 
 
 def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -57,14 +75,18 @@ def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> 
 
 
 @torch.no_grad()
-def init_buffers(model: nn.Module, names: Collection[str], build: Callable[[], nn.Module]) -> None:
-    """Fill buffers from a whole model built on the CPU."""
+def init_buffers(
+    places: Mapping[str, BufferPlace], unfilled: Collection[BufferPlace], build: Callable[[], nn.Module]
+) -> None:
+    """Fill the unfilled ones of a model's own buffers, `places` of the model before it was sharded, from a whole model
+    built on the CPU."""
+    names = [name for name, place in places.items() if place in unfilled]
     if not names:
         return
     with torch.random.fork_rng(devices=[]):
-        whole = dict(build().named_buffers())
+        whole = build()
     for name in names:
-        model.get_buffer(name).copy_(whole[name])
+        _buffer(places[name]).copy_(whole.get_buffer(name))
 
 
 @torch.no_grad()

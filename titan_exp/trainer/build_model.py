@@ -22,7 +22,13 @@ from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.meta_init import copy_initial_weights, init_buffers, init_weights, materialize_parameters
+from titan_exp.parallel.meta_init import (
+    buffer_places,
+    copy_initial_weights,
+    init_buffers,
+    init_weights,
+    materialize_parameters,
+)
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
@@ -87,11 +93,11 @@ class BuiltModel:
     def _parallelize(self, module: nn.Module) -> None:
         """Parallelize the whole model or a pipeline stage, and initialize its weights."""
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
-        specs = init_specs(module)
+        specs, places = init_specs(module), buffer_places(module)
         quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():
-            buffers = materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
+            unfilled = materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
         if experiment.quantization.float8_all_gather:
             from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
@@ -100,7 +106,7 @@ class BuiltModel:
             return
         if specs is not None:
             init_weights(module, specs, experiment.experiment.seed)
-            init_buffers(module, buffers, self._build)
+            init_buffers(places, unfilled, self._build)
         else:
             copy_initial_weights(module, self._build, experiment.experiment.seed)
 

@@ -18,7 +18,7 @@ from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.parallel.meta_init import init_buffers, local_shard, materialize_parameters
+from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
 from titan_exp.tracking.run_folder.lineage import ancestors
 
 Rows = Mapping[str, Sequence[slice]]
@@ -54,7 +54,7 @@ def load_source(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     rows = {} if divide is None else divide(model)
-    init_buffers(model, materialize_parameters(model, device), build)
+    init_buffers(buffer_places(model), materialize_parameters(model, device), build)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
             raise UserError(f"{source.path} lacks {name}, a parameter of the model {source.model.name}.")

@@ -59,7 +59,7 @@ def test_invalid_user_sources_are_refused():
         build_source(replace(CONFIG, source=OWN_TABLE, options={"speed": 1}))
     with pytest.raises(UserError, match=r"TakesNothing cannot be called as \(config"):
         build_source(replace(CONFIG, source=f"{__name__}.{TakesNothing.__name__}"))
-    with pytest.raises(UserError, match="__len__ and __getitem__, or with parts and open"):
+    with pytest.raises(UserError, match="the class defines no __len__ and no __getitem__"):
         build_source(replace(CONFIG, source=f"{__name__}.{HoldsNothing.__name__}"))
     with pytest.raises(UserError, match=r"data\.source"):
         build_source(replace(CONFIG, source="absent_package.Source"))

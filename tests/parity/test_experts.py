@@ -43,7 +43,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, recipe: st
 def test_stacked_weights_are_loaded_from_a_run(tmp_path: Path):
     saving = ["checkpoint.mode=sync", "checkpoint.every=2"]
     trained = train(tmp_path, *EXPERTS.split(), "training.steps=2", "parallelism.dp_shard=2", *saving)
-    loaded = load_source(open_checkpoint(tmp_path), torch.device("cpu"), seq_len=64).state_dict()
+    loaded = load_source(open_checkpoint(tmp_path, trust=True), torch.device("cpu"), seq_len=64).state_dict()
     assert loaded.keys() == trained.weights.keys()
     for name, weight in trained.weights.items():
         assert torch.equal(loaded[name], weight), name

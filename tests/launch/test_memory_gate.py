@@ -155,7 +155,8 @@ def test_user_code_fails_in_the_child_process_and_nothing_starts(
         monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: None)
     assert main(["train", *SMALL[:3], "model.architecture=mine.Mine"]) == 2
     said = capsys.readouterr().err
-    assert "model.architecture=mine.Mine fails before the run is started:\n  mine.py:7, in __init__" in said
+    assert "model.architecture=mine.Mine fails before the run is started:\n" in said
+    assert "mine.py:7, in __init__" in said
     assert "raise ValueError(config.dims)\n  AttributeError: 'Config' object has no attribute 'dims'" in said
     assert not (home / "runs" / "first").exists()
 

@@ -41,7 +41,9 @@ def make(*overrides: str, state: str | None = None, step: int = 10, saved: tuple
         path = folder.checkpoints / f"step-{number:08d}"
         path.mkdir(parents=True)
         (path / ".metadata").write_bytes(b"x" * 2048)
-    (folder.checkpoints / "step-00000099.partial").mkdir(parents=True)
+    partial = folder.checkpoints / "step-00000099.partial"
+    partial.mkdir(parents=True)
+    (partial / ".metadata").touch()
     row = {"step": step, "tokens": 100 * step, "loss": 2.5, "tokens_per_second": 5000.0, "attempt": 1}
     folder.metrics.write_text(json.dumps(row) + "\n")
     return folder

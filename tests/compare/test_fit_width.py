@@ -105,6 +105,19 @@ def test_columns_that_distinguish_no_row_go_first(many: Comparison):
     assert not fitted.labels
 
 
+@pytest.mark.parametrize("beside", [30, 36, 40, 44])
+def test_rows_stay_distinct(many: Comparison, beside: int):
+    fitted = fit_keys(text_table(many), 60, beside)
+    assert len({row.keys for row in fitted.table.rows}) == 8
+    assert len(fitted.labels) in (0, 8)
+
+
+def test_rows_without_room_for_keys_are_numbered(many: Comparison):
+    fitted = fit_keys(text_table(many), 60, 50)
+    assert fitted.table.keys[0] == "row"
+    assert len(fitted.labels) == 8
+
+
 @pytest.mark.parametrize("width", ["60", "80"])
 def test_a_real_terminal(many: Comparison, tmp_path: Path, width: str):
     folders = [run.source for row in many.rows for run in row.runs]

@@ -140,8 +140,11 @@ def test_a_plot_has_its_own_speed_and_marks_where_it_begins(family: tuple[Path, 
     text = Figure.text
     monkeypatch.setattr(Figure, "text", lambda self, *where, **how: texts.append(where[2]) or text(self, *where, **how))
     monkeypatch.setattr("matplotlib.axes.Axes.axvline", lambda self, x, label=None, **_: lines.append((x, label)))
-    draw(family[2])
-    assert any("step 60" in found and "1k tokens/s" in found for found in texts)
+    short = [row for row in rows(2.0, steps=36, speed=1000.0) if row["step"] > 30]
+    last = make_run(family[0].parents[1], {"training.steps": 36}, metrics=short)
+    Lineage(str(family[1]), 30, 30_000).write(last)
+    draw(last)
+    assert any("step 36" in found and "1k tokens/s" in found for found in texts)
     assert [line for line in lines if line[1] == "continued"] == [(30, "continued")] * 3
     assert {line[0] for line in lines} == {30, 20}
 

@@ -66,7 +66,7 @@ def every_block_keeps_a_copy_of_its_feed_forward() -> None:
     """A change of the trainer, unknown to the planner."""
     patch(
         "titan_exp.models.blocks.transformer.swiglu",
-        lambda original: lambda gate_up: original(gate_up.sigmoid() * gate_up),
+        lambda original: lambda gate_up, group: original(gate_up.sigmoid() * gate_up, group),
     )
 
 
@@ -95,14 +95,14 @@ def an_operator_of_another_library_comes_in() -> None:
     gate.register_fake(torch.empty_like)
     gate.register_autograd(lambda ctx, gradient: gradient)
     original = blocks.swiglu
-    blocks.swiglu = lambda gate_up: gate(original(gate_up))  # type: ignore[assignment]
+    blocks.swiglu = lambda gate_up, group: gate(original(gate_up, group))  # type: ignore[assignment]
 
 
 def sizes_depend_on_data() -> None:
     from titan_exp.models.blocks import transformer as blocks
 
     original = blocks.swiglu
-    blocks.swiglu = lambda gate_up: original(gate_up) + original(gate_up).nonzero().shape[0]  # type: ignore[assignment]
+    blocks.swiglu = lambda gate_up, _: original(gate_up) + original(gate_up).nonzero().shape[0]  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

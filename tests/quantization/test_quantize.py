@@ -83,6 +83,8 @@ def test_the_log_says_what_is_done():
     assert said.startswith("mxfp8, emulated on cpu: 16 of 16 linear layers, ")
     assert describe(model_of(), made().quantization, layers=4, device=CPU) is None
     with pytest.raises(UserError, match="it selects no linear layer"):
+        describe(nn.Identity(), made("quantization=mxfp8").quantization, layers=4, device=CPU)
+    with pytest.raises(UserError, match=r"the model's layers are torch\.nn\.Linear"):
         describe(nn.Linear(4, 4), made("quantization=mxfp8").quantization, layers=4, device=CPU)
     config = dataclasses.replace(made("quantization=mxfp8").quantization, filter=["blocks.*.experts"])
     with pytest.raises(UserError, match="no such linear layer"):

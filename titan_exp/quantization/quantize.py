@@ -60,9 +60,8 @@ def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, l
             violations.append(Violation("quantization.filter", pattern, "the model has no such linear layer", offer))
     if not quantized and not violations:
         reason, remedy = "it selects no linear layer", "quantization=none"
-        plain = sum(type(module) is nn.Linear for module in model.modules())
-        if plain and not found:
-            reason = f"it replaces the matmul of titan_exp's Linear, and the model's {plain} layers are of torch.nn"
+        if not found and any(type(module) is nn.Linear for module in model.modules()):
+            reason = "it replaces the matmul of titan_exp's Linear, and the model's layers are torch.nn.Linear"
             remedy = "make them of titan_exp.models.blocks.transformer.Linear; or quantization=none"
         violations.append(Violation("quantization.recipe", config.recipe, reason, remedy))
     for name, linear in quantized.items():

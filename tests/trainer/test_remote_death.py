@@ -136,4 +136,5 @@ def test_killed_in_the_middle_of_uploads_and_deletions_and_moved(tmp_path: Path,
         assert torch.equal(found[key], value), key
     assert complete(server, name) == [STEPS]
     store = server.store()
-    assert [path.rpartition("/")[2] for path in store.ls(f"{REMOTE}/{name}")] == ["config.yaml", f"step-{STEPS:08d}"]
+    kept = [path.rpartition("/")[2] for path in store.ls(f"{REMOTE}/{name}")]
+    assert kept == ["config.sig", "config.yaml", f"step-{STEPS:08d}"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.config.composing import experiment
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import GIB
 from titan_exp.trainer.profiling.slow_option_warnings import SpareMemory, log_slow_options, saving_options
@@ -45,7 +46,6 @@ def test_without_spare_memory_nothing_is_logged(
 
 
 def test_options_are_a_line_each(lines: list[str], caplog: pytest.LogCaptureFixture):
-    log_slow_options(
-        experiment("optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu")
-    )
+    words = ["optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu"]
+    log_slow_options(resolve_layout(experiment(*words), 1))
     assert [message.partition(":")[0] for message in caplog.messages] == ["slower than without"] * 2

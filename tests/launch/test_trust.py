@@ -15,7 +15,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.foreign_code import Untrusted
-from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
+from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
 from titan_exp.config.schema.run_signature import is_own, key_path, signed
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.launch.related_runs import related_runs

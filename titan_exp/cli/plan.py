@@ -75,7 +75,7 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
         )
 
     from titan_exp.plan.gate.batch_predict import FAILED
-    from titan_exp.plan.gate.user_code import check_user_code, failing_user_code
+    from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 

@@ -10,8 +10,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_paths import saved_state, step_of
 from titan_exp.config.schema.foreign_code import Trust
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.config.schema.user_code import import_paths
 from titan_exp.launch.run_id import identity, run_id
 
 AUTO = "auto"

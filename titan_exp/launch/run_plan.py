@@ -20,9 +20,9 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.paths.parent_run import normalize_parent
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.run_signature import signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
-from titan_exp.config.schema.user_code import import_paths
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
 from titan_exp.launch.related_runs import AUTO, with_auto_parent

@@ -48,16 +48,19 @@ def summarize(folder: RunFolder) -> Summary:
 
 def describe(summary: Summary, total_steps: int) -> str:
     """Format the known fields as one line."""
-    parts = [f"{summary.state} after step {summary.step} of {total_steps}"]
-    if summary.loss is not None:
-        parts.append(f"loss {summary.loss:.4f}")
-    if summary.validation_loss is not None:
-        parts.append(f"validation loss {summary.validation_loss:.4f}")
-    if summary.tokens_per_second is not None:
-        parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+    parts = [
+        f"{summary.state} after step {summary.step} of {total_steps}",
+        *known_metrics(summary.loss, summary.validation_loss, summary.tokens_per_second),
+    ]
     if summary.roofline is not None and summary.state == "done":
         parts.append(summary.roofline)
     return ", ".join(parts)
+
+
+def known_metrics(loss: Value, validation_loss: Value, tokens_per_second: Value) -> list[str]:
+    """Format those metrics that are known, each by itself."""
+    texts = {"loss {:.4f}": loss, "validation loss {:.4f}": validation_loss, "{:,.0f} tokens/s": tokens_per_second}
+    return [text.format(value) for text, value in texts.items() if value is not None]
 
 
 def _last(rows: list[dict[str, Value]], key: str) -> Value:

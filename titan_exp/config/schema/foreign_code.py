@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
+from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS, import_paths_in
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE, is_own
-from titan_exp.config.schema.user_code import import_paths_in
 
 Trust = bool | Collection[str]
 """True trusts a configuration; import paths in a collection are trusted, as those that the user has typed."""
@@ -44,9 +43,11 @@ def require_plain(path: Path) -> None:
     import paths, interpolations, a defaults list, or settings of Hydra."""
     import yaml
 
+    from titan_exp.config.paths.yaml_file import Loader
+
     try:
         text = path.read_bytes()
-        values = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        values = yaml.load(text, Loader)
     except (OSError, yaml.YAMLError):
         return  # Hydra says what is wrong
     if not isinstance(values, dict) or is_own(text, path.with_name(SIGNATURE_FILE)):

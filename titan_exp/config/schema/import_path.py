@@ -14,18 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.user_code import package_prefix, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
-
-IMPORT_PATH_KEYS = (
-    "model.architecture",
-    "training.objective",
-    "optimizer.name",
-    "lr_schedule.decay",
-    "data.source",
-    "cluster.kind",
-)
-"""Keys that take an import path instead of a built-in name."""
+from titan_exp.config.errors.user_traceback import package_prefix, user_traceback
 
 
 def is_dotted(name: str) -> bool:

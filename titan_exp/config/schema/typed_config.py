@@ -17,7 +17,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.schema.component import config_class, current_names
 from titan_exp.config.schema.foreign_code import Trust, require_trust
-from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS
+from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
 from titan_exp.config.schema.schema import annotation_of, hints, keys, meaning_of, optional_fields
 from titan_exp.config.secrets.variables import SECRET, variables_in
 

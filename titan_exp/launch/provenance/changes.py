@@ -12,7 +12,8 @@ from titan_exp.config.paths.parent_run import parent_location
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.git import checksums
-from titan_exp.launch.provenance.provenance import IMPORTED, read_provenance
+from titan_exp.launch.provenance.provenance import read_provenance
+from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
@@ -27,10 +28,10 @@ def code_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
 
     Code is the same if its files are: a commit that changes other files of a repository does not count.
     """
-    old, new = _parts(before), _parts(after)
+    old, new = recorded_parts(before), recorded_parts(after)
     lines = [_change(name, old[name], new[name]) for name in old if name in new]
     lines += [f"{name}: no longer imported" for name in old if name not in new]
-    lines += [f"{name}: imported now, not before ({_state(new[name])})" for name in new if name not in old]
+    lines += [f"{name}: imported now, not before ({recorded_version(new[name])})" for name in new if name not in old]
     return [line for line in lines if line is not None]
 
 
@@ -52,7 +53,7 @@ def edited_code(folder: RunFolder) -> list[str]:
     """Recorded files that were edited before this process imported them, a line per repository. Snapshots do not
     change: they replace titan_exp and the repository of the current folder."""
     record = read_json(folder.code) or {}
-    parts, frozen = _parts(record), record.get("frozen") or {}
+    parts, frozen = recorded_parts(record), record.get("frozen") or {}
     if frozen:
         del parts["titan_exp"]
     lines = []
@@ -105,12 +106,8 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
         echo(f"To train with the present ones, add experiment.name={name}-2 (any new name), or remove {folders}.")
 
 
-def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {"titan_exp": record, **{part["name"]: part for part in record.get(IMPORTED, ())}}
-
-
 def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    before, after = _state(old), _state(new)
+    before, after = recorded_version(old), recorded_version(new)
     files, present = old.get("files") or {}, new.get("files") or {}
     if files and present:
         changed = sorted(file for file in {*files, *present} if files.get(file) != present.get(file))
@@ -131,12 +128,6 @@ def _count(files: Sequence[str]) -> str:
 def _named(names: Sequence[str]) -> str:
     rest = [f"{len(names) - NAMES} more"] if len(names) > NAMES else []
     return listed([*names[:NAMES], *rest], "and")
-
-
-def _state(part: Mapping[str, Any]) -> str:
-    if part.get("commit"):
-        return f"commit {part['commit'][:10]}{' with uncommitted changes' if part.get('dirty') else ''}"
-    return f"version {part['version']}" if part.get("version") else "no commit"
 
 
 def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[str, Any]) -> list[str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.import_path import find_module
-from titan_exp.config.schema.user_code import import_paths
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.launch.provenance.git import run_git
-from titan_exp.launch.provenance.user_code import is_installed
+from titan_exp.launch.provenance.user_modules import is_installed
 
 FOLDER = ".code"
 """Folder of the snapshots, beside the runs."""

@@ -1,7 +1,6 @@
 """Provenance of runs: versions and diffs of titan_exp and of the user's code, environment. Read once per launch."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -9,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.user_code import import_paths
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.provenance.environment import read_environment
 from titan_exp.launch.provenance.git import CodeVersion, read_code_version, read_files, read_repository, repository_of
-from titan_exp.launch.provenance.user_code import is_installed, scope, user_modules
+from titan_exp.launch.provenance.user_modules import is_installed, scope, user_modules
 
 IMPORTED = "imported"
 """Key of the user's code in code.json."""
@@ -60,18 +59,6 @@ def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
     """Read the current version and diff of titan_exp, and the environment."""
     code, diff = read_code_version()
     return Provenance(code, diff, read_environment(), frozen)
-
-
-def diff_parts(patch: str) -> dict[str, str]:
-    """Parts of a diff.patch by the name of their repository; the whole under titan_exp in older run folders."""
-    parts: dict[str, str] = {}
-    name = "titan_exp"
-    for line in re.findall(r"[^\n]*\n", patch):
-        if line.startswith(PART):
-            name = line.removeprefix(PART).partition(":")[0]
-        else:
-            parts[name] = parts.get(name, "") + line
-    return parts
 
 
 def _heading(version: CodeVersion) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan_exp.launch.provenance.provenance import IMPORTED
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 
@@ -22,10 +23,7 @@ class RecordedPart:
     dirty: bool | None
 
     def __str__(self) -> str:
-        changed = " with uncommitted changes" if self.dirty else ""
-        branch = f" ({self.branch})" if self.branch else ""
-        state = f"commit {self.commit[:10]}{branch}" if self.commit else f"version {self.version or 'unknown'}"
-        return f"{self.name}: {state}{changed}"
+        return f"{self.name}: {recorded_version(vars(self))}{f' ({self.branch})' if self.branch else ''}"
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,20 @@ def read_recorded_code(folder: RunFolder) -> RecordedCode:
         patch = folder.diff.read_text(encoding="utf-8", errors="replace")
     except OSError:
         patch = ""
-    parts = [] if record is None else [{"name": "titan_exp", **record}, *record.get("imported", ())]
-    return RecordedCode(tuple(map(_part, parts)), tuple(dict.fromkeys(_FILE.findall(patch))))
+    parts = [
+        RecordedPart(name, *(part.get(field) for field in ("version", "commit", "branch", "dirty")))
+        for name, part in ({} if record is None else recorded_parts(record)).items()
+    ]
+    return RecordedCode(tuple(parts), tuple(dict.fromkeys(_FILE.findall(patch))))
 
 
-def _part(record: Mapping[str, Any]) -> RecordedPart:
-    return RecordedPart(*(record.get(name) for name in ("name", "version", "commit", "branch", "dirty")))  # type: ignore[arg-type]
+def recorded_parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Repositories and packages of a code record (`code.json`) by name: titan_exp, then the user's."""
+    return {"titan_exp": record, **{part["name"]: part for part in record.get(IMPORTED, ())}}
+
+
+def recorded_version(part: Mapping[str, Any]) -> str:
+    """Commit of a repository, or version of a package, as text."""
+    if part.get("commit"):
+        return f"commit {part['commit'][:10]}{' with uncommitted changes' if part.get('dirty') else ''}"
+    return f"version {part['version']}" if part.get("version") else "no commit"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.schema.identity_keys import is_among
-from titan_exp.config.schema.user_code import import_paths_in
+from titan_exp.config.schema.import_path_keys import import_paths_in
 from titan_exp.config.secrets.names import CREDENTIAL_NAME, is_secret_key, is_secret_variable
 from titan_exp.config.secrets.variables import LABELS, SECRET, variables_in, without_variables
 

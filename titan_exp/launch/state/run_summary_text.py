@@ -7,9 +7,11 @@ from pathlib import Path
 from titan_exp.launch.provenance.recorded_code import RecordedCode
 from titan_exp.launch.state.run_summary import RunSummary
 from titan_exp.launch.state.status_rows import StatusRow
+from titan_exp.launch.summary import known_metrics
 from titan_exp.tracking.number_format import format_bytes, format_duration, format_items
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.overrides import for_shell
+from titan_exp.tracking.run_folder.state import ENDED_STATES
 
 WIDTH = 100
 FILES = 10
@@ -57,13 +59,7 @@ def _state(status: StatusRow) -> Iterator[str]:
     yield f"{status.state} after step {status.step} of {steps}" if status.state != "new" else f"new, of {steps} steps"
     if status.reason:
         yield from status.reason.splitlines()
-    numbers = []
-    if status.loss is not None:
-        numbers.append(f"loss {status.loss:.4f}")
-    if status.validation_loss is not None:
-        numbers.append(f"validation loss {status.validation_loss:.4f}")
-    if status.tokens_per_second is not None:
-        numbers.append(f"{status.tokens_per_second:,.0f} tokens/s")
+    numbers = known_metrics(status.loss, status.validation_loss, status.tokens_per_second)
     if status.mfu is not None:
         numbers.append(f"MFU {status.mfu:.1%}")
     if status.seconds_left is not None:
@@ -91,11 +87,9 @@ def _attempt(attempt: Attempt) -> str:
     hosts = f" on {attempt.hosts[0]}{f' and {len(attempt.hosts) - 1} more' * (len(attempt.hosts) > 1)}"
     parts.append(f"{format_items(attempt.world_size, 'process')}{hosts if attempt.hosts else ''}{job}")
     if attempt.end is not None:
+        ended = "ended without a record" if attempt.exit is None else ENDED_STATES.get(attempt.exit, "failed")
         reason = "" if not attempt.reason else f": {attempt.reason.splitlines()[0]}"
-        parts.append(f"{_ENDS.get(attempt.exit, 'failed')}{reason}")
+        parts.append(f"{ended}{reason}")
     elif attempt.start is None:
         parts.append("not started")
     return "  ".join(parts)
-
-
-_ENDS = {0: "done", 85: "stopped", None: "ended without a record"}

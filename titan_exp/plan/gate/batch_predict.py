@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.user_code import UserCodeError
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_traceback import UserCodeError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.local_machine import usable_cores
-from titan_exp.config.schema.user_code import import_paths
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.child_process import end_with_parent
@@ -129,7 +129,7 @@ def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
 def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[str, Any]:
     experiment = request.experiment
     if import_paths(experiment):
-        from titan_exp.plan.gate.user_code import check_user_code, failing_user_code
+        from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
 
         check_user_code(experiment)
     else:

@@ -11,7 +11,7 @@ from typing import Any
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.schema.user_code import import_paths
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.plan.calibrated_constants import FITTED
 from titan_exp.plan.device_memory import DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many

@@ -1,11 +1,21 @@
-"""User code of a run: keys whose value is an import path."""
+"""Keys whose value is an import path, and the user code that a run names by them."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from titan_exp.config.errors.user_code import package_prefix
+from titan_exp.config.errors.user_traceback import package_prefix
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path import IMPORT_PATH_KEYS, is_dotted
+from titan_exp.config.schema.import_path import is_dotted
+
+IMPORT_PATH_KEYS = (
+    "model.architecture",
+    "training.objective",
+    "optimizer.name",
+    "lr_schedule.decay",
+    "data.source",
+    "cluster.kind",
+)
+"""Keys that take an import path instead of a built-in name."""
 
 
 def import_paths(experiment: Experiment) -> dict[str, str]:

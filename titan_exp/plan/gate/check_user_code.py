@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.formats.mapping import check_tensors
-from titan_exp.config.errors.user_code import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_traceback import UserCodeError, innermost_module, user_traceback
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.schema.user_code import import_paths, user_packages
+from titan_exp.config.schema.import_path_keys import import_paths, user_packages
 from titan_exp.data.sources.build import own_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import state_dict_map

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ import titan_exp
 from tests.config.composing import experiment
 from tests.launch.test_git import TOKEN, git
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.user_code import import_paths
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.launch.provenance.git import read_code_version
-from titan_exp.launch.provenance.provenance import Provenance, diff_parts
-from titan_exp.launch.provenance.user_code import user_modules
+from titan_exp.launch.provenance.provenance import PART, Provenance
+from titan_exp.launch.provenance.user_modules import user_modules
 
 RESOLVERS = ("import_dotted", "find_dotted", "_known")
 
@@ -57,6 +58,12 @@ def run_of(name: str = "nets_of_mine.net.Net") -> Experiment:
 
 def provenance() -> Provenance:
     return Provenance(*read_code_version(), {})
+
+
+def diff_parts(patch: str) -> dict[str, str]:
+    """Parts of a diff.patch by the name of their repository."""
+    heads = re.split(rf"^{re.escape(PART)}", patch, flags=re.MULTILINE)[1:]
+    return {part.partition(":")[0]: part.partition("\n")[2] for part in heads}
 
 
 def test_every_key_with_an_import_path_is_known() -> None:

@@ -62,6 +62,7 @@ def unimport() -> None:
 def foreign(trained: Path, tmp_path: Path, key: str = "", value: object = None) -> Path:
     """Copy of a run, with another value."""
     path = tmp_path / "foreign"
+    path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(trained, path)
     config = yaml.safe_load((path / "config.yaml").read_text())
     group, _, name = key.partition(".")
@@ -108,6 +109,20 @@ def test_trust_imports_it(verb: str, trained: Path, tmp_path: Path, canary: Path
     path = foreign(trained, tmp_path, "model.architecture", "canary_code.family")
     assert main([*words_of(verb, path), "--trust"]) == 0
     assert canary.exists()
+
+
+def test_calibration_leaves_foreign_runs_out(
+    trained: Path, tmp_path: Path, canary: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = foreign(trained, tmp_path / "runs" / "name", "data.source", "canary_code.corpus")
+    RunFolder(path).write_state(RunState("done", 3, 0.0, 1, None))
+    words = ["plan", "calibrate", f"paths.runs={tmp_path / 'runs'}"]
+    assert main(words) == 2
+    assert "1 left out: launched by another user" in capsys.readouterr().err
+    assert main([*words, "--trust"]) == 2
+    assert "has not been measured" in (said := capsys.readouterr().err)
+    assert "another user" not in said
+    assert not canary.exists()
 
 
 @pytest.mark.parametrize("export", ["export", "export.pt"])

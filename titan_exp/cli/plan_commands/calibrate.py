@@ -12,6 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
+from titan_exp.config.schema.foreign_code import Untrusted
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.summary import summarize
@@ -34,6 +35,7 @@ titan-exp plan calibrate: fit a device's constants to finished runs; later plans
   titan-exp plan calibrate                 from all finished runs under runs/
   titan-exp plan calibrate NAME RUN ...    from the runs of a study, or from some
   titan-exp plan calibrate ... --dry-run   print the fit and write nothing
+  titan-exp plan calibrate ... --trust     also from runs that other users launched, if their configurations name code
 
 Four constants of time (the share of peak that matmuls, elementwise operators and collectives reach, and a fixed cost of
 every operator) and one of memory (the overhead of a process). Needs at least 4 runs with different predictions, all on
@@ -58,10 +60,10 @@ def calibrate_command(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(HELP, end="")
         return 0
-    flags, rest = take_flags(argv, ("--dry-run",), verb="plan calibrate")
+    flags, rest = take_flags(argv, ("--dry-run", "--trust"), verb="plan calibrate")
     runs, named = split_runs_folder(rest)
     left_out: dict[str, int] = {}
-    measured = _measured(find_runs(named, runs), runs / ".cache", left_out)
+    measured = _measured(find_runs(named, runs), runs / ".cache", left_out, trust="--trust" in flags)
     _require_one_device(measured)
     requests = [PredictionRequest(run.experiment, run.device) for run in measured]
     predictions = predict_many(requests, runs / ".cache", print)
@@ -86,18 +88,23 @@ def calibrate_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measured(found: Sequence[RunEntry], cache: Path, left_out: dict[str, int]) -> list[_Measured]:
+def _measured(found: Sequence[RunEntry], cache: Path, left_out: dict[str, int], *, trust: bool) -> list[_Measured]:
     """Runs that the fit can use; counts the others by reason in `left_out`."""
     taken = list[_Measured]()
     for run in found:
         try:
-            taken.append(_read(run, cache))
+            taken.append(_read(run, cache, trust=trust))
+        except Untrusted:
+            left_out[_FOREIGN] = left_out.get(_FOREIGN, 0) + 1
         except UserError as error:
             left_out[str(error)] = left_out.get(str(error), 0) + 1
     return taken
 
 
-def _read(run: RunEntry, cache: Path) -> _Measured:
+_FOREIGN = "launched by another user, and the configuration names code (--trust uses such runs)"
+
+
+def _read(run: RunEntry, cache: Path, *, trust: bool) -> _Measured:
     folder = run.folder
     state = folder.read_state()
     if state is None or state.state != "done":
@@ -106,7 +113,8 @@ def _read(run: RunEntry, cache: Path) -> _Measured:
     if not speed:
         raise UserError("no speed was logged (the first steps are left out; tracking.log_every=5 logs more often)")
     env = read_json(folder.env) or {}
-    experiment = _resolve_device(load_experiment(folder.config), bool(env.get("gpus")), len(env.get("gpus") or []))
+    experiment = load_experiment(folder.config, trust)
+    experiment = _resolve_device(experiment, bool(env.get("gpus")), len(env.get("gpus") or []))
     on_gpu = device_type(experiment.cluster) == "cuda"
     device = _gpu(env, experiment, cache) if on_gpu else _cpu(env, experiment, cache)
     return _Measured(run.label, experiment, device, speed, _memory(folder, on_gpu=on_gpu))

@@ -21,6 +21,8 @@ PROMPTS = ["import ", "def main(", ""]
 MODELS = {
     "groups": {"heads": 4, "kv_heads": 2, "vocab_size": 257, "ffn_dim": 256},
     "tied": {"heads": 4, "kv_heads": 4, "vocab_size": 257, "ffn_dim": 256, "tied_embeddings": True},
+    # Ranks cut through a group of 32 gate and up columns.
+    "cut": {"heads": 4, "kv_heads": 4, "vocab_size": 257, "ffn_dim": 160},
 }
 GREEDY = GenerateOptions(temperature=0.0, tokens=24)
 SAMPLED = GenerateOptions(temperature=1.5, tokens=24, top_k=50, seed=3)
@@ -75,6 +77,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
         ("groups dcp", 4, GREEDY),
         ("tied huggingface", 4, GREEDY),
         ("tied dcp", 2, SAMPLED),
+        ("cut dcp", 2, GREEDY),
     ],
 )
 def test_tensor_parallel_text_equals_that_of_one_device(

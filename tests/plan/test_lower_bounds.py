@@ -64,10 +64,11 @@ WORDS = ["parallelism.dp_replicate=1", "training.micro_batch_size=2", "training.
 
 
 @pytest.mark.night
-def test_bounded_search_equals_exhaustive_search():
+@pytest.mark.parametrize("ffn_dim", [None, 160], ids=["whole units", "replicated units"])
+def test_bounded_search_equals_exhaustive_search(ffn_dim: int | None):
     """On devices where all, half and few layouts fit, the rows equal those of an exhaustive search."""
     done = subprocess.run(
-        [sys.executable, "-c", "from tests.plan.test_lower_bounds import print_both; print_both()"],
+        [sys.executable, "-c", f"from tests.plan.test_lower_bounds import print_both; print_both({ffn_dim})"],
         capture_output=True,
         text=True,
         timeout=900,
@@ -81,7 +82,7 @@ def test_bounded_search_equals_exhaustive_search():
         assert bounded == everything
 
 
-def print_both() -> None:
+def print_both(ffn_dim: int | None) -> None:
     """Rows of an exhaustive and of bounded searches on three devices, as JSON."""
     from titan_exp.plan.cuda.devices import device_named
     from titan_exp.plan.search.layouts import search_space
@@ -90,7 +91,9 @@ def print_both() -> None:
     def quiet(_: str) -> None:
         return
 
-    experiment = replace(composed(*WORDS), model=replace(composed().model, layers=8))
+    experiment = replace(
+        composed(*WORDS), model=replace(composed().model, layers=8, ffn_dim=ffn_dim or composed().model.ffn_dim)
+    )
     space = search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"})
     device = device_named("h100")
     whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)

@@ -21,9 +21,8 @@ from titan_exp.trainer.rank_main import main
 
 STEPS = 30
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-BY_NIGHT = [("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
+BY_NIGHT = [("sync", 1), ("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
 KILLED = [
-    ("sync", 1),
     ("async_process", 2),
     *(pytest.param(*case, marks=pytest.mark.night) for case in BY_NIGHT),
     *(pytest.param("async_pinned", world, marks=NEEDS_CUDA) for world in (1, 2)),

@@ -56,7 +56,10 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
         return SweepArgs(list(typed), SweepOptions())
     flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
     if "-m" not in rest and "--multirun" not in rest:
-        raise UserError(f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep.")
+        raise UserError(
+            f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep. One run is checked and predicted by "
+            "titan-exp plan, with the same overrides."
+        )
     return SweepArgs(rest, _options(flags))
 
 

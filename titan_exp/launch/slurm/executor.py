@@ -221,8 +221,12 @@ def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobSt
                 return JobStatus("queued", job.job_id, text)
             case "running":
                 return JobStatus("running", job.job_id, text)
-        return JobStatus("gone", job.job_id, row.reason or text)
-    return JobStatus("gone", row.job_id, row.reason or ends.get(row.job_id or "") or "SLURM has no job of it")
+    else:
+        text = ends.get(row.job_id or "") or "SLURM has no job of it"
+    if row.start is None and text.startswith("completed"):
+        # slurmd reports a script that it could not execute as completed.
+        text = "its job ended before the run was started; slurmd's log on its first node has the reason"
+    return JobStatus("gone", row.job_id if job is None else job.job_id, row.reason or text)
 
 
 def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:

@@ -57,8 +57,8 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
     flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
     if "-m" not in rest and "--multirun" not in rest:
         raise UserError(
-            f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep. One run is checked and predicted "
-            "by titan-exp plan, with the same overrides."
+            f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep. One run is checked and "
+            "predicted by titan-exp plan, with the same overrides."
         )
     return SweepArgs(rest, _options(flags))
 

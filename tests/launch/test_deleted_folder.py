@@ -66,6 +66,25 @@ def test_rank_without_a_launcher_ends(tmp_path: Path, lose: Callable[[Path], Non
     assert not list(folder.path.glob("[!.]*"))
 
 
+RECORDS = ("state.json", "attempts.jsonl", "stop", "logs/attempt-001/rank-*.json")
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "by hand"])
+def test_run_begun_anew_at_the_same_path_is_left_alone(tmp_path: Path, launched: bool) -> None:
+    run = Launch(tmp_path, "wait_for_ever", "parallelism.dp_shard=2") if launched else None
+    folder = make_run(tmp_path) if run is None else run.wait_for("seen-0.json", "seen-1.json")
+    rank = None if run else start(folder, "wait_for_ever")
+    wait_until((folder.path / "seen-0.json").exists)
+    shutil.copytree(folder.path, tmp_path / "copy")
+    before = {path.name: path.read_bytes() for records in RECORDS for path in (tmp_path / "copy").glob(records)}
+    shutil.rmtree(folder.path)
+    (tmp_path / "copy").rename(folder.path)
+    if rank is not None:
+        rank.terminate()
+    assert (finish(rank) if rank is not None else run.finish() if run else ())[0] == 1
+    assert {path.name: path.read_bytes() for records in RECORDS for path in folder.path.glob(records)} == before
+
+
 def test_loss_is_the_cause_of_a_rank_error(tmp_path: Path) -> None:
     """The error of a rank that finds its files gone before the watchdog's poll."""
     folder = make_run(tmp_path)

@@ -115,8 +115,8 @@ class _Execution:
         moved = self.folder_watch.moved_to()
         if moved is not None:
             self.folder = RunFolder(moved)
-        if not self.folder.config.exists():
-            return  # the folder was deleted
+        if not self.folder_watch.holds(self.folder.path) or not self.folder.config.exists():
+            return  # the folder was deleted, and another run may have begun at its path
         try:
             close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
         except OSError as error:

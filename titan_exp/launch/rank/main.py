@@ -150,7 +150,7 @@ class _Rank:
     def _end(self, code: int, error: RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
-        if self.rank.rank == 0 or (alone and code not in (DONE, STOPPED)):
+        if self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
                 reason = error.reason(self.rank.rank)
@@ -167,10 +167,16 @@ class _Rank:
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
             shutil.rmtree(rendezvous_folder, ignore_errors=True)
 
+    def _has_folder(self) -> bool:
+        """False if the run folder was deleted; another run may have begun at its path."""
+        return self.folder_watch.holds(self.folder.path)
+
     def _record(self, **fields: Any) -> None:
         """Set fields of the status record, and write it."""
         with self._record_lock:
             self.record = replace(self.record, **fields)
+            if not self._has_folder():
+                return
             try:
                 write_record(self.folder, self.attempt, self.record)
             except OSError as error:
@@ -194,7 +200,8 @@ class _Rank:
 
     def _request_stop(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # a full disk
-            self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
+            if self._has_folder():
+                self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
 
     def _record_signal(self, pipe: socket.socket) -> None:
         """Record the first stop signal, also while the main thread waits in a collective and handles none."""

@@ -36,6 +36,15 @@ class FolderWatch:
             time.sleep(CONFIRM_SECONDS / 10)
         return message
 
+    def holds(self, path: Path) -> bool:
+        """True if the folder at `path` is the watched one, and no other run that was begun at its path meanwhile."""
+        try:
+            return self._is_folder(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # unknown: the disk does not respond
+
     def moved_to(self) -> Path | None:
         """Path of the folder after a move; None if it was not moved or deleted."""
         try:
@@ -51,11 +60,9 @@ class FolderWatch:
 
     def _is_there(self) -> bool:
         try:
-            return self._is_folder(self._path) and (self._path / "config.yaml").exists()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+            return self.holds(self._path) and (self._path / "config.yaml").exists()
         except OSError:
-            return True  # unknown: the disk does not respond
+            return True
 
     def _is_folder(self, path: Path) -> bool:
         # The open descriptor keeps the inode number from being used again.

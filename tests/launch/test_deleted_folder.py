@@ -81,7 +81,9 @@ def test_run_begun_anew_at_the_same_path_is_left_alone(tmp_path: Path, launched:
     (tmp_path / "copy").rename(folder.path)
     if rank is not None:
         rank.terminate()
-    assert (finish(rank) if rank is not None else run.finish() if run else ())[0] == 1
+        assert finish(rank)[0] == 1
+    if run is not None:
+        assert run.finish()[0] == 1
     assert {path.name: path.read_bytes() for records in RECORDS for path in folder.path.glob(records)} == before
 
 

@@ -91,9 +91,8 @@ def print_both(ffn_dim: int | None) -> None:
     def quiet(_: str) -> None:
         return
 
-    experiment = replace(
-        composed(*WORDS), model=replace(composed().model, layers=8, ffn_dim=ffn_dim or composed().model.ffn_dim)
-    )
+    words = [*WORDS, "model.layers=8", *([] if ffn_dim is None else [f"model.ffn_dim={ffn_dim}"])]
+    experiment = composed(*words)
     space = search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"})
     device = device_named("h100")
     whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)

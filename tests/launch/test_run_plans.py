@@ -76,7 +76,12 @@ def test_duplicate_signal_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_saves(tmp_path: Path) -> None:
-    run = Launch(tmp_path, "obey_stop")
+    # Tests under nohup ignore SIGHUP, and so would the run.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        run = Launch(tmp_path, "obey_stop")
+    finally:
+        signal.signal(signal.SIGHUP, before)
     folder = run.wait_for("seen-0.json")
     os.killpg(run.process.pid, signal.SIGHUP)
     assert run.finish()[0] == 130

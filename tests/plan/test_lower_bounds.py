@@ -64,6 +64,7 @@ WORDS = ["parallelism.dp_replicate=1", "training.micro_batch_size=2", "training.
 
 
 @pytest.mark.night
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("ffn_dim", [None, 160], ids=["whole units", "replicated units"])
 def test_bounded_search_equals_exhaustive_search(ffn_dim: int | None):
     """On devices where all, half and few layouts fit, the rows equal those of an exhaustive search."""

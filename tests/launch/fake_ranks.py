@@ -118,6 +118,13 @@ def lose_folder(path: str) -> None:
     (Path(path) / "config.yaml").read_text()
 
 
+def renew_folder(path: str) -> None:
+    """Replace the run folder by a copy, as a deletion and a new start do, and end well before anybody notices."""
+    shutil.copytree(path, f"{path}-copy")
+    shutil.rmtree(path)
+    Path(f"{path}-copy").rename(path)
+
+
 def obey_stop(path: str) -> None:
     """Train until a stop is requested, save and exit with 85; resume at the saved step; 3 steps are all."""
     folder = RunFolder(path)

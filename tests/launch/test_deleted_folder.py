@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.fake_ranks import renew_folder
 from tests.launch.launching import Launch, ranks_of
 from tests.launch.test_rank_main import finish, make_run, start, wait_until
 from titan_exp.launch.state.run_status import run_status
@@ -75,16 +76,22 @@ def test_run_begun_anew_at_the_same_path_is_left_alone(tmp_path: Path, launched:
     folder = make_run(tmp_path) if run is None else run.wait_for("seen-0.json", "seen-1.json")
     rank = None if run else start(folder, "wait_for_ever")
     wait_until((folder.path / "seen-0.json").exists)
-    shutil.copytree(folder.path, tmp_path / "copy")
-    before = {path.name: path.read_bytes() for records in RECORDS for path in (tmp_path / "copy").glob(records)}
-    shutil.rmtree(folder.path)
-    (tmp_path / "copy").rename(folder.path)
+    renew_folder(str(folder.path))
+    before = {path.name: path.read_bytes() for records in RECORDS for path in folder.path.glob(records)}
     if rank is not None:
         rank.terminate()
         assert finish(rank)[0] == 1
     if run is not None:
         assert run.finish()[0] == 1
     assert {path.name: path.read_bytes() for records in RECORDS for path in folder.path.glob(records)} == before
+
+
+def test_rank_that_ends_well_does_not_end_the_run_begun_anew(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    assert finish(start(folder, "renew_folder"))[0] == 0
+    (attempt,) = folder.read_attempts()
+    assert (attempt.end, attempt.exit) == (None, None)
+    assert '"end": null' in next(folder.path.glob("logs/attempt-001/rank-*.json")).read_text()
 
 
 def test_loss_is_the_cause_of_a_rank_error(tmp_path: Path) -> None:

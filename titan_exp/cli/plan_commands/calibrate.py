@@ -42,6 +42,8 @@ every operator) and one of memory (the overhead of a process). Needs at least 4 
 one kind of device. A CPU must have been measured by titan-exp doctor.
 """
 
+_FOREIGN = "launched by another user, and the configuration names code (--trust uses such runs)"
+
 
 @dataclass(frozen=True)
 class _Measured:
@@ -99,9 +101,6 @@ def _measured(found: Sequence[RunEntry], cache: Path, left_out: dict[str, int], 
         except UserError as error:
             left_out[str(error)] = left_out.get(str(error), 0) + 1
     return taken
-
-
-_FOREIGN = "launched by another user, and the configuration names code (--trust uses such runs)"
 
 
 def _read(run: RunEntry, cache: Path, *, trust: bool) -> _Measured:

@@ -62,7 +62,7 @@ class FolderWatch:
         try:
             return self.holds(self._path) and (self._path / "config.yaml").exists()
         except OSError:
-            return True
+            return True  # unknown, as in `holds`
 
     def _is_folder(self, path: Path) -> bool:
         # The open descriptor keeps the inode number from being used again.

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-for-tests
 
-.PHONY: train test quick night tools check slurm golden clean
+.PHONY: train test quick night tools peer gpu gpu-wheels check slurm golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -27,9 +27,9 @@ quick: $(TESTS)
 
 ## Every layout of tests/parity and other cases that the tests by day leave out, hundreds of layouts drawn at random, and
 ## things broken on purpose that must be noticed.
-night: $(TESTS)
+night: $(TESTS) peer
 	$(PYTEST) -m night
-	$(PYTEST) tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
+	$(PYTEST) tests/parity/mutations.py tests/parity/expert_mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 
 ## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.
@@ -39,6 +39,27 @@ tools:
 	.venv-tools/bin/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
 	.venv-tools/bin/python -m pip install --quiet torchtune==0.6.1 'torchao==0.15.*' 'lm-eval[hf]'
 	OMP_NUM_THREADS=1 .venv-tools/bin/python -m pytest -m slow tests/checkpoint/test_other_tools.py
+
+## torchtitan for benchmarks/versus_torchtitan.py, in a folder of its own: its needs are no needs of titan_exp.
+peer: .peer/.installed
+
+.peer/.installed: benchmarks/versus/requirements.txt
+	rm -rf .peer
+	$(PYTHON) -m pip install --quiet --no-deps --target .peer --requirement $<
+	touch $@
+
+# The environment of make train where there is one, else the Python of the GPU machine.
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_SECONDS ?= 540
+
+## On a machine with a GPU: tests by room, speed beside torchtitan, planned and measured memory, doctor, in one report.
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu_report.py --seconds $(GPU_SECONDS) $(ARGS)
+
+## Wheels for a GPU machine without a network; GPU_PYTHON_VERSION is its Python's.
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu/packages.py --python $(GPU_PYTHON_VERSION)
 
 check: $(TESTS)
 	$(BIN)/ruff format --check .
@@ -65,4 +86,4 @@ $(TESTS): $(STAMP)
 	touch $(TESTS)
 
 clean:
-	rm -rf $(VENV) .venv-tools
+	rm -rf $(VENV) .venv-tools .peer .wheels .gpu-packages

@@ -39,7 +39,7 @@ def traced(layers: int, shortcut: bool) -> None:
     began = time.process_time()
     if shortcut:
         layout, parts = ResolvedLayout.of(experiment), trace_parts(experiment, cuda=True)
-        stages = stages_of(layout, experiment.activation_checkpoint, 0)
+        stages = stages_of(experiment, 0)
         step_cost(layout, stages, parts, simulate_rank(layout, 0, parts.samples))
     else:
         with fake_rank(experiment, 0) as it:

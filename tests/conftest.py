@@ -47,7 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Every layout is trained by night; by day about a fifth, of those with a compiler a tenth, the same each time.
         fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
         share = 10 if "compile=" in item.name else 5
-        if fixed and crc32(item.name.encode()) % share and item.get_closest_marker("day") is None:
+        # `make gpu` runs every test for a GPU; they skip themselves elsewhere.
+        by_day = any(item.get_closest_marker(marker) is not None for marker in ("day", "cuda"))
+        if fixed and crc32(item.name.encode()) % share and not by_day:
             item.add_marker(pytest.mark.night)
     if "night" not in config.option.markexpr:
         # Left out, not skipped: a list of some dozens would hide what was skipped for a reason.

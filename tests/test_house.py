@@ -15,6 +15,7 @@ from titan_exp.models.spec.transformer import TransformerConfig
 
 PACKAGE = Path(__file__).resolve().parents[1] / "titan_exp"
 FILES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
 FLOORS = (
     {"config"},
     {"ops"},
@@ -93,7 +94,7 @@ def test_the_configuration_knows_no_torch(path: Path):
     assert {module.split(".")[0] for module in imported_modules(path)} & heavy == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=named)
 def test_files_and_functions_stay_small(path: Path):
     source = path.read_text()
     assert source.count("\n") <= 450

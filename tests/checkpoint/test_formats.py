@@ -63,9 +63,13 @@ def test_meta_reference_computes_the_same(name: str, tmp_path: Path):
     params = json.loads((folder / "params.json").read_text())
     state = torch.load(folder / "consolidated.00.pth", weights_only=True)
     rope = kind(name).rope
-    scaling = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     stretched = Frequencies(
-        rope.theta, scaling=rope.scaling, factor=rope.factor, original_context=rope.original_context, **scaling
+        rope.theta,
+        scaling=rope.scaling,
+        factor=rope.factor,
+        original_context=rope.original_context,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
     )
     ids = torch.randint(0, 97, (2, 128))
     theirs = meta_llama.logits(state, params, ids, stretched.inverse(16))

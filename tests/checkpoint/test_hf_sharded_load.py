@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.tools import exported, kind, weights
 from tests.config.composing import experiment
+from tests.models import test_deepseek as deepseek
+from tests.models.deepseek_shapes import V3
 from tests.ranks import run_ranks
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.config.errors.user_error import UserError
@@ -98,3 +101,16 @@ def test_another_model_is_refused_with_its_overrides(tmp_path: Path):
     model = build_model(kind("llama2"), seq_len=64, attention_backend="math")
     with pytest.raises(UserError, match=r"They fit: model=llama_debug .*\n.*model.kv_heads=4: the weights have 2"):
         load_hf_sharded(model, kind("llama2"), folder)
+
+
+def test_another_context_takes_the_same_weights(tmp_path: Path):
+    """YaRN changes the scale of latent attention's scores, and no weight."""
+    published = deepseek.noisy_model(V3)
+    folder = deepseek.exported(published, V3, tmp_path / "export")
+    longer = replace(V3, rope=replace(V3.rope, factor=80.0), context=1280)
+    model = build_model(longer, seq_len=64, attention_backend="math")
+    load_hf_sharded(model, longer, folder)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in published.state_dict().items())
+    with pytest.raises(UserError, match=r"model.qk_rope_head_dim=16: the weights have 8"):
+        load_hf_sharded(model, replace(V3, qk_rope_head_dim=16, qk_nope_head_dim=8), folder)

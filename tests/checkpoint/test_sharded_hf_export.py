@@ -41,9 +41,10 @@ def small_files_and_counted_bytes() -> None:
         written[0] += len(data)
         return original(descriptor, data, offset)
 
-    def filled(self: ShardedHFExporter, *args: Any) -> None:
-        fill(self, *args)
+    def filled(self: ShardedHFExporter, *args: Any) -> int:
+        found = fill(self, *args)
         (self._path.parent / f"bytes-{os.environ['RANK']}").write_text(str(written[0]))
+        return found
 
     os.pwrite, ShardedHFExporter._write_shards = counted, filled  # type: ignore[method-assign,assignment]  # in this process alone
 

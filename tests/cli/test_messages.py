@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", plan_run)
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
     monkeypatch.setattr("titan_exp.launch.local.executor.run", run)
-    monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
+    monkeypatch.setattr("titan_exp.compare.output.run_plots.draw_run", lambda folder: [])
     return calls
 
 
@@ -130,11 +130,16 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             "cluster=local does not have this key\n    it comes with cluster=slurm or",
         ),
         (["train", "cluster.partitoin=gpu"], "did you mean cluster.partition? It comes with cluster=slurm or"),
+        (
+            ["train", "model=llama_debug", "model.moe.experts=4"],
+            "model=llama_debug does not have this key\n    it comes with model=",
+        ),
+        (["train", "model=qwen3_moe_debug", "model.moe.top_k=4"], "did you mean model.moe.active_experts?"),
         (["train", "training.nonsense=4"], "training has steps, seq_len"),
         (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
         (["train", "model=llama9_8b"], "did you mean llama3_8b"),
         (["train", "optimizer=lion"], "choose adamw"),
-        (["train", "model=null"], "choose llama2_7b"),
+        (["train", "model=null"], "choose deepseek_debug"),
         (["train", "experiment=smoke"], "+experiment=smoke"),
         (["train", "experiment=mine"], "experiment.name=mine"),
         (["train", "+experiment=smok"], "did you mean smoke?"),
@@ -146,6 +151,11 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "training.steps", "100"], "an override is key=value"),
         (["train", "data.paths=[a"], "quote it"),
         (["train", "training.steps="], "training.steps: must be a whole number"),
+        (
+            ["train", "training.loss_chunk_tokens=bogus"],
+            "loss_chunk_tokens=bogus: must be a whole number, or auto",
+        ),
+        (["train", "training.loss_chunk_tokens=true"], "training.loss_chunk_tokens=true: must be a number, not true"),
         (["train", "training.steps=1,2"], "add --multirun"),
         (["train", "training.steps=-1"], "must be at least 0"),
         (["train", "--training.steps=5"], "without dashes: training.steps=5"),
@@ -229,6 +239,13 @@ def test_sweeps_are_checked_too(echo: Any):
     answer = echo("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
     assert "model=llama9" in answer
     assert "training.stepz=1,2" in answer
+
+
+def test_keys_of_a_swept_option_are_known(echo: Any, capsys: pytest.CaptureFixture[str]):
+    models = "model=qwen3_moe_debug,qwen3_moe_laptop"
+    assert main(["train", "-m", models, "model.moe.scale=1,2.5", "--dry-run"]) == 0
+    assert "4 to start" in capsys.readouterr().out
+    assert "did you mean model.moe.scale?" in echo("train", "-m", models, "model.moe.scael=1,2.5", "--dry-run")
 
 
 def test_violated_rules_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path):

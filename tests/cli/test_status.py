@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 
 from titan_exp.cli.main import main
+from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
@@ -118,6 +120,8 @@ def test_runs_by_path_id_and_label(make, home: Path):
     assert [entry.folder.path for entry in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
     assert [entry.folder.path for entry in find_runs([str(second.path), second.path.name], runs)] == [second.path]
     assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
+    options, rest = take_options(GenerateOptions, ["optimizers/change=none,seed=0", "tokens=3"], positional=["run"])
+    assert (options.run, options.tokens, rest) == ("optimizers/change=none,seed=0", 3, [])
     for word, says in {
         "y": "Under",
         "0000": "unknown run",

@@ -319,6 +319,8 @@ def test_pareto_front_ignores_rounding(tmp_path: Path):
             ["initial"],
         ),
         ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, ["a.b"], ["b"]),
+        # A column beside that of the loss.
+        ({"balance": {"loss": "none"}}, {"balance": {"loss": "switch"}}, ["balance.loss"], ["balance"]),
     ],
 )
 def test_differing_keys(first: dict, second: dict, keys: list[str], short: list[str] | None):

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.machine import cuda_support
 from titan_exp.config.machine import local_machine as machine
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.llama import Config
@@ -54,4 +55,5 @@ def refused(*overrides: str) -> tuple[Violation, ...]:
 
 def give_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine, "_gpus_present", lambda: count)
+    monkeypatch.setattr(machine, "present_gpus", lambda: count)
+    monkeypatch.setattr(cuda_support, "unusable_cuda", lambda: None)

@@ -169,3 +169,21 @@ def test_gpus_are_counted_by_the_drivers_folder_where_there_are_no_device_files(
     (tmp_path / "gpus" / "0000:18:00.0").mkdir(parents=True)
     (tmp_path / "gpus" / "0000:2a:00.0").mkdir()
     assert machine.visible_gpus() == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chunk"),
+    [
+        ([], None),
+        (["cluster.device=cuda"], 16384),
+        (["cluster.device=cuda", "parallelism.tp=2", "model.heads=8"], 16384),
+        (["cluster.device=cuda", "parallelism.tp=2", "parallelism.loss_parallel=false"], None),
+        (["cluster.device=cuda", "training.mixed_precision=bf16", "training.fp32_modules=[h*d]"], None),
+        (["cluster.device=cuda", "training.loss_chunk_tokens=null"], None),
+        (["cluster.device=cuda", "training.loss_chunk_tokens=7"], 7),
+        (["training.loss_chunk_tokens=7"], 7),
+    ],
+)
+def test_automatic_chunks_of_the_loss(overrides: list[str], chunk: int | None, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 0)
+    assert laid_out(*overrides).loss_chunk_tokens == chunk

@@ -24,6 +24,10 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "deepseek_v2_lite_16b": 15_706_484_224,
+    "deepseek_v2_236b": 235_741_434_880,
+    "deepseek_v3_671b": 671_026_404_352,
+    "kimi_k2_1t": 1_026_408_209_408,
 }
 
 ACTIVE = {
@@ -33,6 +37,10 @@ ACTIVE = {
     "qwen3_8b": 7_568_405_504,
     "qwen3_14b": 13_990_394_880,
     "qwen3_32b": 31_984_210_944,
+    "deepseek_v2_lite_16b": 2_451_435_008,
+    "deepseek_v2_236b": 20_851_512_320,
+    "deepseek_v3_671b": 36_625_603_584,
+    "kimi_k2_1t": 31_687_072_768,
 }
 """Parameters less the embedding table."""
 

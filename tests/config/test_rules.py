@@ -10,12 +10,14 @@ from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine import torchao_version
 from titan_exp.config.schema.schema import annotation_of
 from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
 from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent
 SCHEDULE = "parallelism.pp_schedule"
+DETERMINISTIC = "training.deterministic=true"
 BASE = (
     *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
     *("model.dim=192", "model.heads=6", "model.kv_heads=2", "model.ffn_dim=512", "model.vocab_size=320"),
@@ -34,7 +36,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def broken(*overrides: str) -> list[Violation]:
-    return violations(experiment(*BASE, *overrides))
+    has_experts = any(override.startswith("model=qwen3_moe") for override in overrides)
+    base = [override for override in BASE if not (has_experts and override.startswith("model.ffn_dim"))]
+    return violations(experiment(*base, *overrides))
 
 
 def only(*overrides: str) -> Violation:
@@ -344,6 +348,15 @@ TILES = [
         ),
         (["activation_checkpoint=selective", "activation_checkpoint.save=[aten.mm.default/3,my_library.scan]"], "", ""),
         (["activation_checkpoint.save=[nonsense]"], "", ""),
+        (["activation_checkpoint=selective", "activation_checkpoint.save=[auto/2]"], "", ""),
+        *(
+            (
+                ["activation_checkpoint=selective", f"activation_checkpoint.save=[{wrong}]"],
+                "activation_checkpoint.save",
+                "auto/3",
+            )
+            for wrong in ("auto/0", "auto/3+", "auto,aten.mm")
+        ),
         (["activation_checkpoint=every_n", "activation_checkpoint.every=99"], "activation_checkpoint.every", "at most"),
         (["activation_checkpoint.every=99"], "", ""),
         (["activation_checkpoint=budget"], "activation_checkpoint.mode", "compile=blocks"),
@@ -534,7 +547,7 @@ TILES = [
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.attention_backend=math"], "", ""),
         (["parallelism.cp=2", "model.attention_backend=flex"], "model.attention_backend", "auto, flash or math"),
         (["parallelism.cp=2", "model.architecture=tests.models.own_model.Bigram"], "parallelism.cp", "dp_shard=2"),
-        (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1"),
+        (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1, spread over ranks with parallelism.dp_shard=2"),
         (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
         (["optimizer.implementation=triton"], "optimizer.implementation", "implementation=fused"),
         (["compile.cuda_graphs=true"], "compile.cuda_graphs", "compile.cuda_graphs=false"),
@@ -555,6 +568,23 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.17.0", True), ("0.18.0", False), ("0.19.0.dev3+git", False)])
+def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    monkeypatch.setattr(torchao_version, "torchao_version", lambda: version)
+    tiles = [*TILES, "training.mixed_precision=bf16"]
+    assert broken(*tiles, "quantization.emulate=true") == []
+    assert broken("quantization=mxfp8", "training.mixed_precision=bf16", "quantization.smallest_gemm=0") == []
+    assert broken(*tiles, "cluster.device=cpu") == []
+    if not refused:
+        assert broken(*tiles) == []
+        return
+    violation = only(*tiles)
+    assert violation.field == "quantization.recipe"
+    assert "torchao 0.18, and torchao 0.17.0 is installed" in violation.reason
+    assert "pip install 'torchao>=0.18'; or quantization.emulate=true" in violation.remedy
 
 
 @pytest.mark.parametrize(
@@ -581,6 +611,19 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
             "document_mask=false",
         ),
         (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "data.document_mask=true"], "", ""),
+        (
+            ["model.attention_backend=cudnn", "training.mixed_precision=bf16", DETERMINISTIC],
+            "model.attention_backend",
+            "=auto, which takes flash",
+        ),
+        *(
+            (
+                [f"model.attention_backend={name}", "training.mixed_precision=bf16", "training.deterministic=true"],
+                "",
+                "",
+            )
+            for name in ("auto", "flash")
+        ),
         (["model.attention_backend=flex"], "", ""),
         (["model.attention_backend=fa3", "training.mixed_precision=bf16"], "model.attention_backend", "hopper"),
         (["model.attention_backend=fa4", "training.mixed_precision=bf16"], "model.attention_backend", "flash-attn-4"),
@@ -660,12 +703,19 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
 )
 def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: str, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
+    monkeypatch.setattr(torchao_version, "torchao_version", lambda: "0.18.0")
     if not field:
         assert broken(*overrides) == []
         return
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
+
+
+EXPERTS_IN_FLOAT8 = [
+    *("model=qwen3_moe_debug", "training.mixed_precision=bf16"),
+    *("quantization=float8_tensorwise", "quantization.smallest_gemm=0", "quantization.emulate=true"),
+]
 
 
 @pytest.mark.parametrize(
@@ -686,7 +736,13 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
         (["model.architecture=tests.models.own_model.Bigram"], "model.architecture=llama"),
         (["model.attention_backend=flex"], "model.attention_backend=auto, cudnn, flash"),
         (["quantization=mxfp8", "quantization.smallest_gemm=0", "quantization.emulate=true"], "float8_tensorwise"),
-        (["training.mixed_precision=bf16", "training.fp32_modules=[norm]"], "training.fp32_modules=[]"),
+        (["training.mixed_precision=bf16", "training.fp32_modules=[norm]"], ""),
+        (["model=qwen3_moe_debug", "training.mixed_precision=bf16"], ""),
+        (["model=qwen3_moe_debug"], "training.mixed_precision=bf16"),
+        (["model=qwen3_moe_debug", "training.mixed_precision=bf16", "model.dim=196"], "multiples of 8"),
+        ([*EXPERTS_IN_FLOAT8], "quantization.filter=['*.experts.*']"),
+        ([*EXPERTS_IN_FLOAT8, "quantization.filter=['*.experts.*']"], ""),
+        (["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "training.mixed_precision=bf16"], "1"),
     ],
 )
 def test_options_of_captured_cuda_graphs(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):
@@ -723,7 +779,11 @@ def test_flash_attention_3_and_4_where_they_are_installed(tmp_path: Path, monkey
 def test_our_kernels_take_triton(monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("titan_exp.config.machine.devices.torch_build", lambda: ("2.11.0", "13.0"))
     assert "pip install triton" in only("optimizer.implementation=triton").remedy
+    # A torch without CUDA plans and submits runs of another machine.
+    monkeypatch.setattr("titan_exp.config.machine.devices.torch_build", lambda: ("2.11.0+cpu", None))
+    assert broken("optimizer.implementation=triton") == []
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.doctor import numerics_command as module
 from titan_exp.doctor.numerics import decibels, report_numerics
 from titan_exp.doctor.numerics_command import doctor_command
-from titan_exp.models.blocks.transformer import Linear
+from titan_exp.models.blocks.linear import Linear
 
 SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]
 

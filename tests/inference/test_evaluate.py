@@ -103,7 +103,7 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
     experiment = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
-        return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)))
+        return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)).result)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ ELSEWHERE = {
     "fineweb": "needs a data set from the hub",
     "-f": "follows until interrupted",
     "-sc ": "prints shell code",
+    "--experts": "needs a run with experts; tests/inference/test_expert_classes.py trains one",
     "STUDY": "needs finished runs that differ; tests/plan/test_fit.py makes them",
     "nvfp4": "composed in tests/config",
+    "--ranks 0,1,7": "takes minutes; tests/plan/test_extrapolate.py plans a small model of its kind",
     "405b": "takes a minute; benchmarks/planning.py measures it",
 }
 """Parts of commands that cannot run here, each with the reason."""

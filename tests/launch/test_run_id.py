@@ -17,10 +17,10 @@ from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.launch.run_id import canonical, experiment_id, identity, run_id
 
 GOLDEN = [
-    ([], ("3967f1b44ac8", "86d87c5b0368")),
-    (["parallelism.dp_shard=2", "compile=blocks"], ("02402de44278", "86d87c5b0368")),
-    (["quantization=float8_rowwise", "quantization.filter=['*.down']"], ("974c0e802b77", "ee0233adb0ed")),
-    (["checkpoint.initial=some/run", "optimizer.state_precision=bf16"], ("089d5771d9a3", "d3e55ec423a3")),
+    ([], ("0ccd7f32aa4b", "e29e3f198032")),
+    (["parallelism.dp_shard=2", "compile=blocks"], ("acf3f494daef", "e29e3f198032")),
+    (["quantization=float8_rowwise", "quantization.filter=['*.down']"], ("3f425bbfea70", "2454d2d02dde")),
+    (["checkpoint.initial=some/run", "optimizer.state_precision=bf16"], ("24c85b392436", "a55868a5fa82")),
 ]
 """Overrides, run id and experiment id."""
 
@@ -53,11 +53,30 @@ def experiment(*overrides: str) -> Experiment:
         "training.gc_every=0",
         "quantization.smallest_gemm=4096",
         "quantization.filter=[a]",
+        "activation_checkpoint.every=3",
+        "activation_checkpoint.save=[aten.mm]",
+        "activation_checkpoint.budget=0.9",
+        "compile.backend=aot_eager",
+        "compile.components=[loss]",
+        "compile.autotune_gemms=never",
+        "parallelism.sequence_parallel=false",
+        "parallelism.loss_parallel=false",
+        "parallelism.pp_schedule=GPipe",
+        "parallelism.cp_method=ulysses",
+        "parallelism.cp_ulysses=2",
     ],
 )
 def test_keys_without_effect_change_no_id(override: str) -> None:
     assert run_id(experiment(override)) == run_id(experiment())
     assert experiment_id(experiment(override)) == experiment_id(experiment())
+
+
+def test_automatic_chunks_of_the_loss_are_whole_logits_on_a_cpu_and_a_choice_on_gpus() -> None:
+    whole = "training.loss_chunk_tokens=null"
+    assert run_id(experiment(whole)) == run_id(experiment())
+    cuda = ("cluster.device=cuda", "parallelism.dp_shard=1")
+    assert len({run_id(experiment(*cuda)), run_id(experiment(*cuda, whole)), run_id(experiment())}) == 3
+    assert experiment_id(experiment(*cuda)) == experiment_id(experiment())
 
 
 @pytest.mark.parametrize(
@@ -72,6 +91,7 @@ def test_keys_without_effect_change_no_id(override: str) -> None:
         "training.loss_chunk_tokens=100",
         "model.attention_backend=math",
         "compile.cuda_graphs=true",
+        "optimizer.implementation=foreach",
     ],
 )
 def test_the_layout_changes_the_run_and_not_the_experiment(override: str) -> None:
@@ -105,6 +125,28 @@ def test_ids_are_stable(overrides: list[str], ids: tuple[str, str]) -> None:
     assert (run_id(run), experiment_id(run)) == ids
 
 
+@pytest.mark.parametrize(
+    ("switch", "override"),
+    [
+        ("activation_checkpoint=every_n", "activation_checkpoint.every=3"),
+        ("activation_checkpoint=selective", "activation_checkpoint.save=[aten.mm]"),
+        ("activation_checkpoint=selective", "activation_checkpoint.budget=0.9"),
+        ("activation_checkpoint.mode=budget", "activation_checkpoint.budget=0.9"),
+        ("compile=blocks", "compile.backend=aot_eager"),
+        ("compile=blocks", "compile.components=[loss]"),
+        ("compile=blocks", "compile.autotune_gemms=never"),
+        ("parallelism.tp=2", "parallelism.sequence_parallel=false"),
+        ("parallelism.tp=2", "parallelism.loss_parallel=false"),
+        ("parallelism.pp=2", "parallelism.pp_schedule=GPipe"),
+        ("parallelism.cp=2", "parallelism.cp_method=ulysses"),
+        ("parallelism.cp=4", "parallelism.cp_ulysses=2"),
+        ("quantization=mxfp8", "quantization.filter=[a]"),
+    ],
+)
+def test_keys_of_a_mode_count_in_it(switch: str, override: str) -> None:
+    assert run_id(experiment(switch, override)) != run_id(experiment(switch))
+
+
 def test_quantization_keys_without_a_recipe_have_no_effect() -> None:
     assert not any(key.startswith("quantization") for key in identity(experiment("quantization.filter=[a]")))
 
@@ -132,7 +174,6 @@ def test_stochastic_options_change_the_experiment() -> None:
         "training.global_batch_size=32",
         "training.mixed_precision=bf16",
         "optimizer.lr=0.0030001",
-        "optimizer.implementation=foreach",
         "+optimizer.options.rho=0.1",
         "model.layers=2",
         "data.virtual_shards=32",
@@ -172,7 +213,8 @@ def test_excluded_initial_weights_change_the_ids() -> None:
 
 def test_every_excluded_key_exists() -> None:
     config = to_dict(experiment())
-    for key in (*NOT_IN_RUN_ID, *LAYOUT, *IN_RUN_ID, *COUNTS_BESIDE, *COUNTS_BESIDE.values()):
+    switches = [switch for switch, _ in COUNTS_BESIDE.values()]
+    for key in (*NOT_IN_RUN_ID, *LAYOUT, *IN_RUN_ID, *COUNTS_BESIDE, *switches):
         part: Any = config
         for name in key.split("."):
             part = part[name]

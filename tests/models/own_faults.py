@@ -65,6 +65,16 @@ class Optimizer(torch.optim.SGD):
         self.rho = rho
 
 
+class DuckTypedOptimizer:
+    """An optimizer's methods in a class that extends no optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = torch.optim.SGD(params, lr=lr)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.step, self.zero_grad = self.inner.step, self.inner.zero_grad
+        self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
+
+
 class Corpus:
     """A source without documents."""
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.transformer import Linear, RMSNorm
+from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.transformer import RMSNorm
 
 
 class MixerBlock(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titan_exp.models import plain
-from titan_exp.models.blocks.initialization import ShardSpec, init_slice
+from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.rope import RopeConfig
@@ -59,6 +59,6 @@ def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(init_slice(seed, name, table[name], ShardSpec.whole(tuple(parameter.shape))))
+            init_shard_(parameter, seed, name, table[name], ShardSpec.whole(tuple(parameter.shape)))
     model.reset_buffers()  # type: ignore[operator]  # the decoder's own
     return model

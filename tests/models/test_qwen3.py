@@ -14,6 +14,7 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.qwen3 import Config, spec, state_dict_map
 from titan_exp.models.spec.rope import PlainRope
@@ -34,7 +35,7 @@ SHAPE = Config(**{**vars(TINY), **CHANGES})
 IDS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
-def noisy_model(config: Config) -> nn.Module:
+def noisy_model(config: ModelConfig) -> nn.Module:
     """Weights of a few tenths and norms around one: zeros and ones would hide errors."""
     model = build_model(config, seq_len=64, attention_backend="math")
     model.reset_buffers()  # type: ignore[operator]  # the decoder's own
@@ -46,7 +47,7 @@ def noisy_model(config: Config) -> nn.Module:
     return model
 
 
-def exported(model: nn.Module, config: Config, folder: Path) -> Path:
+def exported(model: nn.Module, config: ModelConfig, folder: Path) -> Path:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     export_weights(
         OpenCheckpoint(Path("memory"), "torch", config, TorchFileReader(tensors)), folder, ExportOptions("huggingface")

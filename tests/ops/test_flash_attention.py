@@ -50,6 +50,16 @@ def test_auto_takes_a_kernel_for_heads_so_wide(monkeypatch: pytest.MonkeyPatch, 
     assert choose_backend("auto", GPU, head_dim=head_dim, bf16=bf16, documents=False) == chosen
 
 
+def test_deterministic_runs_on_hopper_take_flash(monkeypatch: pytest.MonkeyPatch):
+    give_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    chosen = [
+        choose_backend("auto", GPU, head_dim=128, bf16=True, documents=documents, deterministic=deterministic)
+        for documents, deterministic in ((False, False), (False, True), (True, True))
+    ]
+    assert chosen == ["cudnn", "flash", "efficient"]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("backend", FLASH_PACKAGES)

@@ -1,5 +1,7 @@
 """The product of experts against a loop in fp64, its gradients against finite differences; no rows, and nobody's."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from tests.ranks import run_ranks
 from titan_exp.ops.moe import grouped_mm as module
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
 
 ENDS = {
     "uneven": [5, 6, 17, 20],
@@ -131,25 +134,36 @@ def test_operators_keep_what_they_promise_the_compiler():
     x, weight, gradient = operands(torch.float32)
     ends = ends_of(*ENDS["none at the end, and nobody's"])
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(module._loop_rows, (x, weight.mT, ends), test_utils=checks)
+    torch.library.opcheck(module._grouped_rows, (x, weight.mT, ends), test_utils=checks)
     torch.library.opcheck(module._loop_outer, (gradient, x, ends), test_utils=checks)
 
 
-@pytest.mark.parametrize("device", ["meta", "fake"])
-def test_shapes_are_known_without_numbers(device: str):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["meta", "fake", "fake CUDA"])
+def test_shapes_are_known_without_numbers(device: str, dtype: torch.dtype):
     def shapes() -> list[tuple[int, ...]]:
         where = "meta" if device == "meta" else "cpu"
-        x = torch.empty(20, 16, device=where, requires_grad=True)
-        weight = torch.empty(4, 24, 16, device=where, requires_grad=True)
+        x = torch.empty(20, 16, device=where, dtype=dtype, requires_grad=True)
+        weight = torch.empty(4, 24, 16, device=where, dtype=dtype, requires_grad=True)
         output = grouped_linear(x, weight, torch.empty(4, dtype=torch.int32, device=where))
         return [tuple(tensor.shape) for tensor in (output, *torch.autograd.grad(output.sum(), [x, weight]))]
 
     if device == "meta":
         found = shapes()
     else:
-        with FakeTensorMode():
+        with FakeTensorMode(), fake_cuda_kernels() if device == "fake CUDA" else nullcontext():
             found = shapes()
     assert found == [(20, 24), (20, 16), (4, 24, 16)]
+
+
+def test_upstream_gradients_may_have_any_strides():
+    x, weight, gradient = operands(torch.float32)
+    ends = ends_of(*ENDS["none in between"])
+    for strided in (gradient.t().contiguous().t(), gradient[:1, :1].expand(20, 24)):
+        found = passes(grouped_linear, x, weight, ends, strided)
+        expected = passes(grouped_linear, x, weight, ends, strided.contiguous())
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_torch_s_kernel_is_handed_what_it_takes(monkeypatch: pytest.MonkeyPatch):

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum
-from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum, write_logits_gradient
+from titan_exp.ops.loss.linear_cross_entropy import chunk_loss, linear_loss_sum
+from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
 
 ROWS, SEQ, DIM, VOCAB = 2, 17, 24, 53
 CHUNKS = [1, 5, 17, 34, 1000]
@@ -158,6 +160,30 @@ def test_no_tensor_of_all_logits_exists(gradients: bool):
     assert "aten.mm.default" in seen.large
 
 
+class LiveLogits(TorchDispatchMode):
+    """Largest number of chunks' logits in memory at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and out.shape[1] == VOCAB:
+            self.live = [found for found in self.live if not found.expired()]
+            self.live.append(StorageWeakRef(out.untyped_storage()))
+            self.most = max(self.most, len(self.live))
+        return out
+
+
+def test_a_chunks_logits_are_freed_before_the_next_are_made():
+    hidden, weight, labels = problem()
+    with LiveLogits() as logits:
+        linear_loss_sum(hidden, weight, labels, chunk_tokens=5).objective.backward()
+    assert logits.most == 1
+
+
 def test_without_gradients_none_are_computed():
     hidden, weight, labels = problem()
     with torch.no_grad():
@@ -166,3 +192,64 @@ def test_without_gradients_none_are_computed():
     with_gradients = linear_loss_sum(hidden, weight, labels, chunk_tokens=5, z_loss=0.1)
     assert alone.objective == with_gradients.objective.detach()
     assert alone.cross_entropy == with_gradients.cross_entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_overwrites_the_logits(dtype: torch.dtype):
+    hidden, weight, labels = problem(dtype)
+    logits = (hidden @ weight.T).detach().flatten(0, 1)
+    exact_logits = logits.double().requires_grad_()
+    chosen = torch.nn.functional.cross_entropy(exact_logits, labels.flatten(), reduction="sum")
+    z = (exact_logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)).sum()
+    (expected,) = torch.autograd.grad(chosen + 0.01 * z, exact_logits)
+    found = chunk_loss(logits, labels.flatten(), 0.01, None)
+    write_logits_gradient(logits, found.log_z, labels.flatten(), 0.01, None)
+    torch.testing.assert_close(found.cross_entropy.double(), chosen.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.double(), expected, rtol=5e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)
+
+
+def test_the_loss_alone_leaves_the_logits():
+    hidden, weight, labels = problem()
+    logits = (hidden @ weight.T).detach().flatten(0, 1)
+    before = logits.clone()
+    chunk_loss(logits, labels.flatten(), 0.01, None)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("chunk", [17, 34])
+def test_a_split_backward_pass_gives_both_gradients(chunk: int):
+    """First for the input, then from the gradient that branches off for the weight, as zero-bubble schedules do."""
+    hidden, values, labels = problem()
+    input, weight = hidden.detach().requires_grad_(), nn.Parameter(values.detach())
+    objective = linear_loss_sum(input * 1, weight, labels, chunk_tokens=chunk).objective * 0.3
+    split = BackwardSplit(objective, None, input, [weight])
+    assert weight.grad is None
+    split.add_weight_gradients()
+    _, hidden_grad, weight_grad = exact(0.3, 0)
+    torch.testing.assert_close(split.input_gradient, hidden_grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad, weight_grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_overwritten_logits_are_not_taken_for_logits_again():
+    hidden, weight, labels = problem()
+    objective = linear_loss_sum(hidden, weight, labels, chunk_tokens=34).objective
+    objective.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="overwritten"):
+        objective.backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("chunk", [64, 256, 1000])
+def test_on_a_gpu_the_weights_gradient_is_summed_in_fp32_by_the_matmul(chunk: int):
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    hidden, weight = torch.randn(2, 500, 64, **make), torch.randn(512, 64, **make).requires_grad_()  # type: ignore[arg-type]
+    labels = torch.randint(0, 512, (2, 500), generator=generator, device="cuda")
+    linear_loss_sum(hidden, weight, labels, chunk_tokens=chunk).objective.backward()
+    exact_weight = weight.detach().double().requires_grad_()
+    loss_sum(hidden.double() @ exact_weight.T, labels).objective.backward()
+    assert weight.grad is not None
+    assert exact_weight.grad is not None
+    error = (weight.grad.double() - exact_weight.grad).norm() / exact_weight.grad.norm()
+    assert error < 0.01

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate
+from titan_exp.models.spec.rope import YarnRope
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate, rotate_tail
 
 
 def table(length: int = 32, **scaling) -> RotaryEmbedding:
@@ -61,3 +62,31 @@ def test_half_precision_is_rotated_in_fp32():
     x = torch.randn(1, 32, 1, 8, dtype=torch.bfloat16)
     cos, sin = table()(32, None)
     torch.testing.assert_close(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16(), atol=0, rtol=0)
+
+
+DEEPSEEK = YarnRope(10000.0, "yarn", 40.0, 32.0, 1.0, 0.707, 0.707, truncate=True, original_context=4096)
+GPT_OSS = YarnRope(150000.0, "yarn", 32.0, 32.0, 1.0, 1.0, 0.0, truncate=False, original_context=4096)
+
+
+@pytest.mark.parametrize(("rope", "first", "last"), [(DEEPSEEK, 10, 23), (GPT_OSS, 8.0928, 17.3980)])
+def test_yarn_scaling_as_published(rope: YarnRope, first: float, last: float):
+    """Pairs before `first` are left, pairs after `last` slowed down, those between blended linearly."""
+    for pair, value in enumerate(Frequencies(**rope.frequencies).inverse(64).tolist()):
+        plain, slow = rope.theta ** (-2 * pair / 64), min(max((pair - first) / (last - first), 0), 1)
+        assert value == pytest.approx(slow * plain / rope.factor + (1 - slow) * plain, rel=1e-4)
+
+
+def test_yarn_magnitudes_as_published():
+    assert (DEEPSEEK.frequencies["magnitude"], DEEPSEEK.score_factor) == (1.0, pytest.approx(1.5896, abs=1e-4))
+    v3 = YarnRope(10000.0, "yarn", 40.0, 32.0, 1.0, 1.0, 1.0, truncate=True, original_context=4096)
+    assert (v3.frequencies["magnitude"], v3.score_factor) == (1.0, pytest.approx(1.8739, abs=1e-4))
+    assert (GPT_OSS.frequencies["magnitude"], GPT_OSS.score_factor) == (pytest.approx(1.34657, abs=1e-5), 1.0)
+    cos, sin = table(magnitude=1.5)(32, None)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 2.25))
+
+
+def test_a_tail_is_rotated_alone():
+    x, angles = torch.randn(1, 32, 3, 12), table()(32, None)
+    turned = rotate_tail(x, *angles)
+    assert torch.equal(turned[..., :4], x[..., :4])
+    torch.testing.assert_close(turned[..., 4:], rotate(x[..., 4:], *angles))

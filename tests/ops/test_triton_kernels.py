@@ -31,8 +31,12 @@ def compiled(folder: str) -> dict[str, str]:
 
 def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """Kernels, the types of their arguments, and what is fixed when they are compiled."""
+    from titan_exp.ops.attention.rope_kernel import split_rotated_kernel
     from titan_exp.ops.float8.kernels import amax_kernel, cast_kernel
+    from titan_exp.ops.loss.loss_kernels import logits_gradient_kernel, row_statistics_kernel
+    from titan_exp.ops.loss.row_softmax import BLOCK
     from titan_exp.ops.optim.adamw_kernel import adamw_kernel
+    from titan_exp.ops.swiglu_kernels import swiglu_backward_kernel, swiglu_kernel
 
     numbers = dict.fromkeys(("keep", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     found = {}
@@ -49,6 +53,50 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
             types = {"matrix": "*bf16", "row_scales": "*fp32", "column_scales": "*fp32", "largest": "fp32"}
             types |= size | {"rows": f"*{float8}", "transposed": f"*{float8}"}
             found[f"cast to {float8}, {per_tensor=}"] = (cast_kernel, types, {"per_tensor": per_tensor, "side": 64})
+    types = dict.fromkeys(("gate_up", "out", "gradient", "gate_up_grad"), "*bf16") | {"size": "i32"}
+    for kernel in (swiglu_kernel, swiglu_backward_kernel):
+        found[kernel.__name__] = (kernel, types, {"group": 32, "block": 1024})
+    types = dict.fromkeys(("qkv", "query", "key", "value"), "*bf16") | {"cos": "*fp32", "sin": "*fp32"}
+    types |= dict.fromkeys(("positions", "kv_heads"), "i32")
+    for backward in (False, True):
+        constants = {"group": 4, "half": 64, "padded": 64, "heads": 16, "backward": backward}
+        found[f"split_rotated, {backward=}"] = (split_rotated_kernel, types, constants)
+    numbers = dict.fromkeys(("largest", "total", "chosen", "log_z", "factor"), "*fp32") | {"absent": "fp32"}
+    sizes = dict.fromkeys(("stride", "gradient_stride", "columns", "first"), "i32") | {"z_loss": "fp32"}
+    types = {"logits": "*bf16", "gradient": "*bf16", "target": "*i64", "labels": "*i64"} | numbers | sizes
+    found |= expert_variants()
+    found["loss, statistics"] = (row_statistics_kernel, types, {"block": BLOCK})
+    found["loss, gradient"] = (logits_gradient_kernel, types, {"block": BLOCK})
+    return found
+
+
+def expert_variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
+    from titan_exp.ops.moe import permutation
+    from titan_exp.ops.moe.permutation_kernels import (
+        combine_backward_kernel,
+        copy_tokens_kernel,
+        sum_rows_kernel,
+        zero_rows_after_kernel,
+    )
+    from titan_exp.ops.moe.weighted_swiglu import BLOCK, ROWS
+    from titan_exp.ops.moe.weighted_swiglu_kernels import weighted_swiglu_backward_kernel, weighted_swiglu_kernel
+
+    types = dict.fromkeys(("x", "out", "gradient", "rows", "rows_grad"), "*bf16")
+    types |= {"inverse": "*i64", "weights": "*fp32", "weights_grad": "*fp32", "width": "i32"}
+    found: dict[str, Any] = {}
+    for choices in (6, 8):
+        sizes = {"choices": choices, "block": permutation.BLOCK}
+        found[f"experts, {choices} copies"] = (copy_tokens_kernel, types, sizes)
+        for weighted in (False, True):
+            found[f"experts, {choices} sums, {weighted=}"] = (sum_rows_kernel, types, sizes | {"weighted": weighted})
+        sizes = {"choices": choices, "padded": 8, "block": permutation.TILE // 8}
+        found[f"experts, {choices} sums' backward"] = (combine_backward_kernel, types, sizes)
+    types = {"out": "*bf16", "ends": "*i32", "rows": "i32", "width": "i32", "last": "i32"}
+    found["experts, zeroed rows"] = (zero_rows_after_kernel, types, {"programs": 1024, "block": 1024})
+    types = dict.fromkeys(("gate_up", "out", "gradient", "gate_up_grad"), "*bf16")
+    types |= {"weights": "*fp32", "weights_grad": "*fp32", "rows": "i32", "ffn": "i32"}
+    for kernel in (weighted_swiglu_kernel, weighted_swiglu_backward_kernel):
+        found[f"experts, {kernel.__name__}"] = (kernel, types, {"group": 32, "side": ROWS, "block": BLOCK})
     return found
 
 
@@ -59,6 +107,17 @@ def test_they_compile(tmp_path: Path):
             # The roots and quotients that torch computes, and not the approximate ones.
             assert "sqrt.rn.f32" in text, name
             assert "div.rn.f32" in text, name
+            assert "cvt.rn.bf16" in text, name
+        if name.startswith("experts"):
+            # Sums have one order: no program adds to what another writes.
+            assert "atom" not in text, name
+            assert "red.global" not in text, name
+            # All rows are more than 2^31 numbers.
+            assert "mad.lo.s64" in text or "mul.lo.s64" in text or "mul.wide" in text, name
+        if name.startswith("loss"):
+            # All logits are more than 2^31 numbers.
+            assert "mul.lo.s64" in text, name
+        if name.startswith("loss, gradient"):
             assert "cvt.rn.bf16" in text, name
         if name.startswith("cast"):
             # The instruction that rounds to the nearest float8 number, not code in its place.

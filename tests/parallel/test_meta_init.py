@@ -76,7 +76,7 @@ def test_buffers_that_no_module_computes_are_those_of_the_model_as_written():
         model = build()
     places = buffer_places(model)
     model.register_module("added", Scaled())  # as a recipe's are, after the model was built
-    init_buffers(places, materialize_parameters(model, CPU), build)
+    init_buffers(places, materialize_parameters(model, CPU), build, seed=0)
     assert model.get_buffer("scale") == 0.5
 
 
@@ -87,8 +87,9 @@ def undeclared_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build()
+        places = buffer_places(model)
         apply_fsdp(model, build_mesh(layout(1, 2), CPU), FSDPOptions(bf16=False, reshard_after_forward="always"))
-        materialize_parameters(model, CPU)
+        init_buffers(places, materialize_parameters(model, CPU), build, seed=3)
         copy_initial_weights(model, build, seed=3)
         found = {name: value.full_tensor() for name, value in model.named_parameters()}  # type: ignore[attr-defined]
         found["scale"] = model.get_buffer("scale")

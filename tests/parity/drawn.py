@@ -48,6 +48,19 @@ EXPERIMENT = {
     "training.global_batch_size": (8, 8, 12),
 }
 
+EXPERTS = {
+    "model.moe.experts": (4, 6, 8),
+    "model.moe.active_experts": (1, 2, 3),
+    "model.moe.ffn_dim": (64, 96, 128),
+    "model.moe.shared_experts": (0, 0, 1),
+    "model.moe.score": ("softmax", "sigmoid"),
+    "model.moe.balance.loss": ("switch", "sequence", "global_batch"),
+    "model.moe.balance.coefficient": (1e-3, 1e-2),
+}
+"""Keys of a model with experts, instead of `model.ffn_dim`."""
+
+EXPERT_DEGREES = (1, 2, 2, 3, 4, 8)
+
 LAYOUT = {
     "parallelism.cp_method": ("ring", "allgather", "ulysses"),
     "parallelism.cp_ulysses": (1, 1, 1, 2),
@@ -73,20 +86,27 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
         if not ranks // 2 < math.prod(degrees.values()) <= ranks:
             continue
         drawn = _draw_keys(chance, degrees)
-        made = experiment(*SMALL, *drawn.experiment, *drawn.layout)
+        small = SMALL[1:] if drawn.experiment[0].startswith("model=") else SMALL
+        made = experiment(*small, *drawn.experiment, *drawn.layout)
         if not violations(made) and 1 < ResolvedLayout.of(resolve_layout(made, 1)).world_size <= most_ranks:
             return drawn
 
 
 def _draw_keys(chance: random.Random, degrees: dict[str, int]) -> Drawn:
     # Rounding grows from step to step with the learning rate, and with some of these shapes soon.
+    experts = chance.random() < 0.4
+    shapes = EXPERIMENT | EXPERTS if experts else EXPERIMENT
     computed = [
+        *(["model=qwen3_moe_debug"] if experts else []),
         "optimizer.lr=5e-4",
         "model.head_dim=16",
-        *_each(chance, EXPERIMENT),
+        *(word for word in _each(chance, shapes) if not (experts and word.startswith("model.ffn_dim"))),
         *(LINES if chance.random() < 0.3 else []),
     ]
     layout = [*(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()), *_each(chance, LAYOUT)]
+    if experts:
+        layout.append(f"parallelism.ep={chance.choice(EXPERT_DEGREES)}")
+        layout.append(f"parallelism.etp={chance.choice((1, degrees['tp']))}")
     layout.append(f"compile={chance.choice(COMPILE)}")
     layout.append("compile.backend=aot_eager")
     if degrees["pp"] > 1:

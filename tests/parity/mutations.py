@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
+from tests.parity.test_loss_kernels import use_loss_kernels
+from tests.parity.test_moe_execution import EP2, RECIPES
+from tests.parity.test_one_rank import BF16, assert_same, loaded
+from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.parallel.expert_parallel.apply import mixtures
 
 LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chunk_tokens=37", *LINES]
 """Shards, copies, accumulation and a loss in chunks at once, with token counts that differ between ranks."""
@@ -99,7 +106,26 @@ def every_data_rank_reads_the_same() -> None:
 def initial_weights_depend_on_the_rank() -> None:
     patch(
         "titan_exp.trainer.build_model.init_weights",
-        lambda original: lambda model, specs, seed: original(model, specs, seed + int(os.environ["RANK"])),
+        lambda original: (
+            lambda model, specs, seed, *rest: original(model, specs, seed + int(os.environ["RANK"]), *rest)
+        ),
+    )
+
+
+def initial_rows_ignore_the_shards_offset() -> None:
+    def make(original: Any) -> Any:
+        def init_shard_(values: Any, seed: Any, name: Any, init: Any, part: Any) -> None:
+            original(values, seed, name, init, replace(part, start=(0, *part.start[1:])))
+
+        return init_shard_
+
+    patch("titan_exp.parallel.meta_init.init_shard_", make)
+
+
+def initial_weights_ignore_the_name() -> None:
+    patch(
+        "titan_exp.parallel.meta_init.init_shard_",
+        lambda original: lambda values, seed, name, init, part: original(values, seed, "", init, part),
     )
 
 
@@ -116,21 +142,88 @@ def copies_do_not_exchange_gradients() -> None:
 
 def chunks_ignore_the_gradient_from_above() -> None:
     patch(
-        "titan_exp.ops.loss.linear_cross_entropy._LinearLoss.backward",
+        "titan_exp.ops.loss.linear_cross_entropy._ManyChunks.backward",
         lambda original: lambda ctx, *gradients: original(ctx, torch.ones(())),
     )
 
 
 def the_last_chunk_is_lost() -> None:
     def make(original: Any) -> Any:
-        def over_chunks(hidden: Any, weight: Any, labels: Any, *rest: Any, **options: Any) -> Any:
+        def over_chunks(hidden: Any, weight: Any, chunks: int, labels: Any, *rest: Any, **options: Any) -> Any:
             labels = labels.clone()
             labels[37:] = -100
-            return original(hidden, weight, labels, *rest, **options)
+            return original(hidden, weight, chunks, labels, *rest, **options)
 
         return over_chunks
 
     patch("titan_exp.ops.loss.linear_cross_entropy._over_chunks", make)
+
+
+def gradients_of_logits_are_taken_for_logits() -> None:
+    """In the second part of a split backward pass."""
+
+    def make(original: Any) -> Any:
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if ctx.gradient is not None:
+                ctx.logits, ctx.gradient = ctx.gradient, None
+            return original(ctx, *gradients)
+
+        return backward
+
+    patch("titan_exp.ops.loss.linear_cross_entropy._OneChunk.backward", make)
+
+
+def one_chunk_ignores_the_gradient_from_above() -> None:
+    patch(
+        "titan_exp.ops.loss.linear_cross_entropy._OneChunk.backward",
+        lambda original: lambda ctx, *gradients: original(ctx, torch.ones(())),
+    )
+
+
+def loss_kernels_ignore_the_shards_first_token() -> None:
+    use_loss_kernels()
+    patch(
+        "titan_exp.ops.loss.cross_entropy.write_row_gradient",
+        lambda original: lambda *args, first, **options: original(*args, first=0, **options),
+    )
+
+
+def only_the_last_chunk_counts_in_the_heads_gradient() -> None:
+    patch(
+        "titan_exp.ops.loss.linear_cross_entropy._accumulate_outer",
+        lambda original: lambda total, grad, hidden, first: original(total, grad, hidden, first=True),
+    )
+
+
+def what_is_recomputed_differs_a_little() -> None:
+    """The norms' and SwiGLU's outputs, of which backward computes the weights' gradients."""
+
+    def make(original: Any) -> Any:
+        def recompute_input(cheap: Any, x: Any, consumer: Any) -> Any:
+            # Backward recomputes without gradients.
+            return original(lambda given: cheap(given) * (1 if torch.is_grad_enabled() else 1.01), x, consumer)
+
+        return recompute_input
+
+    patch("titan_exp.models.blocks.transformer.recompute_input", make)
+
+
+def gradients_of_gate_and_up_are_swapped() -> None:
+    def make(original: Any) -> Any:
+        def backward(ctx: Any, gradient: Any) -> Any:
+            fused, _ = original(ctx, gradient)
+            return fused.unflatten(-1, (-1, 2, ctx.group)).flip(-2).flatten(-3), None
+
+        return backward
+
+    patch("titan_exp.ops.swiglu._SwiGLU.backward", make)
+
+
+def gradients_of_keys_and_values_are_swapped() -> None:
+    patch(
+        "titan_exp.ops.attention.rope._SplitRotated.backward",
+        lambda original: lambda ctx, query, key, value: original(ctx, query, value, key),
+    )
 
 
 def norms_are_decayed() -> None:
@@ -334,6 +427,197 @@ def shared_shards_advance_by_own_rows() -> None:
     patch("titan_exp.data.virtual_shards.packing.PackedStream.skip_row", lambda _: lambda self: None)
 
 
+def looked_up_rows_are_truncated() -> None:
+    """To bf16, instead of rounded."""
+
+    def make(original: Any) -> Any:
+        def embedding_rows(ids: Any, weight: Any, dtype: Any = None) -> Any:
+            rows = original(ids, weight, dtype)
+            if dtype is None:
+                return rows
+            exact = torch.nn.functional.embedding(ids, weight.detach())
+            return rows + (exact.view(torch.int32) & -65536).view(torch.float32).to(dtype) - rows.detach()
+
+        return embedding_rows
+
+    patch("titan_exp.models.blocks.transformer.embedding_rows", make)
+
+
+def the_embeddings_gradient_is_of_distinct_tokens() -> None:
+    """Rows that are looked up several times get the gradient of one of them."""
+
+    def make(original: Any) -> Any:
+        def backward(ctx: Any, gradient: Any) -> Any:
+            found = original(ctx, gradient)
+            (ids,) = ctx.saved_tensors
+            return found[0] / ids.flatten().bincount(minlength=len(found[0])).clamp(min=1)[:, None], None, None
+
+        return backward
+
+    patch("titan_exp.ops.embedding._RoundedRows.backward", make)
+
+
+def copies_stay_behind_their_masters() -> None:
+    def make(original: Any) -> Any:
+        def step(model: Any, *rest: Any, **options: Any) -> Any:
+            model.weights.refresh = lambda: None
+            return original(model, *rest, **options)
+
+        return step
+
+    patch("titan_exp.trainer.trainer.train_step", make)
+
+
+def copies_are_not_refreshed_after_loading() -> None:
+    def make(original: Any) -> Any:
+        def restore(self: Any) -> None:
+            self.model.weights.refresh = lambda: None
+            original(self)
+            del self.model.weights.refresh
+
+        return restore
+
+    patch("titan_exp.trainer.trainer.Trainer.restore", make)
+
+
+def micro_batches_are_summed_in_bf16() -> None:
+    patch("titan_exp.parallel.compute_weights.ComputeWeights._add_gradient", lambda _: lambda self, copy: None)
+
+
+def partial_gradients_are_summed_in_bf16() -> None:
+    def make(original: Any) -> Any:
+        def add(self: Any, *rest: Any, **options: Any) -> None:
+            original(self, *rest, **options)
+            self._partial.clear()
+
+        return add
+
+    patch("titan_exp.parallel.compute_weights.ComputeWeights._add", make)
+
+
+def float8_weights_are_those_of_the_step_before() -> None:
+    """Quantized before the update instead of after it."""
+
+    def make(original: Any) -> Any:
+        def build(*args: Any) -> torch.optim.Optimizer:
+            optimizer = original(*args)
+            optimizer.register_step_post_hook = optimizer.register_step_pre_hook
+            return optimizer
+
+        return build
+
+    patch("titan_exp.trainer.train_state.build_optimizer", make)
+
+
+def float8_scales_are_of_a_ranks_shard() -> None:
+    patch("titan_exp.quantization.float8.float8_weights.Float8Weights._reduced", lambda _: lambda self, amax: amax)
+
+
+def _after_expert_parallel(change: Callable[[Any], None]) -> None:
+    """Change each mixture of experts once it is parallel."""
+
+    def make(original: Any) -> Any:
+        def apply_fsdp(model: Any, *rest: Any) -> None:
+            original(model, *rest)
+            for mixture in mixtures(model):
+                change(mixture)
+
+        return apply_fsdp
+
+    patch("titan_exp.parallel.apply.apply_fsdp", make)
+
+
+def gradients_of_routers_are_taken_for_whole_ones() -> None:
+    _after_expert_parallel(lambda mixture: setattr(mixture.router, "gradients_are_partial", False))
+
+
+def gradients_of_experts_are_averaged() -> None:
+    _after_expert_parallel(lambda mixture: mixture.experts.set_gradient_divide_factor(2.0))
+
+
+def received_rows_stay_sorted_by_rank() -> None:
+    def make(original: Any) -> Any:
+        def by_expert(counts: Any, size: int) -> Any:
+            rows = torch.arange(size)
+            return replace(original(counts, size), source=rows, target=rows)
+
+        return by_expert
+
+    patch("titan_exp.parallel.expert_parallel.token_exchange.RowOrder.by_expert", make)
+
+
+def rows_come_back_in_the_order_of_the_experts() -> None:
+    patch(
+        "titan_exp.parallel.expert_parallel.token_exchange.RowOrder.undo",
+        lambda _: lambda self, rows: rows,
+    )
+
+
+def experts_are_weighted_twice() -> None:
+    patch(
+        "titan_exp.parallel.expert_parallel.dispatch.combine",
+        lambda original: lambda rows, order, inverse, weights: original(rows, order, inverse, weights * weights),
+    )
+
+
+def gradients_of_gathered_tokens_are_one_ranks() -> None:
+    def make(original: Any) -> Any:
+        def gather(self: Any, part: Any) -> Any:
+            parts = [*original(self, part.detach()).chunk(self.degree)]
+            parts[self.rank] = part
+            return torch.cat(parts)
+
+        return gather
+
+    patch("titan_exp.parallel.expert_parallel.token_groups.TokenGroup.gather", make)
+
+
+def gradients_of_split_tokens_are_one_ranks() -> None:
+    def make(original: Any) -> Any:
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return original(ctx, gradient)[0] * torch.linspace(0, 1, ctx.length)[:, None].round(), None
+
+        return backward
+
+    patch("titan_exp.parallel.expert_parallel.token_groups._Split.backward", make)
+
+
+def experts_are_chosen_by_other_scores_again() -> None:
+    """Recomputation chooses anew, as many of each expert."""
+    patch("titan_exp.parallel.activation_checkpoint.routing_cache", lambda _: noop_context_fn)
+
+    def make(original: Any) -> Any:
+        from titan_exp.ops.is_recomputing import is_recomputing
+
+        return lambda scores, k: original(scores, k).roll(1 if is_recomputing() else 0, 1)
+
+    patch("titan_exp.ops.moe.routing.topk_lowest_index", make)
+
+
+def weight_gradients_of_experts_are_lost_in_the_second_half() -> None:
+    def make(original: Any) -> Any:
+        def needs(ctx: Any) -> tuple[bool, bool]:
+            found = original(ctx)
+            return found[0], found[1] and found[0]
+
+        return needs
+
+    patch("titan_exp.ops.moe.grouped_mm.needs_input_grad", make)
+
+
+def experts_are_multiplied_in_high_precision() -> None:
+    def make(original: Any) -> Any:
+        def quantize(model: Any, *rest: Any, **options: Any) -> None:
+            plain = {module: module.linear_impl for module in model.modules() if isinstance(module, GroupedLinear)}
+            original(model, *rest, **options)
+            for module, linear_impl in plain.items():
+                module.linear_impl = linear_impl
+
+        return quantize
+
+    patch("titan_exp.trainer.build_model.quantize", make)
+
+
 MUTATIONS: list[Callable[[], None]] = [
     gradients_are_averaged_once_more,
     the_loss_is_divided_by_local_tokens,
@@ -344,9 +628,15 @@ MUTATIONS: list[Callable[[], None]] = [
     only_the_last_micro_batch_counts,
     every_data_rank_reads_the_same,
     initial_weights_depend_on_the_rank,
+    initial_rows_ignore_the_shards_offset,
+    initial_weights_ignore_the_name,
     copies_do_not_exchange_gradients,
     chunks_ignore_the_gradient_from_above,
     the_last_chunk_is_lost,
+    only_the_last_chunk_counts_in_the_heads_gradient,
+    what_is_recomputed_differs_a_little,
+    gradients_of_gate_and_up_are_swapped,
+    gradients_of_keys_and_values_are_swapped,
     norms_are_decayed,
     metrics_are_means_of_micro_batches,
 ]
@@ -367,6 +657,12 @@ PIPELINE = [
 ]
 """Stages on several ranks, sharded, with a weight that two of them use."""
 
+SPLIT_BACKWARD = [
+    *("parallelism.pp=2", "parallelism.pp_schedule=ZBVZeroBubble"),
+    *("training.micro_batch_size=1", "training.loss_chunk_tokens=16384", *LINES),
+]
+"""Gradients of inputs and of weights apart, of a loss in one chunk."""
+
 HEAD_NORMS = ["model=qwen3_debug", "parallelism.tp=4", "parallelism.sequence_parallel=false", *LINES]
 """Norms over heads, of which each rank has one."""
 
@@ -382,11 +678,27 @@ SHARED_SHARDS = ["parallelism.dp_shard=3", "training.global_batch_size=12"]
 STATISTICS = ["model.architecture=tests.trainer.own_statistics", "parallelism.dp_shard=2", *LINES]
 """A model whose blocks report metrics."""
 
+EXPERTS = ["model=qwen3_moe_debug", "parallelism.dp_shard=4", "parallelism.ep=2", "model.moe.shared_experts=1"]
+"""Four experts on each rank, sharded by two."""
+
+EXPERTS_OF_TP = ["model=qwen3_moe_debug", "parallelism.tp=2", "parallelism.ep=2", "parallelism.sequence_parallel=false"]
+"""Tokens of all tensor-parallel ranks, of which each routes a part."""
+
+CHANNELS_OF_EXPERTS = ["model=qwen3_moe_debug", "parallelism.tp=2", "parallelism.etp=2", *LINES]
+"""Channels of every expert on two ranks."""
+
+EXPERTS_RECOMPUTED = [*EXPERTS, "activation_checkpoint=full"]
+"""Experts whose choice is kept from forward to backward."""
+
+EXPERTS_IN_STAGES = ["model=qwen3_moe_debug", "parallelism.pp=2", *SPLIT_BACKWARD[1:]]
+"""Gradients of rows and of experts' weights apart."""
+
 OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     *((LAYOUT, mutate) for mutate in MUTATIONS),
     (TENSOR, partial_gradients_are_taken_for_whole_ones),
     (TENSOR, softmax_is_of_the_own_vocabulary),
     (TENSOR, labels_are_looked_up_one_row_off),
+    (TENSOR, loss_kernels_ignore_the_shards_first_token),
     (TENSOR, the_norm_is_not_summed_over_shards),
     (WHOLE_TOKENS, partial_gradients_are_taken_for_whole_ones),
     (WHOLE_TOKENS, gradients_of_hidden_states_are_not_summed),
@@ -403,12 +715,40 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (PIPELINE, the_norm_is_not_summed_over_stages),
     (PIPELINE, the_tied_weight_counts_twice),
     (PIPELINE, micro_batches_are_taken_for_each_other),
+    (SPLIT_BACKWARD, gradients_of_logits_are_taken_for_logits),
+    (SPLIT_BACKWARD, one_chunk_ignores_the_gradient_from_above),
+    (EXPERTS, gradients_of_experts_are_averaged),
+    (EXPERTS, received_rows_stay_sorted_by_rank),
+    (EXPERTS, rows_come_back_in_the_order_of_the_experts),
+    (EXPERTS, experts_are_weighted_twice),
+    (EXPERTS, the_norm_is_not_summed_over_shards),
+    (EXPERTS_RECOMPUTED, experts_are_chosen_by_other_scores_again),
+    (EXPERTS_IN_STAGES, weight_gradients_of_experts_are_lost_in_the_second_half),
+    (EXPERTS_OF_TP, gradients_of_routers_are_taken_for_whole_ones),
+    (EXPERTS_OF_TP, gradients_of_split_tokens_are_one_ranks),
+    (CHANNELS_OF_EXPERTS, gradients_of_routers_are_taken_for_whole_ones),
+    (CHANNELS_OF_EXPERTS, gradients_of_gathered_tokens_are_one_ranks),
     (BY_ROLE, a_sharded_embedding_is_taken_for_a_matrix),
     (SHARED_SHARDS, shared_shards_advance_by_own_rows),
     (STATISTICS, metrics_of_modules_are_averaged_over_ranks),
     (STATISTICS, metrics_of_modules_add_up_over_steps),
 ]
 """Mutations, each in a layout in which it must be noticed."""
+
+
+ONE_RANK: list[tuple[list[str], Callable[[], None]]] = [
+    ([], copies_stay_behind_their_masters),
+    ([], looked_up_rows_are_truncated),
+    ([], the_embeddings_gradient_is_of_distinct_tokens),
+    (["training.micro_batch_size=2"], micro_batches_are_summed_in_bf16),
+    (["parallelism.tp=2"], partial_gradients_are_summed_in_bf16),
+    (["quantization=float8_tensorwise"], float8_weights_are_those_of_the_step_before),
+    (
+        ["quantization=float8_rowwise", "quantization.power_of_two_scales=false", "parallelism.tp=2"],
+        float8_scales_are_of_a_ranks_shard,
+    ),
+]
+"""Mutations of one data rank in bf16, which must change bits."""
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +759,24 @@ def one_device(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, ULYSSES, PIPELINE, BY_ROLE, SHARED_SHARDS, STATISTICS],
+    [
+        LAYOUT,
+        TENSOR,
+        WHOLE_TOKENS,
+        HEAD_NORMS,
+        CONTEXT,
+        ULYSSES,
+        PIPELINE,
+        SPLIT_BACKWARD,
+        EXPERTS,
+        EXPERTS_RECOMPUTED,
+        EXPERTS_IN_STAGES,
+        EXPERTS_OF_TP,
+        CHANNELS_OF_EXPERTS,
+        BY_ROLE,
+        SHARED_SHARDS,
+        STATISTICS,
+    ],
     ids=" ".join,
 )
 def test_without_mutation_the_curve_is_the_same(tmp_path: Path, one_device, layout):
@@ -433,6 +790,30 @@ def test_mutation_is_noticed(tmp_path: Path, one_device, layout, mutate):
     found = train(tmp_path, *layout, "training.stop_on_nonfinite=false", mutate=mutate)
     with pytest.raises(AssertionError):
         assert_same_curve(found, one_device(_experiment(layout)))
+
+
+@pytest.mark.parametrize(("layout", "mutate"), ONE_RANK, ids=lambda case: case.__name__ if callable(case) else "")
+def test_mutation_of_one_rank_is_noticed(tmp_path: Path, layout, mutate):
+    expected = train(tmp_path / "right", *BF16, *layout)
+    found = train(tmp_path / "wrong", *BF16, *layout, mutate=mutate)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "mxfp8"])
+def test_experts_in_high_precision_are_noticed(tmp_path: Path, recipe: str):
+    words = RECIPES[recipe].split()
+    expected = train(tmp_path / "right", *words)
+    found = train(tmp_path / "wrong", *words, *EP2.split(), mutate=experts_are_multiplied_in_high_precision)
+    with pytest.raises(AssertionError):
+        assert_same_recipe(found, expected)
+
+
+def test_stale_copies_after_loading_are_noticed(tmp_path: Path):
+    # Stale copies are memory without values, which may be NaN.
+    words = ["training.stop_on_nonfinite=false"]
+    whole, found = loaded(tmp_path, *words, mutate=copies_are_not_refreshed_after_loading)
+    assert found.loss != whole.loss[5:]
 
 
 def _experiment(layout: list[str]) -> str:

@@ -107,7 +107,8 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
     assert found.loss == pytest.approx(expected.loss, rel=2e-6)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
     assert [row["tokens"] for row in found.rows] == [row["tokens"] for row in expected.rows]
-    reported = [key for key in expected.rows[0] if key.startswith(("objective/", "model/", "optimizer/"))]
+    losses = ("experts/balance_loss", "experts/z_loss")  # of counts, one token may fall on the other side of a near tie
+    reported = [key for key in expected.rows[0] if key.startswith(("objective/", "model/", "optimizer/", *losses))]
     for found_row, row in zip(found.rows, expected.rows, strict=True):
         assert [found_row[key] for key in reported] == pytest.approx([row[key] for key in reported], rel=1e-4)
     assert found.weights.keys() == expected.weights.keys()

@@ -22,7 +22,7 @@ CHECKPOINTING = [
 CHUNKED = [
     "training.loss_chunk_tokens=1000",
     f"{FSDP2} training.loss_chunk_tokens=37 training.micro_batch_size=1",
-    f"{HSDP} training.loss_chunk_tokens=64 activation_checkpoint=selective",
+    f"{HSDP} training.loss_chunk_tokens=16384 activation_checkpoint=selective",
     f"{DDP2} training.loss_chunk_tokens=50 training.micro_batch_size=2 activation_checkpoint=full {AOT}",
 ]
 LOSS = "compile=all compile.components=[loss] compile.backend=aot_eager"
@@ -30,7 +30,7 @@ COMPILED_LOSS = [
     LOSS,
     f"{FSDP2} training.micro_batch_size=1 compile=all compile.backend=aot_eager",
     f"{FSDP2} {LOSS} training.loss_chunk_tokens=37 training.micro_batch_size=1",
-    f"{DDP2} training.loss_chunk_tokens=64 training.micro_batch_size=2 compile=all compile.backend=aot_eager",
+    f"{DDP2} training.loss_chunk_tokens=16384 training.micro_batch_size=2 compile=all compile.backend=aot_eager",
 ]
 EXPERIMENTS = {
     "plain": "",

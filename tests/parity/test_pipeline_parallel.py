@@ -64,7 +64,7 @@ def test_tied_embeddings_across_stages(tmp_path: Path, one_device, schedule: str
         pipeline("InterleavedZeroBubble", f"{AOT} activation_checkpoint=budget"),
         pipeline("DualPipeV", f"{AOT} activation_checkpoint=selective"),
         pipeline("ZBVZeroBubble", "training.loss_chunk_tokens=37 parallelism.dp_shard=2"),
-        pipeline("1F1B", "training.loss_chunk_tokens=50"),
+        pipeline("InterleavedZeroBubble", "training.loss_chunk_tokens=16384"),
         pipeline("1F1B", "training.micro_batch_size=1 parallelism.pp_microbatches=2"),
         pipeline("DualPipeV", "training.micro_batch_size=1 parallelism.pp_microbatches=4 parallelism.dp_shard=2"),
         pipeline("ZBVZeroBubble", "training.micro_batch_size=8"),

@@ -36,11 +36,15 @@ SAVING = ["training.steps=2", "checkpoint.mode=sync", "checkpoint.every=2"]
 
 @pytest.mark.parametrize(("writer", "reader"), [*pairwise(RING)])
 def test_written_by_one_and_read_by_another(tmp_path, writer, reader):
-    train(tmp_path / "run", *SAVING, *LAYOUTS[writer].split())
+    assert_read_by_another(tmp_path, LAYOUTS[writer].split(), LAYOUTS[reader].split())
+
+
+def assert_read_by_another(tmp_path: Path, writer: list[str], reader: list[str]) -> None:
+    """What one layout writes, another reads and writes again, to the last bit."""
+    train(tmp_path / "run", *SAVING, *writer)
     written = state_of(CheckpointFolder(tmp_path / "run/checkpoints").path_of(2))
-    experiment = check(
-        resolve_layout(to_experiment(compose([*SMALL, *SAVING, "training.steps=4", *LAYOUTS[reader].split()])), 1)
-    )
+    small = [*SMALL, *SAVING, "training.steps=4", *reader]
+    experiment = check(resolve_layout(to_experiment(compose(small)), 1))
     RunFolder(tmp_path / "run").config.write_text(to_yaml(experiment))
     run_ranks(ResolvedLayout.of(experiment).world_size, read_and_write, str(tmp_path / "run"), str(tmp_path / "again"))
     found = state_of(CheckpointFolder(tmp_path / "again").path_of(2))
@@ -49,6 +53,34 @@ def test_written_by_one_and_read_by_another(tmp_path, writer, reader):
     assert any(key.startswith("data.") for key in written)
     for key, value in written.items():
         assert torch.equal(found[key], value), key
+
+
+EXPERT_LAYOUTS = {
+    "one": "",
+    "ep": "parallelism.dp_shard=2 parallelism.ep=2",
+    "tp": "parallelism.tp=2",
+    "etp": "parallelism.tp=2 parallelism.etp=2",
+    "ep, tp, dp": "parallelism.tp=2 parallelism.dp_shard=2 parallelism.ep=2",
+    "ep, etp, dp": "parallelism.tp=2 parallelism.etp=2 parallelism.dp_shard=4 parallelism.ep=2",
+    "ep, hsdp": "parallelism=hsdp parallelism.ep=2 training.micro_batch_size=1",
+    "ep, pp": "parallelism.dp_shard=2 parallelism.ep=2 parallelism.pp=2 parallelism.pp_schedule=1F1B",
+    # Two experts of a rank are sharded by their channels.
+    "channels": "parallelism.dp_shard=8 parallelism.ep=4",
+}
+EXPERT_RING = ["ep", "tp", "ep, tp, dp", "one", "ep, etp, dp", "ep, hsdp", "channels", "ep, pp", "etp", "one", "ep"]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param(*pair, marks=pytest.mark.day if number == 0 else pytest.mark.night)
+        for number, pair in enumerate(pairwise(EXPERT_RING))
+    ],
+)
+def test_experts_are_written_by_one_and_read_by_another(tmp_path, writer, reader):
+    experts = ["model=qwen3_moe_debug", "model.layers=2"]
+    layouts = [[*experts, *EXPERT_LAYOUTS[name].split()] for name in (writer, reader)]
+    assert_read_by_another(tmp_path, *layouts)
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:

@@ -63,7 +63,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
     ("experiment", "layout"),
     [
         ("evaluated", f"{TP2} {FSDP2}"),
-        ("evaluated", f"{TP4} training.loss_chunk_tokens=50"),
+        ("evaluated", f"{TP4} training.loss_chunk_tokens=16384"),
         ("documents", f"{TP2} {FSDP2} training.micro_batch_size=1 training.loss_chunk_tokens=37"),
         ("documents", f"{TP2} parallelism.cp=2"),
         ("uneven", f"{TP2} parallelism.dp_shard=4"),

@@ -19,7 +19,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_batches, fake_rank, pipeline_ranks
+from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, batch_tensors, fake_batches, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 from titan_exp.rules import check
@@ -41,6 +41,8 @@ BY_HAND = Path(__file__).with_name("by_hand.csv")
 
 LAYOUTS = {
     "one device": "",
+    "one device, bf16": "training.mixed_precision=bf16 training.fp32_modules=[blocks.*.attention_norm]",
+    "one device, bf16, accumulated": "training.mixed_precision=bf16 training.micro_batch_size=2",
     "fsdp 2, accumulated": "parallelism.dp_shard=2 training.micro_batch_size=1",
     "fsdp 4, bf16, full recompute": "parallelism.dp_shard=4 training.mixed_precision=bf16 activation_checkpoint=full",
     "fsdp 2, chunked loss": "parallelism.dp_shard=2 training.loss_chunk_tokens=37",
@@ -189,7 +191,6 @@ def _predict_ranks(path: str, mutate: Callable[[], None] | None) -> list[dict[st
                 fake.step,
                 warmup_step=fake.warmup_step,
                 preallocated=fake.preallocated,
-                batches=fake.batches,
                 inductor=uses_inductor(experiment.compile),
             )
             found.append(asdict(_numbers(trace)))
@@ -236,9 +237,10 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
             )
 
         # The parts are handed on, not put together again.
-        parts = TrainState(trainer.mesh, None, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+        parts = TrainState(trainer.mesh, None, trainer.model, trainer.optimizer, trainer.quantize_weights)  # type: ignore[arg-type]
         # Gloo's threads release sent tensors late at times, and then the peak is too high.
-        numbers = min((_numbers(trace_step(parts, step)) for _ in range(2)), key=lambda found: found.peak)
+        traces = (trace_step(parts, step, preallocated=batch_tensors(batches)) for _ in range(2))
+        numbers = min(map(_numbers, traces), key=lambda found: found.peak)
         trainer.report.close("done")
         return asdict(numbers)
 
@@ -253,7 +255,9 @@ def _alone(path: str) -> list[int]:
             "fake", store=FakeStore(), rank=rank, world_size=ResolvedLayout.of(experiment).world_size
         )
         layout = ResolvedLayout.of(experiment)
-        fake = FakeRank(experiment, assemble(experiment, layout, DEVICE), fake_batches(layout, experiment.data))
+        state = assemble(experiment, layout, DEVICE)
+        state.built.init_weights()
+        fake = FakeRank(experiment, state, fake_batches(layout, experiment.data))
         fake.step()
         found.append(allocated_by(fake.step, Path(path)))
         dist.destroy_process_group()

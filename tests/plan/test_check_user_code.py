@@ -33,10 +33,19 @@ def refusal(*overrides: str) -> str:
         ([FAULTY, "+model.options={fault:constructor}"], ["own_faults.py:", "torch.zeros(3).view(2)", "RuntimeError"]),
         ([FAULTY, "+model.options={blocks:false}", "activation_checkpoint=full"], ["activation_checkpoint.mode=full"]),
         ([FAULTY, "+model.options={blocks:false}", "compile=blocks"], ["compile.components", "ModuleDict"]),
-        ([FAULTY, "quantization=float8_rowwise"], ["quantization.recipe", "transformer.Linear"]),
+        ([FAULTY, "quantization=float8_rowwise"], ["quantization.recipe", "linear.Linear"]),
         (
-            [FAULTY, "+model.options={fault:tied across groups}", "training.mixed_precision=bf16"],
-            ["blocks.0.weight and blocks.1.weight are one parameter"],
+            [FAULTY, "+model.options={fault:tied across groups}", "parallelism.dp_shard=2"],
+            ["blocks.0.weight and blocks.1.weight are one parameter of blocks.0 and blocks.1, and FSDP gathers them"],
+        ),
+        (
+            [
+                FAULTY,
+                "+model.options={fault:tied across groups}",
+                "training.mixed_precision=bf16",
+                "training.fp32_modules=[blocks.1]",
+            ],
+            ["the rest and blocks.1 (training.fp32_modules)", "one is in fp32"],
         ),
         (
             [FAULTY, "training.mixed_precision=bf16", "training.fp32_modules=[hed]"],
@@ -47,6 +56,13 @@ def refusal(*overrides: str) -> str:
         ([f"optimizer.name={OWN}.Optimizer", "+optimizer.options.roh=1"], ["takes no argument roh", "it takes rho"]),
         (["optimizer.name=torch.optim.Adam", "+optimizer.options.lr=1"], ["passed already"]),
         (["optimizer.name=torch.optim.Muon"], ["Muon", "2D"]),
+        (
+            [f"optimizer.name={OWN}.DuckTypedOptimizer", "quantization=float8_rowwise"],
+            [
+                "DuckTypedOptimizer, which is no torch.optim.Optimizer",
+                "class DuckTypedOptimizer(torch.optim.Optimizer)",
+            ],
+        ),
         ([f"data.source={OWN}.Corpus"], ["__len__ and no __getitem__"]),
         ([f"data.source={OWN}.Corpus", "+data.options.foldre=x"], ["data.options.foldre", "did you mean folder?"]),
         ([f"lr_schedule.decay={OWN}.without_progress"], ["without_progress(progress, **options)"]),

@@ -32,6 +32,7 @@ MANY = {
     "uneven stages": "model.layers=8 parallelism.pp=3 parallelism.pp_layers=[2,5,1] parallelism.pp_microbatches=4",
 }
 QUICK = (
+    "one device on CUDA, accumulated, full",
     "fsdp, accumulated",
     "hsdp, every third recomputed, bf16",
     "1F1B x fsdp, full, bf16",
@@ -73,7 +74,6 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
                 fake.step,
                 warmup_step=fake.warmup_step,
                 preallocated=fake.preallocated,
-                batches=fake.batches,
                 cuda=True,
                 matmul_workspace=WORKSPACE,
             )
@@ -90,7 +90,14 @@ def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
         "peak": trace.peak,
         "kept": trace.persistent,
         "gradients": trace.gradients,
-        "costs": (costs.flops, costs.bytes_moved, costs.operators, dict(costs.messages), dict(costs.calls)),
+        "costs": (
+            costs.flops,
+            costs.bytes_moved,
+            costs.operators,
+            dict(costs.kernels),
+            dict(costs.messages),
+            dict(costs.calls),
+        ),
         "reserved": reservations(trace.setup_events, trace.step_events),
     }
     if beyond_limit:

@@ -15,6 +15,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.cuda import fake_kernels
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, workspace_bytes
 from titan_exp.plan.plan_table import plan_to_json, print_plan
@@ -30,6 +31,8 @@ SMALL = [
     f"training.seq_len={SEQ}",
     f"training.global_batch_size={ROWS}",
     "parallelism.dp_shard=1",
+    # Whole logits, so that the peak is where all activations are kept.
+    "training.loss_chunk_tokens=null",
 ]
 
 
@@ -85,6 +88,16 @@ def test_the_bound_is_close(width: int, half: bool):
     assert gradient <= largest_workspace(shape, 8192, half=half) <= 1.13 * gradient
 
 
+def test_deterministic_flash_attention_adds_up_copies_of_the_query_gradient():
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    two, five = (torch.empty(batch, 32, 256, 128, device="meta") for batch in (2, 5))
+    usual = [fake_kernels.workspace(call, (heads, heads, heads)) for heads in (two, five)]
+    with fake_kernels.deterministic_attention(132):
+        found = [fake_kernels.workspace(call, (heads, heads, heads)) for heads in (two, five)]
+    # 132 multiprocessors for 64 heads, three copies; for 160 heads, one.
+    assert found == [usual[0] + 2 * (2 * 32 * 256 * 128 * 4), usual[1]]
+
+
 def test_workspace_of_a_call():
     with FakeTensorMode():
         query, key, value = (torch.empty(2, 256, 4, 64).transpose(1, 2) for _ in range(3))
@@ -125,10 +138,10 @@ def test_document_mask_is_kept_as_a_bias():
     assert with_mask.at_most
     assert not without.at_most
     assert plan_to_json(with_mask)["at_most"] is True
-    # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
-    # projection that the values are a part of. Dropout adds two unused numbers.
+    # Keys and values are repeated for all heads of their group, and kept. Their own are not, then. Dropout adds
+    # two unused numbers.
     head = ROWS * SEQ * attention.qk_dim * 2
-    own = kv_heads * head + (heads + 2 * kv_heads) * head
+    own = 2 * kv_heads * head
     kept, before = (plan.ranks[0].trace.peak.by_category["activations"] for plan in (with_mask, without))
     assert kept - before == layers * (bias + 2 * heads * head - own + 2 * 512)
 

@@ -65,7 +65,7 @@ def no_compiler_is_there() -> None:
 def every_block_keeps_a_copy_of_its_feed_forward() -> None:
     """A change of the trainer, unknown to the planner."""
     patch(
-        "titan_exp.models.blocks.transformer.swiglu",
+        "titan_exp.models.blocks.feed_forward.swiglu",
         lambda original: lambda gate_up, group: original(gate_up.sigmoid() * gate_up, group),
     )
 
@@ -86,7 +86,7 @@ def test_a_change_of_the_trainer_changes_the_prediction(tmp_path: Path):
 def an_operator_of_another_library_comes_in() -> None:
     import torch
 
-    from titan_exp.models.blocks import transformer as blocks
+    from titan_exp.models.blocks import feed_forward as blocks
 
     @torch.library.custom_op("fast_kernels::gate", mutates_args=())
     def gate(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def an_operator_of_another_library_comes_in() -> None:
 
 
 def sizes_depend_on_data() -> None:
-    from titan_exp.models.blocks import transformer as blocks
+    from titan_exp.models.blocks import feed_forward as blocks
 
     original = blocks.swiglu
     blocks.swiglu = lambda gate_up, _: original(gate_up) + original(gate_up).nonzero().shape[0]  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from tests.config.composing import experiment, llama
 from tests.models.own_experts import Mixture
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.initialization import ShardSpec, init_slice
+from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.build import init_specs
 from titan_exp.quantization.quantize import quantize
@@ -52,7 +52,7 @@ def draw(model: nn.Module) -> None:
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(init_slice(0, name, table[name], ShardSpec.whole(tuple(parameter.shape))))
+            init_shard_(parameter, 0, name, table[name], ShardSpec.whole(tuple(parameter.shape)))
 
 
 def text(after: Tensor, random: torch.Generator) -> Tensor:

@@ -13,8 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
-from titan_exp.models.blocks.transformer import Linear
 from titan_exp.models.build import init_specs
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.quantization import hardware_support as instructions

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.quantization.mx import nvfp4_linear as module
 from titan_exp.quantization.mx.hadamard import SIGNS, transform, transformed
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
@@ -198,6 +199,10 @@ def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest
     assert torch.equal(split.input_gradient, whole)
 
 
+needs_kernels = pytest.mark.skipif(bool(torchao_violations("nvfp4")), reason="needs torchao's NVFP4 kernels")
+
+
+@needs_kernels
 def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch):
     """Shapes and types alone: the kernels run on Blackwell, where `test_on_cuda` holds them against the emulation."""
     pytest.importorskip("triton")
@@ -218,6 +223,7 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
         assert output.dtype == of_x.dtype == of_weight.dtype == torch.bfloat16
 
 
+@needs_kernels
 def test_the_path_of_the_instructions_pairs_numbers_with_their_scales(monkeypatch: pytest.MonkeyPatch):
     """With what torchao's kernels compute, by their documentation, in place of them: they run on Blackwell alone."""
     from titan_exp.quantization.mx import nvfp4_kernels as instructions

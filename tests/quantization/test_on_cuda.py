@@ -1,13 +1,18 @@
 """A device's own instructions against the emulated recipe: the same rounding, sums in another order."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.quantization.test_dual_cast import bits
+from tests.quantization.test_float8_weights import RECIPES as FLOAT8
+from tests.quantization.test_float8_weights import linears
 from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
+from titan_exp.quantization.float8.float8_weights import Float8Weights, allocate_float8_weights
 from titan_exp.quantization.hardware_support import MIN_CAPABILITY
 from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
@@ -89,3 +94,19 @@ def test_kernels_of_experts_compute_what_is_emulated(name: str):
         error = (real.float() - emulated.float()).norm() / emulated.float().norm()
         assert error < 5e-3
     assert not passes(NativeGroupedLinear(name))[0][280:].any()
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_kept_weights_are_those_of_the_emulation(name: str):
+    """Amax and casts of all weights by a launch each, against torch's on a CPU, to the bit."""
+    capability = (9, 0) if FLOAT8[name].rowwise else (8, 9)
+    if torch.cuda.get_device_capability() < capability:
+        pytest.skip(f"{torch.cuda.get_device_name()} lacks the instructions")
+    found = []
+    for device, emulated in (("cuda", False), ("cpu", True)):
+        model = linears(replace(FLOAT8[name], emulated=emulated)).to(device)
+        allocate_float8_weights(model)
+        Float8Weights([model], torch.bfloat16).refresh()
+        found.append([bits(buffer) for buffer in model.buffers()])
+    assert len(found[0]) == 12
+    assert [torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True)] == [True] * 12

@@ -9,7 +9,7 @@ from torch import nn
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.models.blocks.transformer import Linear
+from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.quantization import hardware_support as instructions
@@ -107,6 +107,17 @@ def test_what_a_gpu_lacks_is_emulated_or_refused(monkeypatch: pytest.MonkeyPatch
         "mxfp8",
         "nvfp4",
     }
+
+
+def test_a_gpu_s_nvfp4_is_refused_without_its_torchao(monkeypatch: pytest.MonkeyPatch):
+    """At the start, where the GPU is known: before torchao's modules are imported, which older versions lack."""
+    monkeypatch.setattr("titan_exp.config.machine.torchao_version.torchao_version", lambda: "0.17.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    config, gpu = made("quantization=nvfp4").quantization, torch.device("cuda", 0)
+    with pytest.raises(UserError, match=r"nvfp4: its kernels come with torchao 0\.18, and torchao 0\.17\.0"):
+        quantize(model_of(), config, layers=4, device=gpu)
+    quantize(model_of(), dataclasses.replace(config, emulate=True), layers=4, device=gpu)
+    quantize(model_of(), made("quantization=mxfp8").quantization, layers=4, device=gpu)
 
 
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "nvfp4"])

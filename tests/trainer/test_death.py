@@ -21,18 +21,28 @@ from titan_exp.trainer.rank_main import main
 
 STEPS = 30
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-BY_NIGHT = [("sync", 1), ("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
+MODELS = {
+    "dense": "model=llama_debug",
+    # Biases and the load of the step before are state of the balance.
+    "experts": "model=qwen3_moe_debug model.moe.router_bias=true model.moe.balance.bias_rate=1e-2",
+}
+BY_NIGHT = [
+    *(("dense", *case) for case in (("sync", 1), ("sync", 2), ("async", 1), ("async", 2), ("async_process", 1))),
+    *(("experts", *case) for case in (("sync", 1), ("async", 2), ("async_process", 2))),
+]
 KILLED = [
-    ("async_process", 2),
+    ("dense", "async_process", 2),
     *(pytest.param(*case, marks=pytest.mark.night) for case in BY_NIGHT),
-    *(pytest.param("async_pinned", world, marks=NEEDS_CUDA) for world in (1, 2)),
+    *(pytest.param("dense", "async_pinned", world, marks=[NEEDS_CUDA, pytest.mark.cuda]) for world in (1, 2)),
 ]
 
 
-def run_folder(path: Path, world: int, mode: str) -> RunFolder:
+def run_folder(path: Path, model: str, world: int, mode: str) -> RunFolder:
     settings = [
         *SMALL,
         *PARAGRAPHS,
+        *MODELS[model].split(),
+        *([f"parallelism.ep={world}"] if model == "experts" else []),
         *EVALUATE.split(),
         f"training.steps={STEPS}",
         f"parallelism.dp_shard={world}",
@@ -78,13 +88,13 @@ def finished(folder: RunFolder, world: int) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], RunFolder]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, bool], RunFolder]:
     """A run that nobody kills: how it is saved changes no number of it."""
 
     @cache
-    def run(world: int, cuda: bool) -> RunFolder:
+    def run(model: str, world: int, cuda: bool) -> RunFolder:
         mode = "async_pinned" if cuda else "sync"
-        return finished(run_folder(tmp_path_factory.mktemp("undisturbed") / "run", world, mode), world)
+        return finished(run_folder(tmp_path_factory.mktemp("undisturbed") / "run", model, world, mode), world)
 
     return run
 
@@ -115,14 +125,14 @@ def await_moment(moment: str, folder: RunFolder, ranks: Ranks, chance: random.Ra
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("mode", "world"), KILLED)
-def test_killed_at_random_moments(tmp_path, undisturbed, mode, world):
+@pytest.mark.parametrize(("model", "mode", "world"), KILLED)
+def test_killed_at_random_moments(tmp_path, undisturbed, model, mode, world):
     if mode == "async_pinned" and torch.cuda.device_count() < world:
         pytest.skip("a GPU for each rank")
     seed = random.randrange(10**6)
     print(f"seed of the kills: {seed}")
     chance = random.Random(seed)
-    disturbed = run_folder(tmp_path / "disturbed", world, mode)
+    disturbed = run_folder(tmp_path / "disturbed", model, world, mode)
     kills = 0
     for moment in ("saving", "any", "retention"):
         ranks = start(disturbed, world)
@@ -138,11 +148,13 @@ def test_killed_at_random_moments(tmp_path, undisturbed, mode, world):
     assert kills == 3, "the run was over before it could be killed"
     finished(disturbed, world)
 
-    expected = undisturbed(world, mode == "async_pinned")
+    expected = undisturbed(model, world, mode == "async_pinned")
     assert [row["step"] for row in numbers(disturbed)] == list(range(1, STEPS + 1))
     assert numbers(disturbed) == numbers(expected)
     weights, found = final_state(expected), final_state(disturbed)
     assert found.keys() == weights.keys()
+    if model == "experts":
+        assert {"bias", "previous_load"} <= {key.rpartition(".router.")[2] for key in found}
     for key, value in weights.items():
         assert torch.equal(found[key], value), key
     left = sorted(entry.name for entry in disturbed.checkpoints.iterdir())

@@ -27,11 +27,14 @@ def test_defaults_have_no_slow_option(gpus: int, monkeypatch: pytest.MonkeyPatch
         (["parallelism.dp_shard=16"], None),
         (["parallelism.tp=2", "model.ffn_dim=160"], "groups of 32 of the 160 feed-forward channels"),
         (["parallelism.tp=2"], None),
-        (["optimizer.implementation=foreach"], "optimizer.implementation=fused takes one"),
+        (["optimizer.implementation=foreach"], "optimizer.implementation=auto takes one"),
         (["optimizer.implementation=triton"], None),
         (["optimizer.state_precision=int8"], "parameters one by one"),
-        (["optimizer.state_precision=bf16"], "optimizer.implementation=triton with bf16 moments"),
-        (["optimizer.state_precision=bf16", "optimizer.implementation=triton"], None),
+        (["optimizer.state_precision=bf16"], None),
+        (
+            ["optimizer.state_precision=bf16", "optimizer.implementation=fused"],
+            "optimizer.implementation=auto with bf16 moments",
+        ),
         (["quantization=float8_rowwise"], None),
         (["quantization=float8_rowwise", "quantization.smallest_gemm=0"], None),
         (

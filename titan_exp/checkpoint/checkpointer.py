@@ -406,14 +406,14 @@ def read_progress(path: Path) -> dict[str, Any]:
 def load_state(path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> RestoredState:
     """Load a verified checkpoint; collective if a process group exists."""
     shapes, progress = tensor_shapes(path), read_progress(path)
-    if progress.get(WEIGHTS_ONLY_KEY):
-        load_into(path, model_state_dict(parts))
-        data: dict[str, Any] = {}
-    else:
+    # Weights first: an optimizer may derive its initial state from them.
+    load_into(path, model_state_dict(parts))
+    data: dict[str, Any] = {}
+    if not progress.get(WEIGHTS_ONLY_KEY):
         # Before its first step an optimizer has no state, and none is saved.
         if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
             init_optimizer_state(parts, optimizer)
-        load_into(path, {**model_state_dict(parts), **optimizer_state_dict(parts, optimizer)})
+            load_into(path, optimizer_state_dict(parts, optimizer))
         entries = _read_json_entries(path, shapes, DATA_PREFIX)
         data = {key.removeprefix(DATA_PREFIX): state for key, state in entries.items()}
     sync_tied_state(parts, optimizer)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict, sync_tied_weights
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict, sync_tied_weights
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.tracking.logging import get_logger
 
@@ -21,14 +21,19 @@ def load_initial_weights(
 ) -> None:
     """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group.
 
-    Weights whose full names match a pattern of `exclude` (`head.*`) keep their values; group None is all ranks. Raises
-    UserError with every missing, unexpected or reshaped weight, and every pattern that matches no weight.
+    Weights whose full names match a pattern of `exclude` (`head.*`), and the state of the load balance, keep their
+    values; group None is all ranks. Raises UserError with every missing, unexpected or reshaped weight,
+    and every pattern that matches no weight.
     """
-    state = {name.removeprefix(MODEL_PREFIX): value for name, value in model_state_dict(parts).items()}
+    state = {
+        name.removeprefix(MODEL_PREFIX): value
+        for name, value in model_state_dict(parts).items()
+        if not is_training_state(name)
+    }
     shapes = {
         key.removeprefix(MODEL_PREFIX): shape
         for key, shape in tensor_shapes(path).items()
-        if key.startswith(MODEL_PREFIX)
+        if key.startswith(MODEL_PREFIX) and not is_training_state(key)
     }
 
     def excluded(name: str) -> bool:

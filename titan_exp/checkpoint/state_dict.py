@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_exp.models.spec.moe import TRAINING_BUFFERS
+
 MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
 WEIGHTS_ONLY_KEY = "weights_only"
 """Progress key that marks a checkpoint as weights-only."""
@@ -67,6 +69,11 @@ def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Opti
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
+
+
+def is_training_state(name: str) -> bool:
+    """True for a buffer, by full name, that only training reads; other tools and new runs do without it."""
+    return name.rpartition(".")[2] in TRAINING_BUFFERS
 
 
 def encode_json(value: object) -> Tensor:

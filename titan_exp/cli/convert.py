@@ -17,6 +17,7 @@ from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
+from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
@@ -28,7 +29,7 @@ OWN_NAMES = ("dcp", "torch")
 
 USAGE = """\
 titan-exp convert SOURCE TARGET [format=...] [dtype=...]
-  for example: titan-exp convert runs/first/19933fd81472 export/first dtype=bf16"""
+  for example: titan-exp convert runs/first/6c43198cf79b export/first dtype=bf16"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,7 +64,8 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
     if options.format == "auto":
         if ends_in_pt or source.format not in OWN_NAMES:
             return "torch" if ends_in_pt else "dcp"
-        return "huggingface" if "huggingface" in checkpoint_formats(source.model) else "safetensors"
+        has_names = "huggingface" in checkpoint_formats(source.model)
+        return "huggingface" if has_names and not export_violations(source.model) else "safetensors"
     if (options.format == "torch") != ends_in_pt:
         kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
         raise UserError(f"format={options.format} is {kind}. The target is {options.target}.")

@@ -6,7 +6,6 @@ line. Heavy imports are avoided here, so that help, completion and `--cfg` are f
 
 import ast
 import importlib
-import importlib.metadata
 import os
 import shlex
 import sys
@@ -109,7 +108,9 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(USAGE.format(verbs=lines, guides=", ".join(guides())), end="")
         return 0
     if verb == "--version":
-        print(f"titan-exp {importlib.metadata.version('titan_exp')}")
+        from titan_exp.launch.provenance.git import package_version
+
+        print(f"titan-exp {package_version()}")
         return 0
     if verb in verbs():
         return run_verb(verb, rest)

@@ -14,7 +14,8 @@ from titan_exp.config.errors.did_you_mean import nearest
 from titan_exp.config.errors.user_error import UserError
 
 USAGE = """\
-titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [--trust] [key=value ...]
+titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--kernels] [--full] [--json] [--trust]
+             [key=value ...]
 titan-exp plan search ...                  rank all layouts of a cluster by speed; --help there
 titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; --help there
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
@@ -87,11 +88,11 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
     on_rank = None if visualization is None else visualization.add_rank
     with failing_user_code(experiment, FAILED):
         check_user_code(experiment)
-        plan = predict(experiment, device, ranks, on_rank, full=options.full)
+        plan = predict(experiment, device, ranks, on_rank, full=options.full, worst_load=True)
     if options.json:
         print(json.dumps(plan_to_json(plan), indent=2))
     else:
-        print_plan(plan)
+        print_plan(plan, kernels=options.kernels)
     if visualization is not None:
         visualization.write(plan)
         print(f"page: {visualization.path}", file=sys.stderr if options.json else sys.stdout)

@@ -1,6 +1,7 @@
 """Show one run: configuration, code, lineage, state, checkpoints, next commands."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -14,6 +15,7 @@ titan-exp show RUN: one run, from its folder. Changes nothing, and imports no co
 
   titan-exp show RUN                   its state, attempts and checkpoints; what differs from the defaults, as a command
                                        that composes it; its code; its parents and children; commands to go on
+  titan-exp show RUN --plot            also draws loss.png and, with experts, experts.png into it
   titan-exp show RUN paths.runs=FOLDER a run of another folder
 
 RUN is a path, an id prefix or STUDY/LABEL. titan-exp diff A B compares two."""
@@ -37,4 +39,9 @@ def run(argv: Sequence[str]) -> int:
     path = entry.folder.path
     summary = summarize_run(entry, "/".join(path.parts[-2:]) if is_default else str(path))
     print(json.dumps(asdict(summary), indent=1) if options.json else "\n".join(summary_lines(summary)))
+    if options.plot:
+        from titan_exp.compare.output.run_plots import draw_run
+
+        for line in draw_run(path):
+            print(line, file=sys.stderr if options.json else sys.stdout)
     return 0

@@ -1,9 +1,16 @@
 """Compose a run, check it, launch it; with -m, every combination of values."""
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.hydra_command import run_sweep_with_hydra
+
+if TYPE_CHECKING:
+    from titan_exp.config.groups.experiment import Experiment
+
+SMALL_MODEL = 50_000_000
+"""Parameters up to which a run ends with a summary of its experts, which takes seconds."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,7 +49,27 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     code = executor.launch(gate_run(plan, RunConsole().echo))
     # A run fetched from checkpoint.remote, or of no steps, has no metrics.
     if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
-        from titan_exp.compare.output.plot import draw
+        from titan_exp.compare.output.run_plots import draw_run
 
-        print(f"loss curve: {draw(plan.folder.path)}")
+        for line in draw_run(plan.folder.path):
+            print(line)
+        _describe_experts(plan.experiment, plan.folder.path)
     return code
+
+
+def _describe_experts(experiment: "Experiment", folder: Path) -> None:
+    """Print what the experts learned, or the command that measures it if loading the model takes long."""
+    from titan_exp.models.spec.lookup import has_experts, model_spec
+
+    spec = model_spec(experiment.model)
+    if spec is None or not has_experts(experiment.model) or experiment.checkpoint.mode == "off":
+        return
+    command = f"titan-exp evaluate {folder} --experts"
+    if spec.parameters > SMALL_MODEL:
+        print(f"what its experts learned: {command}")
+        return
+    from titan_exp.inference.learned_experts import learned_experts
+
+    for line in learned_experts(folder):
+        print(line)
+    print(f"all experts: {command}")

@@ -194,6 +194,21 @@ def _over_predicted(name: str, title: str, meaning: str, read: Reader) -> Metric
     return Metric(name, title, "", None, meaning, read, needs_point=False)
 
 
+def _experts(name: str, title: str, better: Direction | None, meaning: str) -> Metric:
+    """Metric of all layers with experts: its mean over the last rows, since that of a single batch is noisy."""
+    return Metric(
+        f"experts/{name}", title, "", better, f"{meaning}; mean of the last fiftieth of the rows", _tail(name)
+    )
+
+
+def _tail(name: str) -> Reader:
+    def read(run: Run, tokens: float) -> float | None:
+        tail = last_fiftieth(run.series(f"experts/{name}", tokens)[1])
+        return math.fsum(tail) / len(tail) if tail else None
+
+    return read
+
+
 _SPEED = _median("tokens_per_second")
 METRICS = (
     _loss("loss", "loss", "training loss, mean of the last fiftieth of the rows", final_loss),
@@ -226,9 +241,18 @@ METRICS = (
         "the same and, of a continued run, those of its parents up to where it begins",
         _device_hours_with_parents,
     ),
+    _experts("load_max", "expert load, max ÷ mean", "min", "tokens of the busiest expert over the mean, worst layer"),
+    _experts("dead", "dead experts", "min", "experts without a token in a global batch, over all layers"),
+    _experts("entropy", "entropy of load", "max", "1 is balanced, mean over layers"),
+    _experts("bias_range", "router bias range", None, "max − min of the biases, largest of the layers"),
+    _experts("balance_loss", "balance loss", None, "with its factor, sum over layers"),
+    _experts("z_loss", "router z-loss", None, "with its factor, sum over layers"),
 )
 """Built-in metrics; a study or `--metrics` may select others from metrics.jsonl."""
 
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
 
-DEFAULT = tuple(metric for metric in METRICS if metric.name != "tflops")
+ON_REQUEST = ("tflops", "experts/bias_range", "experts/balance_loss", "experts/z_loss")
+"""Built-in metrics that the table has only where they are named."""
+
+DEFAULT = tuple(metric for metric in METRICS if metric.name not in ON_REQUEST)

@@ -15,7 +15,7 @@ SEED = "experiment.seed"
 LABEL_OF_MODEL = "model.name"
 """Label key that replaces the model's shape keys if equal names mean equal shapes."""
 
-GENERIC = {"name", "mode", "enabled", "recipe"}
+GENERIC = {"name", "mode", "enabled", "recipe", "loss"}
 """Generic key names; the short name is the group's instead."""
 
 ABSENT = "not there"

@@ -23,6 +23,7 @@ from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import link_rates
 from titan_exp.doctor.measurement import Measurement
 from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
+from titan_exp.trainer.distributed import require_usable_cuda
 from titan_exp.trainer.rank_call import RunOnRanks
 
 USAGE = """\
@@ -63,6 +64,8 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
     experiment = to_experiment(compose(overrides))
     if experiment.cluster.device == "cuda" and not torch.cuda.is_available():
         raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine")
+    if experiment.cluster.device == "auto" and not torch.cuda.is_available():
+        require_usable_cuda()
     on_gpu = torch.cuda.is_available() and experiment.cluster.device != "cpu"
     device, runs = torch.device("cuda", 0) if on_gpu else torch.device("cpu"), Path(experiment.paths.runs).expanduser()
     console = Console(highlight=False, stderr=options.json)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.data.batch import Batch
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.transformer import Linear
+from titan_exp.models.blocks.linear import Linear
 from titan_exp.quantization.quantize import quantize
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 

@@ -26,13 +26,19 @@ from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
-from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
+from titan_exp.parallel.meta_init import (
+    buffer_places,
+    copy_initial_weights,
+    init_buffers,
+    init_weights,
+    materialize_parameters,
+)
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
 
 USAGE = """\
 titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [--trust] [key=value ...]
-  for example: titan-exp doctor --numerics runs/first/19933fd81472 quantization=float8_rowwise data=text
+  for example: titan-exp doctor --numerics runs/first/6c43198cf79b quantization=float8_rowwise data=text
 
   Runs the first training batch in fp32 and with the recipe, through the weights of a run (or any folder that generate
   reads; the default is the model's initial weights), and lists the linear layers by their quantization error.
@@ -91,7 +97,7 @@ def _build_initial(
     with torch.device("meta"):
         model = build()
     table = init_specs(model)
-    materialize_parameters(model, device)
+    init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed)
     if table is None:
         copy_initial_weights(model, build, seed)
     else:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,35 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization, lines
+from titan_exp.inference.token_classes import TokenClassifier
+from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
-from titan_exp.rules import context_parallel as context
 from titan_exp.rules import data
-from titan_exp.rules import degrees as layout
-from titan_exp.rules import tensor_parallel as tensor
+from titan_exp.rules.layout import context_parallel as context
+from titan_exp.rules.layout import degrees as layout
+from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.load_model import Rows, describe, load_source
+from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--json] [--trust]
-  for example: titan-exp evaluate runs/first/19933fd81472 data=text data.paths='[notes]' split=all
+                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--experts] [--json] [--trust]
+  for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
-  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. --trust imports the model or data
-  source of a run that another user launched."""
+  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. --experts also prints what each expert
+  specialises in: which classes of tokens are routed to it. --trust imports the model or data source of a run that
+  another user launched."""
 
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
@@ -66,22 +72,31 @@ def evaluate_command(
         print(USAGE)
         return 0
     options, rest = take_options(EvaluateOptions, arguments)
-    paths, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
+    # A run of a study has an = in its label.
+    paths = [word for word in rest if "=" not in word or "/" in word.partition("=")[0]]
+    overrides = [word for word in rest if word not in paths]
     if len(paths) != 1:
         raise UserError(USAGE)
     path = local_copy(run_path(paths[0]), step=options.step)
     source = open_checkpoint(path, options.step, trust=options.trust)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
+    if options.experts:
+        check_classified(experiment, source)
     if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
-            found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), all_documents)
+            mesh = _mesh(experiment, device)
+            evaluation = evaluate_source(source, experiment, mesh, all_documents, experts=options.experts)
     else:
         assert run_on_ranks is not None, "given by the command line"
         request = {"path": str(source.path), "all_documents": all_documents, "trust": options.trust}
-        found = ValidationResult(**run_on_ranks(f"{__name__}.rank_main", experiment, request))
-    numbers = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
+        request["experts"] = options.experts
+        evaluation = Evaluation.from_json(run_on_ranks(f"{__name__}.rank_main", experiment, request))
+    found = evaluation.result
+    numbers: dict[str, Any] = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
     numbers |= {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    if options.experts:
+        numbers["experts"] = [dataclasses.asdict(layer) for layer in evaluation.layers]
     if options.json:
         print(json.dumps(numbers))
         return 0
@@ -91,14 +106,40 @@ def evaluate_command(
         described, experiment.data.source, f"{found.tokens:,}", f"{found.loss:.4f}", f"{found.perplexity:.4g}"
     )
     Console(highlight=False).print(table)
+    for line in lines(evaluation.layers, found.tokens) if evaluation.layers else ():
+        print(line)
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation."""
+
+    result: ValidationResult
+    layers: list[LayerSpecialization] = dataclasses.field(default_factory=list)
+    """Specialization of the experts, if asked for."""
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Evaluation":
+        """Read the dictionary of `dataclasses.asdict`."""
+        layers = [LayerSpecialization.from_json(layer) for layer in values["layers"]]
+        return Evaluation(ValidationResult(**values["result"]), layers)
+
+
 def evaluate_source(
-    source: OpenCheckpoint, experiment: Experiment, mesh: Mesh, all_documents: bool = False
-) -> ValidationResult:
+    source: OpenCheckpoint,
+    experiment: Experiment,
+    mesh: Mesh,
+    all_documents: bool = False,
+    *,
+    experts: bool = False,
+    most_tokens: int = 0,
+) -> Evaluation:
     """Loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh must call
-    it; each reads its shard of the weights."""
+    it; each reads its shard of the weights.
+
+    `experts` also classifies the tokens of each expert. `most_tokens` ends early, on one device; 0 does not.
+    """
     loader = ValidationLoader(
         experiment.data,
         experiment.training.seq_len,
@@ -122,9 +163,29 @@ def evaluate_source(
         parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
     )
     vocab = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
-    eager = EagerModel(model, LanguageModeling(experiment.training.loss_chunk_tokens, vocab_shard=vocab), mesh)
-    row = evaluate_sources(eager, loader.sources, mesh)
-    return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
+    chunk = experiment.training.loss_chunk_tokens
+    if chunk == "auto":
+        computes = computes_loss(model, model_spec(source.model))
+        chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
+    eager = EagerModel(model, LanguageModeling(chunk, vocab_shard=vocab), mesh)
+    classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device) if experts else None
+    observed = nullcontext(loader.sources) if classes is None else classes.observe(loader.sources, most_tokens)
+    with observed as batches:
+        row = evaluate_sources(eager, batches, mesh)
+    result = ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
+    return Evaluation(result, [] if classes is None else classes.layers(mesh))
+
+
+def check_classified(experiment: Experiment, source: OpenCheckpoint) -> None:
+    """Raise UserError if the model has no experts, or if a rank would see other tokens than its batch has."""
+    if not has_experts(source.model):
+        raise UserError(f"--experts: {source.model.name} has no experts. Leave the flag out for its loss.")
+    parallelism = experiment.parallelism
+    for key in ("tp", "cp"):
+        if (degree := getattr(parallelism, key)) > 1:
+            reason = "with --experts a rank classifies whole sequences"
+            violation = Violation(f"parallelism.{key}", degree, reason, f"parallelism.dp_shard={degree}")
+            raise UserError("This cannot be evaluated.", [violation])
 
 
 def rank_main(run_folder: str) -> None:
@@ -132,10 +193,15 @@ def rank_main(run_folder: str) -> None:
 
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
         source = open_checkpoint(Path(request["path"]), trust=request["trust"])
-        mesh = build_mesh(experiment.parallelism, device)
-        return dataclasses.asdict(evaluate_source(source, experiment, mesh, request["all_documents"]))
+        mesh = _mesh(experiment, device)
+        found = evaluate_source(source, experiment, mesh, request["all_documents"], experts=request["experts"])
+        return dataclasses.asdict(found)
 
     serve(run_folder, evaluate)
+
+
+def _mesh(experiment: Experiment, device: torch.device) -> Mesh:
+    return build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model))
 
 
 def evaluation_experiment(

@@ -1,6 +1,7 @@
 """Text generation from a run or from weights in any format, on one device or with tensor parallelism."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,19 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.inference.generation import DecodeSession
+from titan_exp.models.spec.lookup import has_experts, model_spec
+from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
-from titan_exp.rules import degrees as layout
-from titan_exp.rules import tensor_parallel as tensor
+from titan_exp.rules.layout import degrees as layout
+from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
-  for example: titan-exp generate runs/first/19933fd81472 prompt="def " prompt="import " temperature=0"""
+  for example: titan-exp generate runs/first/6c43198cf79b prompt="def " prompt="import " temperature=0"""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -85,6 +88,7 @@ def generate(
     def shard(model: nn.Module) -> Rows:
         assert mesh is not None
         apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
+        apply_expert_parallel(model, mesh, sequence_parallel=False)
         return drop_unused_rows(model)
 
     model = load_source(
@@ -115,7 +119,7 @@ def rank_main(run_folder: str) -> None:
     def complete(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
         path, options = Path(request["path"]), GenerateOptions(**request["options"])
         source = open_checkpoint(path, options.step, trust=options.trust)
-        mesh = build_mesh(experiment.parallelism, device)
+        mesh = build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model))
         return generate(source, options, request["prompts"], window=training_length(path, source), mesh=mesh)
 
     serve(run_folder, complete)
@@ -124,8 +128,13 @@ def rank_main(run_folder: str) -> None:
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
     """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks. Raises UserError if the model
     cannot be sharded, or there are too few GPUs."""
+    spec = model_spec(source.model)
+    routers = [] if spec is None else [layer.router for layer in spec.layers if layer.router is not None]
+    # As many ranks as can have as many experts each share them.
+    ep = math.gcd(degree, *(router.moe.experts for router in routers)) if routers else 1
     # Decoding feeds one token at a time, so sequence parallelism does not apply.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
+    overrides.append(f"parallelism.ep={ep}")
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
     violations = find_violations((*tensor.RULES, *layout.RULES), experiment)
     if violations:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from titan_exp.models.decoder import Decoder
 from titan_exp.ops.attention.kv_cache import CachedAttention
+from titan_exp.ops.attention.latent_cache import LatentCache
 
 
 class DecodeSession:
@@ -17,19 +18,16 @@ class DecodeSession:
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
         self._model, self._window = model, window
         self._device = next(model.parameters()).device
-        self._cores: list[CachedAttention] = []
+        self._caches: list[CachedAttention | LatentCache] = []
         if cache and isinstance(model, Decoder):
-            for block in model.blocks.values():
-                core = CachedAttention(block.attention.core, window)  # type: ignore[union-attr, arg-type]  # blocks
-                block.attention.core = core  # type: ignore[union-attr]
-                self._cores.append(core)
+            self._caches = [_enable_cache(block.get_submodule("attention"), window) for block in model.blocks.values()]
         self._begin = 0
 
     def reset(self) -> None:
         """Start a new text."""
         self._begin = 0
-        for core in self._cores:
-            core.reset()
+        for cache in self._caches:
+            cache.reset()
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
@@ -37,13 +35,21 @@ class DecodeSession:
         begin = window_start(len(ids), self._window)
         if begin != self._begin:
             self._begin = begin
-            for core in self._cores:
-                core.reset()
-        cached = self._cores[0].filled if self._cores else 0
+            for cache in self._caches:
+                cache.reset()
+        cached = self._caches[0].filled if self._caches else 0
         tokens = torch.tensor([ids[begin + cached :]], device=self._device)
         positions = torch.arange(cached, len(ids) - begin, device=self._device)[None] if cached else None
         logits = self._model(tokens) if positions is None else self._model(tokens, positions)
         return logits[0, -1].float()
+
+
+def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | LatentCache:
+    """Cache of an attention module: its own, or one of keys and values around its core."""
+    if hasattr(attention, "enable_cache"):
+        return attention.enable_cache(window)  # type: ignore[operator]  # a method, not a submodule
+    attention.core = CachedAttention(attention.get_submodule("core"), window)
+    return attention.core
 
 
 def window_start(length: int, window: int) -> int:

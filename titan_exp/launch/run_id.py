@@ -1,7 +1,7 @@
 """Run id and experiment id: hashes of the resolved configuration, without keys that do not affect the run.
 
-Keys at their dataclass default are left out, so a new key with a default changes no id. Repeating a command finds the
-same folder, and repeating a sweep starts only missing runs.
+Keys at their dataclass default are left out, so a new key with a default changes no id, and so are keys that other keys
+leave without effect. Repeating a command finds the same folder, and repeating a sweep starts only missing runs.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, LAYOUT, has_effect, is_among
+from titan_exp.config.schema.identity_keys import LAYOUT, has_effect, idle_keys, is_among
 
 ID_LENGTH = 12
 """Hex digits of an id (48 bits): collision probability 0.2 % for a million runs."""
@@ -31,9 +31,11 @@ def experiment_id(experiment: Experiment) -> str:
 
 def identity(experiment: Experiment) -> dict[str, Any]:
     """Values hashed into the run id, by dotted key: effective keys that are not at their default."""
-    changed = dict(_non_default(experiment))
-    inactive = [key for key, switch in COUNTS_BESIDE.items() if switch not in changed]
-    return {key: value for key, value in changed.items() if has_effect(key) and not is_among(key, inactive)}
+    fields = list(_fields(experiment))
+    idle = idle_keys({key: value for key, value, _ in fields})
+    return {
+        key: value for key, value, default in fields if value != default and has_effect(key) and not is_among(key, idle)
+    }
 
 
 def canonical(value: object, key: str = "") -> str:
@@ -47,16 +49,14 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
-def _non_default(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and values of a group that are not at their default, recursively."""
+def _fields(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key, value and dataclass default of a group's keys, recursively."""
     for field in dataclasses.fields(group):
         value, key = getattr(group, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from _non_default(value, f"{key}.")
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if value != default:
-            yield key, value
+            yield from _fields(value, f"{key}.")
+        else:
+            yield key, value, field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _require_stable(value: object, key: str) -> None:

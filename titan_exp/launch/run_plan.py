@@ -16,7 +16,7 @@ from pathlib import Path
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
-from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout, with_automatic_kernels
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.paths.parent_run import normalize_parent
@@ -160,7 +160,8 @@ def _nondefault(plan: RunPlan, config: str) -> str:
     folder = plan.folder
     if folder.nondefault.exists() and folder.config.exists() and folder.config.read_text(encoding="utf-8") == config:
         return folder.nondefault.read_text(encoding="utf-8")
-    return overrides_text(list(map(mask_override, nondefault_overrides(to_dict(plan.experiment)))))
+    differing = nondefault_overrides(to_dict(with_automatic_kernels(plan.experiment)))
+    return overrides_text(list(map(mask_override, differing)))
 
 
 def _create(plan: RunPlan, provenance: Provenance | None) -> bool:

@@ -38,16 +38,32 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
 
 
 def choose_attention_backend(
-    config: ModelConfig, device: torch.device, *, bf16: bool, documents: bool, parts: bool = False, auto: bool = False
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    bf16: bool,
+    documents: bool,
+    parts: bool = False,
+    deterministic: bool = False,
+    auto: bool = False,
 ) -> AttentionBackend:
     """Attention kernel for a model on a device: the one of its config, or `auto`.
 
-    `documents` says that document masks are given, `parts` that context-parallel ranks exchange keys and values.
+    `documents` says that document masks are given, `parts` that context-parallel ranks exchange keys and values,
+    `deterministic` that the same bits are needed on every run.
     """
     spec = model_spec(config)
     head_dim = spec.attention.qk_dim if spec is not None and spec.attention is not None else 64
     requested = "auto" if auto or spec is None else spec.attention_backend
-    return choose_backend(requested, device, head_dim=head_dim, bf16=bf16, documents=documents, parts=parts)
+    return choose_backend(
+        requested,
+        device,
+        head_dim=head_dim,
+        bf16=bf16,
+        documents=documents,
+        parts=parts,
+        deterministic=deterministic,
+    )
 
 
 def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:

@@ -29,11 +29,11 @@ class Decoder(nn.Module):
         self.embedding = Embedding(spec.vocab_size, spec.dim, spec.embedding_std)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = RMSNorm(spec.dim, spec.norm_eps)
-        # A tied head gets the embedding's weight in `forward`, so that the parameter has one name.
+        # A tied head is called through the embedding, so that the parameter has one name and FSDP gathers it.
         self.head = Head(spec.dim, spec.vocab_size, spec.embedding_std, tied=spec.tied)
         self.rope = None
         if spec.rope is not None:
-            self.rope = RotaryEmbedding(spec.rope_dim, seq_len, Frequencies(**vars(spec.rope)))
+            self.rope = RotaryEmbedding(spec.rope_dim, seq_len, Frequencies(**spec.rope.frequencies))
 
     def forward(
         self,
@@ -58,7 +58,8 @@ class Decoder(nn.Module):
             x = block(x, rope, mask)
         if self.norm is None:
             return x
-        return self.head(self.norm(x), self.embedding.weight if self.spec.tied else None, loss)
+        x = self.norm(x)
+        return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
 
     def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
         """First hidden states; subclasses may scale them or add to them."""

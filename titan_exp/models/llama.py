@@ -84,7 +84,8 @@ def _to_config_json(config: Config) -> dict[str, Any]:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_context,
         }
-    return common_keys(config, rope_scaling=scaling, extra={"attention_bias": False, "mlp_bias": False})
+    extra = {"intermediate_size": config.ffn_dim, "attention_bias": False, "mlp_bias": False}
+    return common_keys(config, rope_scaling=scaling, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
@@ -103,7 +104,8 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
             float(rope_keys["high_freq_factor"]),
             int(rope_keys["original_max_position_embeddings"]),
         )
-    return Config(name=name, architecture="llama", context=context, rope=rope, **common_fields(values))
+    fields = {"ffn_dim": int(values["intermediate_size"]), **common_fields(values)}
+    return Config(name=name, architecture="llama", context=context, rope=rope, **fields)
 
 
 huggingface = HuggingFace(

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import Violation
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
-from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, rope_values
+from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, plain_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.transformer import (
     TransformerConfig,
     shape_violations,
@@ -58,16 +57,19 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
 
 
 def _to_config_json(config: Config) -> dict[str, Any]:
-    extra = {"attention_bias": False, "use_sliding_window": False}
+    extra = {"intermediate_size": config.ffn_dim, "attention_bias": False, "use_sliding_window": False}
     return common_keys(config, rope_scaling=None, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    rope_keys, context = rope_values(values), int(values["max_position_embeddings"])
-    if rope_keys["rope_type"] != "default":
-        raise UserError(f"config.json: rope scaling {rope_keys['rope_type']!r} is not supported for qwen3.")
-    rope, fields = PlainRope(float(rope_keys["rope_theta"])), common_fields(values)
-    return Config(name=name, architecture="qwen3", context=context, rope=rope, **fields)
+    return Config(
+        name=name,
+        architecture="qwen3",
+        context=int(values["max_position_embeddings"]),
+        rope=plain_rope(values),
+        ffn_dim=int(values["intermediate_size"]),
+        **common_fields(values),
+    )
 
 
 huggingface = HuggingFace(

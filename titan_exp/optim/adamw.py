@@ -26,6 +26,7 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.opti
     from titan_exp.optim.parameter_groups import parameter_groups
 
     groups, lr, betas = parameter_groups(parameters, config), config.lr, (config.betas[0], config.betas[1])
+    assert config.implementation != "auto", "resolved before launch"
     precision, implementation, eps = config.state_precision, config.implementation, config.eps
     if implementation == "triton":
         assert precision in ("fp32", "bf16"), "checked by the rules"

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.schema.component import component
 from titan_exp.config.schema.import_path import is_dotted
@@ -21,7 +22,14 @@ def build_optimizer(parts: Iterable[nn.Module], config: OptimizerConfig) -> torc
     `set_grad_scale` to clip in its `step`, and `metric_reductions` and `metrics()` to report metrics.
 
     Raises:
-        UserError: the import path cannot be imported, or the optimizer cannot shard its state like the parameters.
+        UserError: the import path cannot be imported, builds no `torch.optim.Optimizer`, or the optimizer cannot shard
+            its state like the parameters.
     """
     config = revealed(config, "optimizer") if is_dotted(config.name) else config
-    return component("optimizer", config.name).build(named_parameters(parts), config)
+    optimizer = component("optimizer", config.name).build(named_parameters(parts), config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        reason = f"it builds a {kind}, which is no torch.optim.Optimizer, whose groups, state and hooks a run uses"
+        remedy = f"class {kind}(torch.optim.Optimizer), whose __init__ calls super().__init__(params, defaults)"
+        raise UserError("This run cannot be started.", [Violation("optimizer.name", config.name, reason, remedy)])
+    return optimizer

@@ -1,6 +1,6 @@
 """Fused clip and AdamW (Loshchilov and Hutter 2019): torch's states, updated by our kernel in one pass over memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,10 +29,15 @@ class FusedClipAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._grad_scale: Tensor | None = None
         self._moments = moments
+        self._copies: Mapping[Any, Tensor] = {}
 
     def set_grad_scale(self, factor: Tensor) -> None:
         """Scale the gradients of the next step by a scalar on the device."""
         self._grad_scale = factor
+
+    def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
+        """Round each updated parameter into its compute weight too. Gradients may have the compute weight's dtype."""
+        self._copies = copies
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -51,7 +56,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
         torch._foreach_add_(steps, 1)
         rates = bias_rates(torch.stack(steps), lr=group["lr"], betas=group["betas"])
         for parameter, state, step_rates in zip(parameters, states, rates.unbind(), strict=True):
-            gradient = parameter.grad
+            gradient, copy = parameter.grad, self._copies.get(parameter)
             assert gradient is not None
             adamw_update(
                 local_tensor(parameter),
@@ -63,6 +68,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
                 betas=group["betas"],
                 eps=group["eps"],
                 factor=self._grad_scale,
+                copy=None if copy is None else local_tensor(copy),
             )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:

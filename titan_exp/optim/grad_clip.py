@@ -33,8 +33,7 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
         groups[key].append(local_tensor(gradient))
     squares = []
     for key, gradients in groups.items():
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        square = torch.stack(norms).square().sum()
+        square = torch.stack(_norms(gradients)).square().sum()
         sample = meshes[key]
         if sample is not None:
             for axis, placement in enumerate(sample.placements):
@@ -47,6 +46,16 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     return total.sqrt()
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """fp32 norms of tensors, in their order: multi-tensor kernels take one dtype at a time."""
+    norms: dict[int, Tensor] = {}
+    for dtype in {gradient.dtype for gradient in gradients}:
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        found = torch._foreach_norm([gradients[place] for place in places], 2, dtype=torch.float32)
+        norms |= zip(places, found, strict=True)
+    return [norms[place] for place in range(len(gradients))]
 
 
 @runtime_checkable

@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_exp.config.groups.optimizer import AdamWConfig
-from titan_exp.config.schema.call_signature import Call, import_callable, require_members
+from titan_exp.config.schema.call_signature import Call, import_callable
 
 if TYPE_CHECKING:
     import torch
 
     from titan_exp.optim.parameter_groups import NamedParameter
-
-
-MEMBERS = ("step", "zero_grad", "state_dict", "load_state_dict")
-"""Methods of an optimizer that the trainer calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +37,7 @@ def optimizer_class(config: Config) -> Callable[..., "torch.optim.Optimizer"]:
     """Import the class.
 
     Raises:
-        UserError: it cannot be imported, takes other arguments, or is no optimizer.
+        UserError: it cannot be imported, or takes other arguments.
     """
-    name, field = config.name, "optimizer.name"
-    found = import_callable(name, field, Call(("params",), ("lr",), "optimizer.options", config.options))
-    require_members(found, name, field, MEMBERS, "torch.optim.Optimizer, which it extends")
-    return found
+    call = Call(("params",), ("lr",), "optimizer.options", config.options)
+    return import_callable(config.name, "optimizer.name", call)

@@ -1,13 +1,15 @@
 """Activation checkpointing: backward recomputes activations instead of keeping them (Chen et al. 2016)."""
 
 import functools
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
@@ -15,15 +17,21 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.machine.aten_ops import read_entry
 from titan_exp.models.blocks.iter_blocks import iter_blocks, iter_numbered_blocks
+from titan_exp.parallel.expert_parallel.apply import mixtures
+from titan_exp.parallel.routing_cache import ROUTING, routing_cache
+from titan_exp.parallel.saved_calls import Call, SavedCalls, is_attention, trace_block
+
+LEAST_BUDGET = 1e-9
+"""Budget of blocks of which no more is saved than what must be."""
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True
+    model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True, compiled: bool = False
 ) -> None:
     """Make blocks keep the configured activations and recompute the rest in backward, in place.
 
     Only `forward` is replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks
-    draw no random numbers, whose state then need not be restored.
+    draw no random numbers, whose state then need not be restored; `compiled` that a compiler will partition them.
 
     Raises:
         UserError: an operator to keep does not exist.
@@ -31,25 +39,37 @@ def apply_activation_checkpointing(
     blocks = list(iter_blocks(model))
     match config.mode:
         case "full":
-            _recompute(blocks, preserve_rng_state=random)
+            _recompute_fully(blocks, random=random, compiled=compiled)
         case "every_n":
             # Layer numbers are those of the whole model, also in a pipeline stage.
             every = [block for number, block in iter_numbered_blocks(model) if (number + 1) % config.every == 0]
-            _recompute(every, preserve_rng_state=random)
+            _recompute_fully(every, random=random, compiled=compiled)
+        case "selective" if config.automatic is not None:
+            chosen = functools.partial(SavedCalls, automatic=config.automatic, budget=config.budget, compiled=compiled)
+            _recompute_automatically(model, chosen, random=random)
         case "selective":
-            contexts = functools.partial(_selective_contexts, _kept_operators(config.save))
+            kept, mixed = _kept_operators(config.save), bool(mixtures(model))
+            kept |= dict.fromkeys(_routing_operators(), 1) if mixed else {}
+            contexts = functools.partial(_selective_contexts, kept, attention=compiled and mixed)
             _recompute(blocks, context_fn=contexts, preserve_rng_state=random)
         case "budget":
-            # Read when a graph is partitioned into forward and backward, at its first call.
-            functorch_config.activation_memory_budget = config.budget
+            mixed = [block for block in blocks if mixtures(block)]
+            _recompute_within_budget(mixed, random=random)
+            # Read when a graph is partitioned into forward and backward, at its first call. With 0, the compiler saves
+            # nothing but inputs.
+            functorch_config.activation_memory_budget = max(config.budget, LEAST_BUDGET) if mixed else config.budget
             if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
                 # The compiler cannot know that the process groups of tensor-parallel blocks hold no tensors.
                 functorch_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def needs_compiler(config: ActivationCheckpointConfig) -> bool:
-    """True if the compiler must see the recomputation, because it chooses among a block's operators."""
-    return config.mode == "selective"
+def needs_compiler(config: ActivationCheckpointConfig, model: nn.Module, *, compiled: bool) -> bool:
+    """True if the compiler must see the recomputation, because it chooses among a block's operators.
+
+    In blocks with experts every mode chooses: neither the choice of experts nor the exchange of tokens is repeated, and
+    what is saved outside of `compiled` graphs is memory that they may write to.
+    """
+    return config.mode == "selective" or (config.mode != "none" and compiled and bool(mixtures(model)))
 
 
 def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
@@ -57,13 +77,91 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-def _selective_contexts(kept: Mapping[Any, int]) -> Any:
+def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: bool) -> None:
+    """Recompute blocks, but neither the choice of experts nor the exchange of tokens; `compiled` ones no attention.
+
+    Their graphs would keep a random state for it, which torch 2.13 confuses with the meshes of experts' weights.
+    """
+    in_graph = functools.partial(_selective_contexts, dict.fromkeys(_routing_operators(), 1), attention=True)
+    for block in blocks:
+        outside = {"context_fn": routing_cache} if mixtures(block) else {}
+        _recompute([block], preserve_rng_state=random, **({"context_fn": in_graph} if compiled else outside))
+
+
+def _recompute_within_budget(mixed: Sequence[nn.Module], *, random: bool) -> None:
+    """Let the compiler choose what blocks with experts recompute, apart from the choice and the exchange."""
+    kept = dict.fromkeys(_routing_operators(), 1)
+    contexts = functools.partial(_selective_contexts, kept, CheckpointPolicy.PREFER_SAVE)
+    _recompute(mixed, context_fn=contexts, preserve_rng_state=random)
+
+
+def _routing_operators() -> list[Any]:
+    return [overload for name in ROUTING for overload in _overloads(name)]
+
+
+def saved_calls(model: nn.Module) -> list[SavedCalls]:
+    """Distinct automatic lists of a model's blocks, chosen in their first forward pass."""
+    chosen = [block.saved_calls for block in iter_blocks(model) if hasattr(block, "saved_calls")]
+    return list(dict.fromkeys(chosen))  # type: ignore[arg-type]  # as set below
+
+
+def _recompute_automatically(model: nn.Module, list_of: Callable[..., SavedCalls], *, random: bool) -> None:
+    """Let the first training forward pass of each block choose its saved calls; blocks of equal shapes choose once."""
+    chosen: dict[Any, SavedCalls] = {}
+
+    def choose(number: int, handle: list[Any], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        tensors = [*block.parameters(), *tree_leaves((args, kwargs))]
+        key = (type(block), *((leaf.shape, leaf.dtype) for leaf in tensors if isinstance(leaf, Tensor)))
+        if key not in chosen:
+            chosen[key] = list_of(trace_block(block, args, kwargs))
+            logging.getLogger("titan_exp").info("%s", chosen[key])
+        block.saved_calls = chosen[key]  # type: ignore[assignment]  # a plain attribute
+        # Not compiled yet: the compiler, which wraps `forward`, reads it in the call after this hook.
+        wrapped = forwards[number]
+        wrapped.keywords["context_fn"] = functools.partial(_automatic_contexts, chosen[key].of_block(number))
+        handle.pop().remove()
+
+    forwards: dict[int, functools.partial[Any]] = {}
+    for number, block in iter_numbered_blocks(model):
+        _recompute([block], context_fn=functools.partial(_automatic_contexts, ()), preserve_rng_state=random)
+        forwards[number] = block.forward  # type: ignore[assignment]  # set by `_recompute`
+        handle: list[Any] = []
+        hook = functools.partial(choose, number, handle)
+        handle.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def _automatic_contexts(saved: tuple[Call, ...]) -> Any:
+    """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
+    calls: Counter[Any] = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = _operator_name(operator)
+        call = calls[context.is_recompute, name]
+        calls[context.is_recompute, name] += 1
+        return CheckpointPolicy.MUST_SAVE if (name, call) in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@functools.cache
+def _operator_name(operator: Any) -> str:
+    return str(operator)
+
+
+def _selective_contexts(
+    kept: Mapping[Any, int],
+    others: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE,
+    *,
+    attention: bool = False,
+) -> Any:
     """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
     calls: Counter[Any] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator not in kept:
-            return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if attention and is_attention(_operator_name(operator)) else others
         call = calls[context.is_recompute, operator]
         calls[context.is_recompute, operator] += 1
         return CheckpointPolicy.PREFER_RECOMPUTE if call % kept[operator] else CheckpointPolicy.MUST_SAVE

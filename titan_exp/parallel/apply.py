@@ -1,6 +1,6 @@
 """Order of parallelisms, the same for every model.
 
-Tensor and context parallelism come first, so that later ones see local shapes; compilation before activation
+Tensor, expert and context parallelism come first, so that later ones see local shapes; compilation before activation
 checkpointing, unless that selects operators; FSDP last, so that it gathers whatever parameters exist.
 """
 
@@ -9,8 +9,9 @@ from torch import nn
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
-from titan_exp.parallel.compile import compile_blocks
+from titan_exp.parallel.compile import compile_blocks, inductor_options
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
+from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
@@ -28,21 +29,21 @@ def parallelize(
     apply_tensor_parallel(
         model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
     )
+    apply_expert_parallel(model, mesh, sequence_parallel=parallelism.sequence_parallel)
     if parallelism.async_tp:
         enable_async_tp(mesh)
     apply_context_parallel(model, mesh, parallelism.cp_method)
     # Restoring RNG state synchronizes with the host; a captured pass draws no random numbers.
     random = not compilation.cuda_graphs
-    if needs_compiler(checkpointing):
-        apply_activation_checkpointing(model, checkpointing, random=random)
+    partitioned = compilation.compiles("blocks") and compilation.backend != "eager"
+    in_graphs = needs_compiler(checkpointing, model, compiled=partitioned)
+    if in_graphs:
+        apply_activation_checkpointing(model, checkpointing, random=random, compiled=partitioned)
     if compilation.compiles("blocks"):
-        compile_blocks(model, compilation.backend)
-    if not needs_compiler(checkpointing):
+        options = inductor_options(compilation, mesh, deterministic=training.deterministic)
+        compile_blocks(model, compilation.backend, options)
+    if not in_graphs:
         apply_activation_checkpointing(model, checkpointing, random=random)
-    if compilation.cuda_graphs:
-        # One rank with weights at fixed addresses, rounded by `SingleRankPrecision`.
-        assert mesh.world.size() == 1, "checked by the rules"
-        return
     sharding = FSDPOptions(
         bf16=training.mixed_precision == "bf16",
         reshard_after_forward=layout.reshard_policy,

@@ -1,12 +1,50 @@
 """torch.compile per block: identical blocks share one graph, so compile time does not grow with depth."""
 
+from typing import Any
+
 import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 from torch import nn
 
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.parallel.mesh import Mesh
 
 
-def compile_blocks(model: nn.Module, backend: str) -> None:
-    """Compile each block's forward in place; parameter names stay."""
+def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | None = None) -> None:
+    """Compile each block's forward in place; parameter names stay. `options` are inductor's.
+
+    Elementwise operators and norms are recomputed in backward also where a matmul reads their result: the kernel of
+    their own backward, which reads the same inputs, writes it.
+    """
+    # Read when a graph is partitioned into forward and backward, at its first call.
+    functorch_config.ban_recompute_materialized_backward = False
+    # Ranks receive another number of rows for their experts in each pass.
+    dynamo_config.capture_dynamic_output_shape_ops = True
     for block in iter_blocks(model):
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, options=options or None)
+
+
+def inductor_options(config: CompileConfig, mesh: Mesh, *, deterministic: bool) -> dict[str, Any]:
+    """Inductor's settings for blocks: on CUDA, matmul kernels are chosen by autotuning unless `deterministic`.
+
+    Parts of a concatenation are written in place rather than by one kernel over the whole: SwiGLU's gradients of gate
+    and up then share a kernel, and its reads, with the recomputation of its output (0.94 GB per block at Llama 3 8B's
+    shapes and 16,384 tokens).
+    Timings are kept in inductor's cache on disk, so later attempts and runs choose the same kernels. Ranks time by
+    themselves: several may choose differently, and exchange choices through the cache, so `auto` tunes a single rank.
+    """
+    import torch._inductor.config as inductor
+
+    if config.backend != "inductor" or mesh.device.type != "cuda":
+        return {}
+    # The second is of torch 2.12 and later.
+    names = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
+    options: dict[str, Any] = {name: 0 for name in names if hasattr(inductor, name)}
+    if deterministic:
+        # Newer versions of inductor also time reductions.
+        return options | ({"deterministic": True} if hasattr(inductor, "deterministic") else {})
+    if config.autotunes_gemms(mesh.world.size()):
+        options |= {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+    return options

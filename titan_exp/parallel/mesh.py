@@ -1,7 +1,7 @@
 """Device mesh with the axes of `config.layout.axes.AXES`. Unused axes have size 1, so no code asks which are in use.
 
-Two meshes cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the
-axes that FSDP shards over are folded into one, `fsdp`.
+Meshes cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes
+that FSDP shards over are folded into one, `fsdp`; on `experts`, with the axes `EXPERT_AXES`, live those of experts.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.layout.axes import AXES
+from titan_exp.config.layout.axes import AXES, EXPERT_AXES, regroups_experts
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 
 
@@ -27,6 +27,8 @@ class Mesh:
     """All axes; tp varies fastest, so that its ranks are neighbours."""
     sharding: DeviceMesh
     """Axes pp, dp_replicate, fsdp, tp over the same ranks."""
+    experts: DeviceMesh | None
+    """Axes pp, dp_replicate, efsdp, ep, etp over the same ranks; None if experts are sharded like other weights."""
     device: torch.device
     """Device of this process."""
     cpu_group: dist.ProcessGroup
@@ -64,9 +66,12 @@ class Mesh:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Mesh for FSDP2: (dp_replicate, fsdp) for HSDP and DDP, else fsdp."""
-        if self.sharding["dp_replicate"].size() > 1:
-            return self.sharding["dp_replicate", "fsdp"]
-        return self.sharding["fsdp"]
+        return _data_parallel(self.sharding, "fsdp")
+
+    @cached_property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """Mesh for FSDP2 of experts."""
+        return self.fsdp_mesh if self.experts is None else _data_parallel(self.experts, "efsdp")
 
     @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -79,22 +84,33 @@ class Mesh:
         return [self.sharding.get_group(axis) for axis in ("fsdp", "tp") if self.sharding[axis].size() > 1]
 
 
-def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
-    """Build the mesh over the default process group; the product of the degrees is the world size."""
+def build_mesh(config: ParallelismConfig, device: torch.device, *, experts: bool = False) -> Mesh:
+    """Build the mesh over the default process group; the product of the degrees is the world size.
+
+    `experts` says that the model has some.
+    """
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}
     folded: dict[str, int] = {}
     for axis in AXES:
         name = "fsdp" if axis.shards_parameters else axis.name
         folded[name] = folded.get(name, 1) * degrees[axis.name]
-    world, sharding = (
-        init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) for axes in (degrees, folded)
-    )
+    world, sharding = _device_mesh(degrees, device), _device_mesh(folded, device)
+    regrouped = {axis.name: axis.degree(config) for axis in EXPERT_AXES}
+    of_experts = _device_mesh(regrouped, device) if experts and regroups_experts(config) else None
     across, within = (
         SequenceShard(degrees[name], world[name].get_local_rank(), zigzag=name == "cp_across")
         for name in ("cp_across", "cp_within")
     )
-    return Mesh(world, sharding, device, new_cpu_group(), ShardedSequence(across, within))
+    return Mesh(world, sharding, of_experts, device, new_cpu_group(), ShardedSequence(across, within))
+
+
+def _device_mesh(degrees: dict[str, int], device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
+def _data_parallel(mesh: DeviceMesh, shards: str) -> DeviceMesh:
+    return mesh["dp_replicate", shards] if mesh["dp_replicate"].size() > 1 else mesh[shards]
 
 
 def new_cpu_group() -> dist.ProcessGroup:

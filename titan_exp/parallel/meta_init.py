@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_slice
+from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_shard_
 from titan_exp.ops.local_tensor import local_tensor
 
 BufferPlace = tuple[nn.Module, str]
@@ -67,44 +67,60 @@ def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return list(places.values())
 
 
+def every_weight(name: str) -> bool:
+    """Selection of all weights, by full name."""
+    return True
+
+
 @torch.no_grad()
-def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> None:
-    """Fill parameters from their initial distributions, identically in every layout and without communication."""
+def init_weights(
+    model: nn.Module, table: Mapping[str, InitSpec], seed: int, selected: Callable[[str], bool] = every_weight
+) -> None:
+    """Fill selected parameters from their initial distributions, identically in every layout and on every device,
+    without communication."""
     for name, parameter in model.named_parameters():
-        local_tensor(parameter).copy_(init_slice(seed, name, table[name], local_shard(parameter)))
+        if selected(name):
+            init_shard_(local_tensor(parameter), seed, name, table[name], local_shard(parameter))
 
 
 @torch.no_grad()
 def init_buffers(
-    places: Mapping[str, BufferPlace], unfilled: Collection[BufferPlace], build: Callable[[], nn.Module]
+    places: Mapping[str, BufferPlace], unfilled: Collection[BufferPlace], build: Callable[[], nn.Module], seed: int
 ) -> None:
     """Fill the unfilled ones of a model's own buffers, `places` of the model before it was sharded, from a whole model
-    built on the CPU."""
+    built on the CPU under the seed."""
     names = [name for name, place in places.items() if place in unfilled]
     if not names:
         return
-    with torch.random.fork_rng(devices=[]):
-        whole = build()
+    whole = _build_whole(build, seed)
     for name in names:
         _buffer(places[name]).copy_(whole.get_buffer(name))
 
 
 @torch.no_grad()
-def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed: int) -> None:
-    """Fill parameters from a whole model built on the CPU under the seed.
+def copy_initial_weights(
+    model: nn.Module, build: Callable[[], nn.Module], seed: int, selected: Callable[[str], bool] = every_weight
+) -> None:
+    """Fill selected parameters from a whole model built on the CPU under the seed.
 
     For models that do not declare their initial weights; each rank temporarily holds the whole model in memory.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        reference = build()
-        whole = {**reference.state_dict(), **dict(reference.named_buffers())}
-    for name, target in [*model.named_parameters(), *model.named_buffers()]:
+    targets = {name: parameter for name, parameter in model.named_parameters() if selected(name)}
+    if not targets:
+        return
+    whole = _build_whole(build, seed).state_dict()
+    for name, target in targets.items():
         if name not in whole:
             continue
         part = local_shard(target)
         window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
         local_tensor(target).copy_(whole[name][window])
+
+
+def _build_whole(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
 
 
 def local_shard(tensor: Tensor) -> ShardSpec:

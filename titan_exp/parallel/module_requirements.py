@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
-from titan_exp.models.blocks.transformer import Linear
+from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.tp_plan import VocabEmbedding, VocabLogits
@@ -40,6 +43,8 @@ def module_violations(
     parallelism = layout.parallelism
     if spec is not None and parallelism.tp > 1:
         yield from _tensor_parallel(model, spec, parallelism.tp)
+    if spec is not None and regroups_experts(parallelism):
+        yield from _expert_parallel(model, spec, parallelism)
     if spec is not None and parallelism.cp > 1:
         yield from _context_parallel(model, parallelism.cp)
     if spec is not None and parallelism.pp > 1:
@@ -63,10 +68,15 @@ def _forward(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
     try:
         signature.bind(*INPUTS, loss=None)
     except TypeError:
-        if chunk is not None:
+        if layout.training.has_given_chunks:
             reason = f"{kind}.forward takes no `loss`, which it would call with the last hidden states and the head"
             remedy = "training.loss_chunk_tokens=null, or forward as in titan_exp/models/decoder.py"
             yield Violation("training.loss_chunk_tokens", chunk, reason, remedy)
+
+
+def computes_loss(model: nn.Module, spec: ModelSpec | None) -> bool:
+    """True if a model's `forward` computes the `loss` that it is given; `spec` is None for a plain class."""
+    return spec is not None and "loss" in inspect.signature(model.forward).parameters
 
 
 def _buffers(model: nn.Module) -> Iterator[Violation]:
@@ -103,26 +113,31 @@ def _blocks(
 
 
 def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Tied weights are in one FSDP group: FSDP gathers each block, and all else together."""
-    shards = layout.world_size > 1 or layout.training.mixed_precision == "bf16" or layout.parallelism.cpu_offload
+    """Tied weights have one precision, and are in one FSDP group: FSDP gathers each block, and all else together."""
+    shards = layout.world_size > 1 or layout.parallelism.cpu_offload
     groups: dict[nn.Parameter, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(parameter, {})[name] = _fsdp_group(model, name, layout.training.fp32_modules)
-    for names in groups.values() if shards else ():
-        if len(set(names.values())) > 1:
-            reason = (
-                f"{listed(names, 'and')} are one parameter, and FSDP gathers {listed(set(names.values()), 'and')} apart"
-            )
-            remedy = "tie weights outside of blocks, within one block, or use one rank in fp32"
+        group = _fp32_module(name, layout.training.fp32_modules) or (_fsdp_group(model, name) if shards else "the rest")
+        groups.setdefault(parameter, {})[name] = group
+    for names in groups.values():
+        owners = dict.fromkeys(names.values())
+        if len(owners) > 1:
+            apart = "FSDP gathers them apart" if shards else "one is in fp32"
+            reason = f"{listed(names, 'and')} are one parameter of {listed(owners, 'and')}, and {apart}"
+            remedy = "tie weights outside of blocks, within one block, or use one rank without training.fp32_modules"
             yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
-def _fsdp_group(model: nn.Module, name: str, fp32_modules: tuple[str, ...]) -> str:
+def _fp32_module(name: str, fp32_modules: tuple[str, ...]) -> str | None:
+    """Outermost module of `fp32_modules` that holds a parameter."""
     parts = name.split(".")
-    for end in range(1, len(parts)):
-        module = ".".join(parts[:end])
-        if any(fnmatchcase(module, pattern) for pattern in fp32_modules):
-            return f"{module} (training.fp32_modules)"
+    modules = (".".join(parts[:end]) for end in range(1, len(parts)))
+    found = (module for module in modules if any(fnmatchcase(module, pattern) for pattern in fp32_modules))
+    return next((f"{module} (training.fp32_modules)" for module in found), None)
+
+
+def _fsdp_group(model: nn.Module, name: str) -> str:
+    parts = name.split(".")
     blocks = getattr(model, "blocks", None)
     return ".".join(parts[:2]) if parts[0] == "blocks" and isinstance(blocks, nn.ModuleDict) else "the rest"
 
@@ -149,11 +164,24 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
             remedy = "def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention has"
         elif not isinstance(planned[name], Linear):
             reason = f"{name} is a {type(planned[name]).__name__}, which is not sharded"
-            remedy = "titan_exp.models.blocks.transformer.Linear, or tp=None in the spec and parallelism.tp=1"
+            remedy = "titan_exp.models.blocks.linear.Linear, or tp=None in the spec and parallelism.tp=1"
         else:
             continue
         yield Violation(field, degree, reason, remedy)
         return
+
+
+def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Every layer with a router has the module whose dispatch expert parallelism replaces."""
+    found = {name for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
+    for number, layer in enumerate(spec.layers):
+        name = f"blocks.{number}.{'' if layer.router is None else layer.router.name.rpartition('.')[0]}"
+        if layer.router is not None and name not in found:
+            key = "ep" if parallelism.ep > 1 else "tp"
+            reason = f"it replaces the dispatch of {name}, which is no MoEFeedForward in {type(model).__name__}"
+            remedy = f"titan_exp.models.blocks.moe.MoEFeedForward, or parallelism.{key}=1"
+            yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
+            return
 
 
 def _context_parallel(model: nn.Module, degree: int) -> Iterator[Violation]:

@@ -25,7 +25,7 @@ class StepObserver:
         """Before the gradients of a pipeline stage are reduced."""
 
     def group_reduction_begin(self) -> None:
-        """Before the gradients of one FSDP parameter group of the stage are reduced."""
+        """Before the gradients of a block of the stage are reduced, or, first, those of its other FSDP groups."""
 
     def stage_reduction_end(self) -> None:
         """After all parameter groups of the stage have started their reduction; FSDP waits for them next."""

@@ -9,9 +9,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.plan.cuda.caching_allocator import STEPS, reservations
+from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
+from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations, Reserved, reservations
 from titan_exp.plan.cuda.cpu_offload import HostUsage
+from titan_exp.plan.expert_rows import expert_rows
 from titan_exp.plan.predict import Plan, RankPlan
+from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.quantization.hardware_support import MIN_CAPABILITY
@@ -19,7 +22,8 @@ from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
 COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
 AT_MOST = " Attention's backward is counted with its largest workspace: this is an upper bound."
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+EXPANDABLE = "cluster.expandable_segments=true"
+FIXED = "cluster.expandable_segments=false"
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -30,8 +34,8 @@ _SHORT = {
 }
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan on a terminal."""
+def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = False) -> None:
+    """Print a plan on a terminal; with `kernels`, also the step of the largest rank by class of kernels."""
     console = console or Console()
     experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.bytes)
     layout = plan.layout
@@ -43,9 +47,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     print_unwrapped(console, _memory(plan))
     console.print(_fit_sentence(plan, largest), highlight=False, soft_wrap=True)
-    for line in (*_sent_activations(plan, largest), *_on_host(plan, largest)):
+    saved = dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
+    for line in (*_sent_activations(plan, largest), *_experts(plan), *_on_host(plan, largest), *saved):
         console.print(line, highlight=False, soft_wrap=True)
     print_unwrapped(console, _messages(plan, largest))
+    if kernels:
+        print_unwrapped(console, _kernels(plan, largest))
     for line in (*_emulated(plan), *_speed(plan)):
         console.print(line, highlight=False, soft_wrap=True)
     full = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
@@ -75,6 +82,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "host_bytes_per_node": plan.host_bytes_per_node,
+        "worst_load_bytes": plan.worst_bytes,
         "planning_seconds": plan.planning_seconds,
         "traced_in_full_because": plan.why_full or None,
     }
@@ -96,10 +104,12 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
+        "saved_calls": list(trace.saved_calls),
         "host": None if trace.host is None else _host_json(trace.host),
         "flops": trace.costs.flops,
         "operators": trace.costs.operators,
         "messages": messages,
+        "kernels": [asdict(part) for part in rank.kernels],
         "seconds": None if rank.time is None else asdict(rank.time),
     }
 
@@ -137,17 +147,17 @@ def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
     if largest.reserved is None or tensors > room:
         fits = "Does not fit: " if tensors > room else ""
         return f"{fits}{_gib(tensors)} GiB of tensors, and the device has {_gib(room)}."
-    segments, expandable = largest.reserved.segments.reserved, largest.reserved.expandable.reserved
-    if segments > room:
+    reserved, way = largest.bytes, "expandable" if largest.expandable else "fixed"
+    if reserved > room:
         return (
-            f"Does not fit: torch's allocator reserves {_gib(segments)} GiB for {_gib(tensors)} of tensors, and the "
-            f"device has {_gib(room)}. {_with_expandable(largest, expandable, room)}"
+            f"Does not fit: torch's allocator reserves {_gib(reserved)} GiB in {way} segments for {_gib(tensors)} of "
+            f"tensors, and the device has {_gib(room)}. {_when_full(largest, largest.reserved.expandable, room)}"
         )
     unknown = "" if plan.device.matmul_workspace else ", workspaces of its matmul library"
     return (
-        f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
-        f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
-        f"{_gib(room - segments)} must hold memory that is not predicted: CUDA's context and code, NCCL's "
+        f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(reserved)} of the device's "
+        f"{_gib(room)} GiB ({reserved / room:.0%}) in {way} segments{_other_segments(plan, largest.reserved)}. "
+        f"The other {_gib(room - reserved)} must hold memory that is not predicted: CUDA's context and code, NCCL's "
         f"buffers{unknown}."
         f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
     )
@@ -160,6 +170,19 @@ def _sent_activations(plan: Plan, largest: RankPlan) -> Iterator[str]:
         yield (
             f"Up to {format_bytes(largest.sent / passes)} of it are sent activations: each is counted until its pass "
             "ends, and is freed earlier where the GPU keeps up with its host."
+        )
+
+
+def _experts(plan: Plan) -> Iterator[str]:
+    """Lines about the assumed load of experts."""
+    rows = expert_rows(plan.layout, plan.experiment.model)
+    if rows is None:
+        return
+    yield f"Uniform routing: {rows:,.0f} rows per expert and micro-batch."
+    if plan.worst_bytes is not None:
+        yield (
+            f"If a rank's experts received {plan.experiment.plan.worst_expert_load:g} times the mean "
+            f"(plan.worst_expert_load), it would need {format_bytes(plan.worst_bytes)}."
         )
 
 
@@ -183,15 +206,26 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
         )
 
 
-def _with_expandable(largest: RankPlan, expandable: int, room: float) -> str:
-    if expandable <= room:
-        return f"With {EXPANDABLE} it reserves {_gib(expandable)}."
+def _other_segments(plan: Plan, reserved: Reservations) -> str:
+    """Clause about the other kind of segments, where a key chooses it."""
+    if plan.experiment.compile.cuda_graphs:
+        return ", which CUDA graphs need"
+    expandable = uses_expandable_segments(plan.experiment.cluster, plan.experiment.compile)
+    other, key = (reserved.segments, FIXED) if expandable else (reserved.expandable, EXPANDABLE)
+    return f"; {_gib(other.reserved)} with {key}"
+
+
+def _when_full(largest: RankPlan, expandable: Reserved, room: float) -> str:
+    """Sentence about a full device, where expandable segments return unused pages."""
+    if not largest.expandable and expandable.reserved <= room:
+        return f"With {EXPANDABLE} it reserves {_gib(expandable.reserved)}."
     retried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
     if not retried.fits:
-        return f"Neither does it with {EXPANDABLE}."
+        return "" if largest.expandable else f"Neither does it with {EXPANDABLE}."
+    runs = "It runs" if largest.expandable else f"With {EXPANDABLE} it runs"
     return (
-        f"With {EXPANDABLE} it runs, but returns and reallocates memory {retried.retries} times in {STEPS} steps, and "
-        "each time waits for the GPU."
+        f"{runs}, but returns and reallocates memory {retried.retries} times in {STEPS} steps, and each time waits for "
+        "the GPU."
     )
 
 
@@ -201,11 +235,33 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for name in ("axis", "message"):
         table.add_column(name)
-    for name in ("calls", "MiB"):
+    for name in ("ranks", "nodes", "calls", "MiB", *(() if plan.device is None else ("ms",))):
         table.add_column(name, justify="right")
-    work = largest.trace.costs
+    work, node = largest.trace.costs, plan.layout.node_size
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
-        table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
+        ranks = largest.trace.axes.get(axis, [])
+        group = [str(len(ranks)), str(len({rank // node for rank in ranks}))] if ranks else ["", ""]
+        row = [axis, kind, *group, str(work.calls[axis, kind]), f"{size / MIB:,.2f}"]
+        if plan.device is not None:
+            row.append(f"{message_seconds(kind, size, ranks, plan.device, node) * 1e3:,.2f}" if ranks else "")
+        table.add_row(*row)
+    return table
+
+
+def _kernels(plan: Plan, largest: RankPlan) -> Table:
+    which = f" of pipeline rank {largest.pipeline_rank}" if len(plan.ranks) > 1 else ""
+    title = f"Kernels{which} in a step"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("class")
+    for name in ("launches", "TFLOP", "GB", "ms"):
+        table.add_column(name, justify="right")
+    for part in largest.kernels:
+        seconds = "?" if part.seconds is None else f"{part.seconds * 1e3:,.2f}"
+        flops, size = (
+            f"{part.flops / 1e12:,.2f}" if part.flops else "",
+            f"{part.bytes / 1e9:,.2f}" if part.bytes else "",
+        )
+        table.add_row(part.name, str(part.launches), flops, size, seconds)
     return table
 
 

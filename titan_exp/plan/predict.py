@@ -10,18 +10,20 @@ import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.models.spec.lookup import with_attention_backend
-from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
+from titan_exp.plan.cuda.caching_allocator import Reservations, Reserved, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability
+from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
-from titan_exp.plan.time.roofline import RankTime, pipeline_bubble, rank_time
+from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
+from titan_exp.plan.trace.received_rows import assume_expert_load
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 
 
@@ -37,6 +39,10 @@ class RankPlan:
     """Step time; None if rates are unknown."""
     reserved: Reservations | None = None
     """Memory that the caching allocator reserves; None on a CPU."""
+    expandable: bool = False
+    """True if the run allocates in expandable segments."""
+    kernels: Sequence[ClassTime] = ()
+    """Kernels of the step by class."""
 
     @property
     def sent(self) -> int:
@@ -50,7 +56,12 @@ class RankPlan:
     @property
     def bytes(self) -> int:
         """Peak of reserved memory, else of allocated memory, in bytes."""
-        return self.trace.peak.bytes if self.reserved is None else self.reserved.segments.reserved
+        return self.trace.peak.bytes if self.allocator is None else self.allocator.reserved
+
+    @property
+    def allocator(self) -> Reserved | None:
+        """Statistics of the caching allocator with the run's segments; None on a CPU."""
+        return self.reserved and (self.reserved.expandable if self.expandable else self.reserved.segments)
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,9 @@ class Plan:
     """Duration of the prediction."""
     why_full: str = ""
     """Reason for tracing a large run in full; empty if extrapolated, or if a full trace was as fast or requested."""
+    worst_bytes: int | None = None
+    """`RankPlan.bytes` of the largest rank if its experts received `plan.worst_expert_load` times the mean rows; None
+    if that was not asked, or if it changes nothing."""
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -136,11 +150,13 @@ def predict(
     on_rank: Callable[[int, FakeRank], None] | None = None,
     *,
     full: bool = False,
+    worst_load: bool = False,
 ) -> Plan:
     """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
     `pipeline_ranks` defaults to all; `on_rank` is called with each rank and its fake rank before the step. `full`
-    traces every layer and micro-batch instead of extrapolating.
+    traces every layer and micro-batch instead of extrapolating. With `worst_load`, the largest rank is also predicted
+    with `plan.worst_expert_load`.
 
     Raises:
         UserError: an option of the run is not supported.
@@ -157,14 +173,28 @@ def predict(
     numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     workspace = device.matmul_workspace if cuda and device is not None else 0
     tracer = _Tracer(traced, layout, on_rank, cuda, workspace, where)
-    with nullcontext() if device is None else fake_cuda_capability(device.capability):
-        traces = tracer.traces(numbers, full=full)
-    plans, held, state = [], 0, 0
-    for number, trace in zip(numbers, traces, strict=True):
+    deterministic = device.multiprocessors if device is not None and experiment.training.deterministic else None
+    capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
+    expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
+
+    def rank_plan(number: int, trace: Trace) -> RankPlan:
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
         reserved = reservations(trace.setup_events, trace.step_events) if cuda else None
-        plans.append(RankPlan(number, trace, seconds, reserved))
+        kernels = class_times(trace.costs, None if seconds is None else device)
+        return RankPlan(number, trace, seconds, reserved, expandable, kernels)
+
+    load, worst = experiment.plan.worst_expert_load, None
+    with capability, deterministic_attention(deterministic):
+        traces = tracer.traces(numbers, full=full)
+        plans = [rank_plan(number, trace) for number, trace in zip(numbers, traces, strict=True)]
+        if worst_load and load > 1 and experiment.parallelism.ep > 1:
+            largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
+            with assume_expert_load(load):
+                (trace,) = replace(tracer, on_rank=None).traces([largest], full=full)
+                worst = rank_plan(largest, trace).bytes
+    held, state = 0, 0
+    for trace in traces:
         for persistent in (trace.persistent, {} if trace.host is None else trace.host.persistent):
             held, state = held + persistent.get("parameters", 0), state + persistent.get("optimizer", 0)
     bubble = pipeline_bubble(layout)
@@ -173,7 +203,9 @@ def predict(
     # Optimizer state is proportional to the weights of every rank.
     checkpoint = round(tracer.parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began
-    return Plan(experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full)
+    return Plan(
+        experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst
+    )
 
 
 @dataclass
@@ -223,7 +255,6 @@ class _Tracer:
                 rank.step,
                 warmup_step=rank.warmup_step,
                 preallocated=rank.preallocated,
-                batches=rank.batches,
                 cuda=self.cuda,
                 inductor=uses_inductor(self.experiment.compile),
                 matmul_workspace=self.workspace,

@@ -11,7 +11,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.transformer import Linear
+from titan_exp.models.blocks.linear import Linear
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation
 
 
@@ -29,8 +29,8 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     from titan_exp.quantization.recipes import linear_impl_for
 
     emulated = needs_emulation(config, device)
-    if config.recipe.startswith("float8_row") or (config.recipe == "nvfp4" and emulated):
-        # Else inductor skips eager's rounding to bf16 between operators, and row scales differ.
+    if config.recipe.startswith("float8") or (config.recipe == "nvfp4" and emulated):
+        # Else inductor skips eager's rounding to bf16 between operators, and casts and their scales differ.
         import torch._inductor.config as inductor
 
         inductor.emulate_precision_casts = True
@@ -62,7 +62,7 @@ def require_quantized_linears(model: nn.Module, config: QuantizationConfig, *, l
         reason, remedy = "it selects no linear layer", "quantization=none"
         if not found and any(type(module) is nn.Linear for module in model.modules()):
             reason = "it replaces the matmul of titan_exp's Linear, and the model's layers are torch.nn.Linear"
-            remedy = "make them of titan_exp.models.blocks.transformer.Linear; or quantization=none"
+            remedy = "make them of titan_exp.models.blocks.linear.Linear; or quantization=none"
         violations.append(Violation("quantization.recipe", config.recipe, reason, remedy))
     for name, linear in quantized.items():
         if not isinstance(linear, Linear):
@@ -92,8 +92,8 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     share = weights / sum(parameter.numel() for parameter in model.parameters())
     emulated = needs_emulation(config, device)
     kernels = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
-    if config.fused_casts:
-        kernels += ", torch's casts" if emulated else ", dual casts"
+    if config.fused_casts is not False and config.has_dual_casts and not emulated:
+        kernels += ", dual casts"
     if any(emulated_experts) and not emulated:
         kernels += f", experts ({len(experts)}) emulated, because torchao has no kernel for them here"
     return (

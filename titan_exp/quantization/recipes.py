@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.models.blocks.linear_impl import LinearImpl
-from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
-from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of_amax
+from titan_exp.quantization.float8.float8_linear import Float8, Float8Weight, float8_linear
+from titan_exp.quantization.float8.float8_tensor import E4M3, Float8Matrix
 from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
 
@@ -30,15 +32,50 @@ class ScaledLinearImpl(LinearImpl):
 
 
 class Float8LinearImpl(ScaledLinearImpl):
-    """A float8 recipe."""
+    """A float8 recipe. Buffers after `allocate_weight` are those of `Float8Weight`, `columns` as in memory; a float8
+    all-gather sends `sent_shard`."""
+
+    sent_shard: Tensor | None
+    rows: Tensor
+    rows_scale: Tensor
+    rows_inverse: Tensor
+    columns: Tensor
+    columns_scale: Tensor
+    columns_inverse: Tensor
 
     def __init__(self, recipe: Float8, *, precomputed: bool) -> None:
         super().__init__(precomputed=precomputed)
         self.recipe = recipe
+        self._is_allocated = False
+        self.register_buffer("sent_shard", None, persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ."""
-        return float8_linear(x, weight, self.weight_scale, self.recipe)
+        return float8_linear(x, weight, self.weight_scale, self.recipe, self.quantized_weight)
+
+    def allocate_weight(self, weight: Tensor) -> None:
+        """Allocate the weight in float8, for `Float8Weights` to fill. Scales are NaN until then."""
+        self.weight_scale, self._is_allocated = None, True
+        outputs, inputs = weight.shape
+        scale_shapes = {
+            "rows": (outputs, 1) if self.recipe.rowwise else (),
+            "columns": (1, inputs) if self.recipe.column_scales else (),
+        }
+        for layout, shape in {"rows": (outputs, inputs), "columns": (inputs, outputs)}.items():
+            self.register_buffer(layout, weight.new_empty(shape, dtype=E4M3), persistent=False)
+            for name in ("scale", "inverse"):
+                scale = weight.new_full(scale_shapes[layout], torch.nan, dtype=torch.float32)
+                self.register_buffer(f"{layout}_{name}", scale, persistent=False)
+
+    @property
+    def quantized_weight(self) -> Float8Weight | None:
+        """The allocated weight; None if it is quantized when it is used."""
+        if not self._is_allocated:
+            return None
+        return Float8Weight(
+            Float8Matrix(self.rows, self.rows_scale, self.rows_inverse),
+            Float8Matrix(self.columns.t(), self.columns_scale, self.columns_inverse),
+        )
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Reduce amax over the tensor-parallel ranks."""
@@ -51,7 +88,7 @@ class Float8LinearImpl(ScaledLinearImpl):
 
     def scales_of(self, amax: Tensor) -> Tensor:
         """Scale that maps the amax to the largest e4m3 value."""
-        return scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two)
+        return self.recipe.scale_of_amax(amax, E4M3)
 
 
 class MXLinearImpl(LinearImpl):
@@ -75,6 +112,9 @@ class NVFP4LinearImpl(ScaledLinearImpl):
         if emulated:
             self._multiply = nvfp4_linear
         else:
+            # Before the kernels are imported, which older versions of torchao lack.
+            if violations := torchao_violations("nvfp4"):
+                raise UserError("This run cannot be started.", violations)
             from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
 
             self._multiply = nvfp4_native
@@ -109,6 +149,6 @@ def linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> LinearImpl
         high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
         power_of_two=config.power_of_two_scales,
         emulated=emulated,
-        dual_cast=config.fused_casts and not emulated,
+        dual_cast=config.fused_casts is not False and config.has_dual_casts and not emulated,
     )
     return Float8LinearImpl(recipe, precomputed=config.precomputed_scales)

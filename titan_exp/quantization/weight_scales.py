@@ -1,4 +1,4 @@
-"""Precomputed weight scales: amax of all shards, reduced over ranks in one message.
+"""Precomputed weight scales: amax of all shards, reduced over ranks in one message; and shards quantized with them.
 
 Rounding is monotonic, so amax before rounding, then rounded, equals amax of the gathered rounded weight.
 """
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.quantization.recipes import ScaledLinearImpl
+from titan_exp.quantization.float8.float8_tensor import E4M3, cast
+from titan_exp.quantization.recipes import Float8LinearImpl, ScaledLinearImpl
 
 
 class WeightScales:
@@ -20,29 +21,37 @@ class WeightScales:
     """
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
-        self._weights = list(_weights(parts))
-        self._scales = [linear.weight_scale for _, linear in self._weights if linear.weight_scale is not None]
+        self._linears = list(_scaled_linears(parts))
+        self._scales = [linear.weight_scale for _, linear in self._linears if linear.weight_scale is not None]
         self._groups, self._dtype = groups, dtype
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute the scales after the weights have changed; called by all ranks."""
-        if not self._weights:
+        """Recompute scales and sent shards after the weights have changed; called by all ranks."""
+        if not self._linears:
             return
-        first = self._weights[0][1]
-        # Uneven shards may be empty.
-        shards = (local_tensor(weight) for weight, _ in self._weights)
-        maxima = [shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]
-        amax = torch.stack(maxima).to(self._scales[0].device)
+        first = self._linears[0][1]
+        shards = [local_tensor(module.get_parameter("weight")) for module, _ in self._linears]
+        amax = shards[0].new_zeros(len(shards))
+        # Uneven shards may be empty, which have no maximum.
+        filled = [number for number, shard in enumerate(shards) if shard.numel()]
+        if filled:
+            norms = torch._foreach_norm([shards[number] for number in filled], torch.inf)
+            torch._foreach_copy_([amax[number] for number in filled], norms)
+        amax = amax.to(self._scales[0].device)
         for group in self._groups:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         scales = first.scales_of(amax.to(self._dtype))
         torch._foreach_copy_(self._scales, list(scales.unbind()))
+        for (_, linear_impl), shard, scale in zip(self._linears, shards, self._scales, strict=True):
+            if isinstance(linear_impl, Float8LinearImpl) and linear_impl.sent_shard is not None:
+                # First rounded to the compute dtype, as for a bf16 all-gather; torchao casts from fp32 directly.
+                linear_impl.sent_shard.copy_(cast(shard.to(self._dtype), scale, E4M3).view(torch.uint8))
 
 
-def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, ScaledLinearImpl]]:
+def _scaled_linears(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, ScaledLinearImpl]]:
     for part in parts:
         for module in part.modules():
             linear_impl = getattr(module, "linear_impl", None)
             if isinstance(linear_impl, ScaledLinearImpl) and linear_impl.weight_scale is not None:
-                yield module.get_parameter("weight"), linear_impl
+                yield module, linear_impl

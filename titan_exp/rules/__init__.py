@@ -10,26 +10,33 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
     checkpoint,
     cluster,
-    context_parallel,
     continue_from,
     cuda_graphs,
     data,
-    degrees,
     import_paths,
     model,
     paths,
-    pipeline_parallel,
     quantization,
     recompute,
-    tensor_parallel,
     token_store,
     training,
     triton,
 )
+from titan_exp.rules.layout import context_parallel, degrees, expert_parallel, pipeline_parallel, tensor_parallel
 from titan_exp.rules.rule import Rule, find_violations
 
 _MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
-_MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, continue_from, degrees, cluster)
+_MODULES += (
+    expert_parallel,
+    pipeline_parallel,
+    import_paths,
+    data,
+    token_store,
+    checkpoint,
+    continue_from,
+    degrees,
+    cluster,
+)
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder, saved_state
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
+from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.rules.rule import Refuse, rules
 
 
@@ -37,6 +39,15 @@ def remote_is_supported(checkpoint: CheckpointConfig) -> Iterator[Violation]:
     if checkpoint.mode == "off":
         reason = "no checkpoint is saved (checkpoint.mode=off), so none can be uploaded"
         yield Violation("checkpoint.remote", url, reason, "checkpoint=async, or checkpoint.remote=null")
+
+
+def export_is_expressible(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Violation]:
+    """Hugging Face's class of the family computes this model."""
+    if checkpoint.export != "none" and "huggingface" in checkpoint_formats(model):
+        for violation in export_violations(model):
+            reason = f"{violation.reason}, and checkpoint.export={checkpoint.export} writes one of its class"
+            remedy = f"{violation.remedy}, or checkpoint.export=none"
+            yield Violation(violation.field, violation.value, reason, remedy)
 
 
 def _without_credentials(url: str) -> str:
@@ -69,6 +80,7 @@ RULES = rules(
         "model.architecture={model.architecture} has no tensor names in Hugging Face's format",
         "checkpoint.export=none; titan-exp convert RUN weights.pt writes any model",
     ),
+    export_is_expressible,
     Refuse(
         "checkpoint.export_every",
         lambda checkpoint: checkpoint.export == "none" and checkpoint.export_every is not None,

@@ -6,10 +6,13 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -18,6 +21,9 @@ KERNELS = ("auto", "cudnn", "flash", "efficient", "math")
 """Attention kernels of torch itself, mask included."""
 RECIPES = ("none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp")
 """Recipes with casts of torch or titan_exp."""
+
+ALIGNED = 8
+"""Multiple that torch's grouped matmul requires of dims."""
 
 _FIELD = "compile.cuda_graphs"
 _OFF = f"{_FIELD}=false"
@@ -35,6 +41,31 @@ def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) ->
         yield Violation(_FIELD, True, reason, f"{_OFF}, or one rank: parallelism.dp_shard=1 and every other degree 1")
 
 
+def experts_stay_on_the_device(
+    spec: ModelSpec, training: TrainingConfig, quantization: QuantizationConfig
+) -> Iterator[Violation]:
+    """The grouped matmul of experts does not read on the host how many rows each of them has."""
+    experts = {name: linear for name, linear in spec.linears() if linear.experts > 1}
+    if not experts:
+        return
+    if training.mixed_precision != "bf16":
+        reason = "the grouped matmul of experts reads on the host how many rows each has, unless they are in bf16"
+        yield Violation(_FIELD, True, reason, f"{_OFF}, or training.mixed_precision=bf16")
+    for name, linear in experts.items():
+        if linear.inputs % ALIGNED or linear.outputs % ALIGNED:
+            reason = (
+                f"the grouped matmul of {name} reads on the host how many rows each expert has, since its dims, "
+                f"{linear.inputs} and {linear.outputs}, are not both multiples of {ALIGNED}"
+            )
+            yield Violation(_FIELD, True, reason, f"{_OFF}, or dims of experts that are multiples of {ALIGNED}")
+            return
+        layers, shape = len(spec.layers), (linear.inputs, linear.outputs)
+        if quantization.recipe in RECIPES[1:] and quantization.quantizes(name, *shape, layers=layers):
+            reason = f"the host work of the grouped matmul of {name} in {quantization.recipe} is unknown"
+            yield Violation(_FIELD, True, reason, f"{_OFF}, or quantization.filter=['*.experts.*']")
+            return
+
+
 def _are_on(compile: CompileConfig) -> bool:
     return compile.cuda_graphs
 
@@ -46,12 +77,6 @@ RULES = rules(
         lambda parallelism: parallelism.cpu_offload,
         "parallelism.cpu_offload copies weights from CPU memory to another address in every pass",
         f"{_OFF}, or parallelism.cpu_offload=false",
-    ),
-    Refuse(
-        _FIELD,
-        lambda training: training.fp32_modules,
-        "training.fp32_modules keeps modules in fp32 by FSDP, which gathers weights to another address in every pass",
-        f"{_OFF}, or training.fp32_modules=[]",
     ),
     Refuse(
         _FIELD,
@@ -77,6 +102,7 @@ RULES = rules(
         "the host work of the casts of quantization.recipe={quantization.recipe} is unknown",
         f"{_OFF}, or quantization={listed(RECIPES)}",
     ),
+    experts_stay_on_the_device,
     when=_are_on,
 )
 LAYOUT_RULES = rules(one_rank_captures, when=_are_on)

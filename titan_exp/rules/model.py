@@ -79,6 +79,12 @@ RULES = (
             "on CUDA it takes no mask, and data.document_mask is true",
             f"{ATTENTION_BACKEND}=auto, cudnn or flex; or data.document_mask=false",
         ),
+        Refuse(
+            ATTENTION_BACKEND,
+            lambda spec, training: spec.attention_backend == "cudnn" and training.deterministic,
+            "its backward pass gives other bits on each run, so torch refuses it with training.deterministic=true",
+            f"{ATTENTION_BACKEND}=auto, which takes flash, or efficient for masks; or training.deterministic=false",
+        ),
         kernel_supports_head_size,
         when=lambda device: device == "cuda",
     ),

@@ -12,6 +12,7 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
@@ -57,17 +58,18 @@ def dims_divide(
     spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig, device: str
 ) -> Iterator[Violation]:
     """Every rank's shard of a quantized weight has whole scaling blocks."""
-    recipe, degree, block = quantization.recipe, parallelism.tp, _block(quantization, device)
+    recipe, block = quantization.recipe, _block(quantization, device)
     for linear in dict.fromkeys(linear for _, linear in _quantized(spec, quantization)):
+        key, degree = _channel_shards(linear, parallelism)
         if _shares_kv_heads(linear, degree):
             continue  # reported by kv_heads_are_whole
         for dim, size, style in (("inputs", linear.inputs, Rowwise), ("outputs", linear.outputs, Colwise)):
             shards = degree if isinstance(linear.tp, style) else 1
             if size % (block * shards) == 0 or size % shards:
                 continue
-            part = f", {size // shards} on each of parallelism.tp={degree} ranks" if shards > 1 else ""
+            part = f", {size // shards} on each of {key}={degree} ranks" if shards > 1 else ""
             remedy = f"quantization.filter=['*.{linear.name}'] leaves it in high precision; or another shape"
-            remedy += " or parallelism.tp" if shards > 1 else ""
+            remedy += f" or {key}" if shards > 1 else ""
             if block > BLOCK[recipe]:
                 remedy += f"; or quantization.emulate=true, with multiples of {BLOCK[recipe]}"
             reason = f"its dims are multiples of {block}, and {linear.name} has {size} {dim}{part}"
@@ -115,6 +117,17 @@ def kv_heads_are_whole(
             return
 
 
+def scales_of_experts_are_local(
+    spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig
+) -> Iterator[Violation]:
+    """Ranks with other channels of an expert need no scale of all its channels, unless scales are powers of two."""
+    experts = [name for name, linear in _quantized(spec, quantization) if linear.experts > 1]
+    if experts and parallelism.etp > 1 and not quantization.power_of_two_scales:
+        reason = f"each rank would compute the scales of {experts[0]} from its own channels"
+        remedy = "parallelism.etp=1, or quantization.power_of_two_scales=true, with which that changes hardly a number"
+        yield Violation("parallelism.etp", parallelism.etp, reason, remedy)
+
+
 def all_gather_in_float8(quantization: QuantizationConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """FSDP can all-gather weights in float8."""
     recipe, field = quantization.recipe, "quantization.float8_all_gather"
@@ -149,16 +162,17 @@ def moment_blocks_divide(
     spec: ModelSpec, optimizer: AdamWConfig, parallelism: ParallelismConfig
 ) -> Iterator[Violation]:
     """Every rank's part of a row has whole blocks of 8-bit moments."""
-    field, precision, degree = "optimizer.state_precision", optimizer.state_precision, parallelism.tp
+    field, precision = "optimizer.state_precision", optimizer.state_precision
     for _, linear in spec.linears() if precision != "bf16" else ():
+        key, degree = _channel_shards(linear, parallelism)
         blocks, rest = divmod(linear.inputs, MOMENT_BLOCK)
         if isinstance(linear.tp, Rowwise) and rest == 0 == linear.inputs % degree and blocks % degree:
             yield Violation(
                 field,
                 precision,
                 f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and of the {linear.inputs} inputs of "
-                f"{linear.name} each of parallelism.tp={degree} ranks has {linear.inputs // degree}",
-                f"{field}=bf16, or a smaller parallelism.tp",
+                f"{linear.name} each of {key}={degree} ranks has {linear.inputs // degree}",
+                f"{field}=bf16, or a smaller {key}",
             )
             return
 
@@ -167,6 +181,12 @@ def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[st
     for name, linear in spec.linears():
         if config.quantizes(name, linear.inputs, linear.outputs, layers=len(spec.layers)):
             yield name, linear
+
+
+def _channel_shards(linear: LinearSpec, parallelism: ParallelismConfig) -> tuple[str, int]:
+    """Key and number of the ranks that share a linear's channels."""
+    key = "etp" if linear.experts > 1 else "tp"
+    return f"parallelism.{key}", getattr(parallelism, key)
 
 
 def _shares_kv_heads(linear: LinearSpec, degree: int) -> bool:
@@ -186,6 +206,12 @@ def _enclosing(name: str) -> Iterator[str]:
     parts = name.split(".")
     for end in range(2, len(parts) + 1):
         yield ".".join(parts[:end])
+
+
+def torchao_has_kernels(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
+    """The installed torchao has the kernels that the recipe runs on GPUs with its instructions."""
+    if device == "cuda" and quantization.emulate is not True:
+        yield from torchao_violations(quantization.recipe)
 
 
 def _has_recipe(quantization: QuantizationConfig) -> bool:
@@ -208,10 +234,12 @@ RULES = (
             "torchao is not installed",
             "pip install torchao, or quantization=none",
         ),
+        torchao_has_kernels,
         filter_matches,
         some_linear_is_quantized,
         dims_divide,
         kv_heads_are_whole,
+        scales_of_experts_are_local,
         Refuse(
             "quantization.power_of_two_scales",
             lambda quantization: quantization.recipe == "mxfp8" and not quantization.power_of_two_scales,

@@ -15,11 +15,15 @@ PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> Iterator[Violation]:
     """Every operator to save exists in torch; ranks look up other libraries' operators."""
     field = "activation_checkpoint.save"
+    automatic = activation_checkpoint.automatic
+    if automatic is not None and automatic.more is None:
+        return
     for entry in activation_checkpoint.save if activation_checkpoint.mode == "selective" else ():
         parsed = read_entry(entry)
         if parsed is None:
-            reason = "an entry is namespace.operator, with .overload or /number after it"
-            yield Violation(field, entry, reason, "aten.mm saves every call, aten.mm/2 every second one")
+            reason = "an entry is namespace.operator, with .overload or /number after it; or auto or auto/3 alone"
+            remedy = "aten.mm saves every call, aten.mm/2 every second one; [auto/3] chooses within the budget"
+            yield Violation(field, entry, reason, remedy)
             continue
         namespace, name = parsed.operator.split(".")[:2]
         known = known_operators(namespace)
@@ -35,7 +39,7 @@ RULES = rules(
         "activation_checkpoint.save",
         lambda activation_checkpoint: activation_checkpoint.mode == "selective" and not activation_checkpoint.save,
         "selective checkpointing that saves no operator recomputes everything",
-        "activation_checkpoint=full, or activation_checkpoint.save='[aten.mm/2]'",
+        "activation_checkpoint=full, or activation_checkpoint.save='[auto/3]'",
     ),
     Refuse(
         "activation_checkpoint.every",

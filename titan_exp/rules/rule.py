@@ -15,6 +15,7 @@ from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine import cuda_support
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import visible_gpus
 from titan_exp.models.spec.lookup import model_spec
@@ -26,10 +27,11 @@ DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "layout": ResolvedLayout.of,
     "device": lambda experiment: device_type(experiment.cluster),
     "gpus": lambda _: visible_gpus(),
+    "unusable_cuda": lambda _: cuda_support.unusable_cuda(),
     "spec": lambda experiment: model_spec(experiment.model),
 }
 """Derived values by parameter name. Rules with `spec` are skipped for models without one; `gpus` is the number of local
-GPUs."""
+GPUs, `unusable_cuda` the reason for which torch cannot use them, and the remedy."""
 
 Condition = Callable[..., object]
 """Predicate over groups and derived values, e.g. `lambda parallelism: parallelism.tp > 1`."""

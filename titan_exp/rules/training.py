@@ -9,7 +9,7 @@ from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, head_is_fp32
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, rules
@@ -69,10 +69,6 @@ def _ranks(count: int) -> str:
     return f"{count} data-parallel rank{'s' * (count > 1)}"
 
 
-def _head_is_fp32(training: TrainingConfig) -> bool:
-    return any(fnmatchcase("head", pattern) for pattern in training.fp32_modules)
-
-
 RULES = rules(
     schedule_fits,
     trace_fits,
@@ -103,14 +99,14 @@ RULES = rules(
     compiled_blocks_have_one_precision,
     Refuse(
         "training.loss_chunk_tokens",
-        lambda training, model: training.loss_chunk_tokens is not None and model_spec(model) is None,
+        lambda training, model: training.has_given_chunks and model_spec(model) is None,
         "model.architecture={model.architecture} returns all logits at once",
         "training.loss_chunk_tokens=null",
     ),
-    # The chunked loss takes the head's weight in the precision of FSDP's root group.
+    # The chunked loss takes the head's weight in the precision of hidden states.
     Refuse(
         "training.loss_chunk_tokens",
-        lambda training: training.loss_chunk_tokens is not None and _head_is_fp32(training),
+        lambda training: training.has_given_chunks and head_is_fp32(training),
         "the head is one of the modules in fp32 (training.fp32_modules)",
         "training.loss_chunk_tokens=null, or leave the head out of training.fp32_modules; softmax and the loss are "
         "computed in fp32 anyway",

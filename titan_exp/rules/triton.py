@@ -1,16 +1,13 @@
 """Triton kernel rules: supported devices, optimizers and recipes."""
 
-import importlib.util
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.quantization import DUAL_CAST_RECIPES, QuantizationConfig
+from titan_exp.config.machine.devices import has_triton
 from titan_exp.rules.rule import rules
-
-DUAL_CAST_RECIPES = ("float8_tensorwise", "float8_rowwise")
-"""Recipes that use a matrix in float8 both untransposed and transposed."""
 
 
 def fused_adamw_is_supported(
@@ -38,9 +35,9 @@ def fused_adamw_is_supported(
 def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
     """The dual-cast kernel (a matrix and its transpose) supports the device and recipe."""
     field = "quantization.fused_casts"
-    if not quantization.fused_casts or quantization.recipe == "none":
+    if quantization.fused_casts is not True or quantization.recipe == "none":
         return
-    if quantization.recipe not in DUAL_CAST_RECIPES:
+    if not quantization.has_dual_casts:
         reason = f"{quantization.recipe} does not use a matrix and its transpose both in float8"
         remedy = f"quantization={DUAL_CAST_RECIPES[0]} or {DUAL_CAST_RECIPES[1]}"
     elif (missing := missing_triton(device)) is not None:
@@ -56,7 +53,7 @@ def missing_triton(device: str) -> tuple[str, str] | None:
     """Reason why Triton kernels cannot run, and a possibly empty remedy; None if they can."""
     if device != "cuda":
         return "Triton kernels run on GPUs, and this run is on a CPU", ""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "Triton is not installed; torch for CUDA brings it", "pip install triton"
     return None
 

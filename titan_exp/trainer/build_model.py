@@ -19,12 +19,13 @@ from titan_exp.models.build import (
     parameter_count,
 )
 from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
-from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import (
     buffer_places,
     copy_initial_weights,
+    every_weight,
     init_buffers,
     init_weights,
     materialize_parameters,
@@ -39,7 +40,9 @@ from titan_exp.tracking.logging import get_logger
 
 
 class BuiltModel:
-    """A parallel model with its initial weights, and figures of the whole model. `fake_mode` as in `assemble`.
+    """A parallel model, and figures of the whole model. `fake_mode` as in `assemble`.
+
+    Parameters have memory and no values, until `init_weights` or a checkpoint fills them.
 
     Raises:
         UserError: an import path cannot be imported, or a named module does not exist.
@@ -59,6 +62,7 @@ class BuiltModel:
             bf16=experiment.training.mixed_precision == "bf16",
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
+            deterministic=experiment.training.deterministic,
         )
         self._experiment, self._layout, self._mesh, self._fake_mode = experiment, layout, mesh, fake_mode
         self._build = build = functools.partial(
@@ -76,6 +80,7 @@ class BuiltModel:
         """The whole model; on the meta device under pipeline parallelism."""
         self.pipeline: Pipeline | None = None
         """This rank's stages under pipeline parallelism."""
+        self._init: list[Callable[[Callable[[str], bool]], None]] = []
         get_logger().info(
             "%s: %s parameters, attention by %s on %s",
             experiment.model.name,
@@ -83,6 +88,8 @@ class BuiltModel:
             backend,
             mesh.device.type,
         )
+        if experiment.compile.compiles("blocks") and mesh.device.type == "cuda":
+            get_logger().info("matmuls of compiled blocks: %s", _gemm_selection(experiment, layout.world_size))
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         if mesh.pp_group is None:
@@ -90,25 +97,50 @@ class BuiltModel:
         else:
             self.pipeline = _build_pipeline(model, build, self._parallelize, layout, mesh)
 
+    def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
+        """Initialize this rank's weights whose full names are selected; others need not be drawn, to be replaced."""
+        for init in self._init:
+            init(selected)
+
+    def _set_float8_weights(self, module: nn.Module) -> None:
+        """Keep float8 weights of a materialized model where this rank has them whole, else gather them in float8."""
+        if self._mesh.sharding["fsdp"].size() > 1:
+            if self._experiment.quantization.float8_all_gather:
+                from titan_exp.quantization.float8_all_gather import float8_all_gather_format
+
+                set_all_gather_format(module, float8_all_gather_format)
+        elif not self._layout.parallelism.cpu_offload:
+            from titan_exp.quantization.float8.float8_weights import allocate_float8_weights
+
+            allocate_float8_weights(module)
+
     def _parallelize(self, module: nn.Module) -> None:
-        """Parallelize the whole model or a pipeline stage, and initialize its weights."""
+        """Parallelize the whole model or a pipeline stage, and allocate its parameters."""
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
         specs, places = init_specs(module), buffer_places(module)
         quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():
             unfilled = materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
-        if experiment.quantization.float8_all_gather:
-            from titan_exp.quantization.float8_all_gather import float8_all_gather_format
-
-            set_all_gather_format(module, float8_all_gather_format)
+            if experiment.quantization.recipe.startswith("float8"):
+                self._set_float8_weights(module)
         if self._fake_mode is not None:
             return
+        seed = experiment.experiment.seed
+        init_buffers(places, unfilled, self._build, seed)
         if specs is not None:
-            init_weights(module, specs, experiment.experiment.seed)
-            init_buffers(places, unfilled, self._build)
+            self._init.append(functools.partial(init_weights, module, specs, seed))
         else:
-            copy_initial_weights(module, self._build, experiment.experiment.seed)
+            self._init.append(functools.partial(copy_initial_weights, module, self._build, seed))
+
+
+def _gemm_selection(experiment: Experiment, ranks: int) -> str:
+    compilation = experiment.compile
+    if experiment.training.deterministic:
+        return "cuBLAS, by its heuristics, since timings differ between runs (training.deterministic=true)"
+    if compilation.backend != "inductor" or not compilation.autotunes_gemms(ranks):
+        return f"cuBLAS, by its heuristics (compile.autotune_gemms={compilation.autotune_gemms}, {ranks} ranks)"
+    return "the fastest of cuBLAS and Triton, timed once and cached beside the runs (compile.autotune_gemms)"
 
 
 def _build_pipeline(

@@ -1,15 +1,18 @@
 """Rendezvous of ranks: device and default process group from environment variables."""
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.machine import cuda_support
 
 TIMEOUT = timedelta(minutes=20)
 """Timeout of collectives without the hang watchdog."""
@@ -17,8 +20,16 @@ JOIN_LIMIT = timedelta(minutes=10)
 """Timeout of the rendezvous: imports from a network disk may take minutes."""
 
 
+NETWORK_LIMIT = timedelta(minutes=5)
+"""Timeout of the network check."""
+
+
 class RanksMissing(RuntimeError):
     """Some ranks of the job did not join."""
+
+
+class NetworkBroken(RuntimeError):
+    """All ranks joined, and their devices cannot exchange tensors."""
 
 
 @contextmanager
@@ -26,7 +37,7 @@ def joined(config: ClusterConfig) -> Iterator[torch.device]:
     """Yield this process's device and join the default process group in the `with` block.
 
     Raises:
-        UserError: CUDA is requested and this machine has none.
+        UserError: CUDA is requested and this machine has none, or torch cannot use the GPU that `auto` found.
     """
     device = _device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     with joined_process_group(device, timeout=_timeout(config)):
@@ -42,6 +53,7 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
 
     Raises:
         RanksMissing: not all ranks joined within `JOIN_LIMIT`.
+        NetworkBroken: NCCL cannot connect their devices.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     file = os.environ.get("TITAN_EXP_RENDEZVOUS")
@@ -50,9 +62,45 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
     store = dist.HashStore() if world == 1 else _rendezvous(rank, world, file)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
+        if device.type == "cuda" and world > 1:
+            check_network(device, "nccl")
         yield
     finally:
         dist.destroy_process_group()
+
+
+def check_network(device: torch.device, backend: str) -> None:
+    """Connect all ranks eagerly by a communicator bound to their devices, all-reduce a number, and free it.
+
+    The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis of both
+    meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the other.
+
+    Raises:
+        NetworkBroken: connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        bound = device if device.type != "cpu" else None
+        group: Any = dist.new_group(backend=backend, timeout=NETWORK_LIMIT, group_desc="network check", device_id=bound)
+        count = torch.ones((), device=device)
+        work = dist.all_reduce(count, group=group, async_op=True)
+        assert work is not None, "this rank belongs to the group"
+        work.wait(NETWORK_LIMIT)
+        total = int(count)
+        dist.destroy_process_group(group)
+    except RuntimeError as error:  # torch's errors of a backend are subclasses
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise NetworkBroken(_broken(rank, world, device, backend, "; ".join(lines[:1] + lines[-1:]))) from error
+    if total != world:
+        raise NetworkBroken(_broken(rank, world, device, backend, f"the ranks add up to {total}"))
+
+
+def _broken(rank: int, world: int, device: torch.device, backend: str, reason: str) -> str:
+    return (
+        f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
+        f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries; "
+        "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose others, and titan-exp doctor measures the links of one machine"
+    )
 
 
 def _timeout(config: ClusterConfig) -> timedelta:
@@ -85,12 +133,38 @@ def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
     return store
 
 
+def require_usable_cuda() -> None:
+    """Check, where torch has no CUDA device, that this machine shows neither a GPU nor a driver.
+
+    Raises:
+        UserError: it does, and `cluster.device=auto` would fall back to the CPU.
+    """
+    found = cuda_support.cuda_facts().found
+    if found is None:
+        return
+    reason, remedy = cuda_support.unusable_cuda() or (
+        f"this machine has {found}, but torch {torch.__version__} cannot use it: {_init_error()}",
+        f"see nvidia-smi and dmesg; or {cuda_support.ON_PURPOSE}",
+    )
+    raise UserError(f"cluster.device=auto: {reason}\n  {remedy}")
+
+
+def _init_error() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    return "torch.cuda.is_available() is false"
+
+
 def _device(requested: str, local_rank: int) -> torch.device:
     cuda = torch.cuda.is_available()
     if requested == "cuda" and not cuda:
         raise UserError(
             "cluster.device=cuda: torch finds no CUDA GPU on this machine; cluster.device=cpu trains without one"
         )
+    if requested == "auto" and not cuda:
+        require_usable_cuda()
     if requested == "cpu" or not cuda:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)

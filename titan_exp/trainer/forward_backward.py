@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.data.batch import Batch
+from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.batch_placement import shard_batch
+from titan_exp.trainer.experts.global_counts import ExpertLoad
 from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
 
 
@@ -19,6 +21,10 @@ class Model(Protocol):
 
     objective: Objective
     """Computes the loss of a micro-batch."""
+    weights: ComputeWeights
+    """Copies of the parameters in the compute dtype; to refresh after every change of the parameters."""
+    load: ExpertLoad | None
+    """Tokens per expert; to update after every optimizer step."""
 
     @property
     def parts(self) -> Sequence[nn.Module]:
@@ -54,27 +60,35 @@ class EagerModel:
     """A model without a pipeline: every rank computes all layers."""
 
     eval_microbatches = 1
+    load: ExpertLoad | None = None
 
-    def __init__(self, module: nn.Module, objective: Objective, mesh: Mesh) -> None:
-        self.parts, self.objective = [module], objective
+    def __init__(
+        self, module: nn.Module, objective: Objective, mesh: Mesh, weights: ComputeWeights | None = None
+    ) -> None:
+        self.parts, self.objective, self.weights = [module], objective, weights or ComputeWeights()
         self._module, self._mesh = module, mesh
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
         sums, divisor = MetricSums(self.objective, self._mesh.device), loss_divisor(tokens, self._mesh.device)
-        for index, batch in enumerate(batches):
-            step_observer().microbatch_begin(index)
-            set_gradient_sync(self._module, last=index == len(batches) - 1)
-            loss, metrics = normalize_by_tokens(self.objective, self._module, shard_batch(batch, self._mesh), divisor)
-            loss.backward()
-            sums.add(metrics)
+        with self.weights.training():
+            for index, batch in enumerate(batches):
+                step_observer().microbatch_begin(index)
+                set_gradient_sync(self._module, last=index == len(batches) - 1)
+                # The batch on the device has no name here, so that backward frees what it has read.
+                loss, metrics = normalize_by_tokens(
+                    self.objective, self._module, shard_batch(batch, self._mesh), divisor
+                )
+                loss.backward()
+                sums.add(metrics)
         return sums.values
 
     def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
         """Run micro-batches in order."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for batch in batches:
-            total += self.objective(self._module, shard_batch(batch, self._mesh)).metrics["loss"]
+        with self.weights.in_use():
+            for batch in batches:
+                total += self.objective(self._module, shard_batch(batch, self._mesh)).metrics["loss"]
         return total
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
 from titan_exp.config.paths.checkpoint_paths import step_of
@@ -54,9 +55,11 @@ def load_source(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     rows = {} if divide is None else divide(model)
-    init_buffers(buffer_places(model), materialize_parameters(model, device), build)
+    init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed=0)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
+            if is_training_state(name):
+                continue
             raise UserError(f"{source.path} lacks {name}, a parameter of the model {source.model.name}.")
         if name in rows:
             tensor.copy_(torch.cat([source.parameters.read(name, row_range) for row_range in rows[name]]))
@@ -64,8 +67,7 @@ def load_source(
         part = local_shard(tensor)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
-            # Readers slice the first two dims only.
-            local_tensor(tensor).copy_(source.parameters.read(name, *window[:2])[(..., *window[2:])])
+            local_tensor(tensor).copy_(source.parameters.read(name, *window))
     return model.eval()
 
 

@@ -8,13 +8,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.objective.base import Objective, Reduction
 
 
 class MetricReducer:
     """Reduces named scalars of all ranks, and gathers each rank's own numbers, in one message over the CPU.
 
-    Metrics are logged as `loss`, `objective/NAME`, `model/NAME` and `optimizer/NAME`. Modules and optimizers report
+    Metrics are logged as `loss`, `objective/NAME`, `model/NAME`, `optimizer/NAME` and, of routers, `experts/NAME` (see
+    `experts/load_metrics.py`, which adds those that need no message). Modules and optimizers report
     them by `metric_reductions`, a mapping from name to `mean`, `sum` or `max`, and `metrics()`, which returns these
     scalars as tensors. Modules also have `reset_metrics()`, called before each step. They accumulate over the tokens of
     this rank's micro-batches, recomputation excluded (`is_recomputing`), and modules with the same name add up. A
@@ -31,8 +33,10 @@ class MetricReducer:
         parts: Iterable[nn.Module],
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
+        *,
+        experts: ExpertMetrics,
     ) -> None:
-        self._mesh, self._optimizer = mesh, optimizer
+        self._mesh, self._optimizer, self._experts = mesh, optimizer, experts
         self._modules = [module for part in parts for module in part.modules() if hasattr(module, "metric_reductions")]
         model_metrics: dict[str, Reduction] = {}
         for module in model.modules():
@@ -43,9 +47,12 @@ class MetricReducer:
             **{f"objective/{name}": reduction for name, reduction in objective.metrics.items()},
             **{f"model/{name}": reduction for name, reduction in model_metrics.items()},
             **{f"optimizer/{name}": reduction for name, reduction in optimizer_metrics.items()},
+            **{f"experts/{name}": reduction for name, reduction in experts.reductions.items()},
         }
         self._counts = {
-            f"model/{name}": f"count of model/{name}" for name, kind in model_metrics.items() if kind == "mean"
+            name: f"count of {name}"
+            for name, kind in self._reductions.items()
+            if kind == "mean" and name.startswith(("model/", "experts/"))
         }
 
     def begin_step(self) -> None:
@@ -78,6 +85,8 @@ class MetricReducer:
 
     def _copies(self, name: str) -> int:
         """Number of ranks that contribute the same value to a sum."""
+        if name.startswith("experts/"):
+            return 1
         if not name.startswith("optimizer/"):
             return self._mesh.loss_replicas
         return self._mesh.world.size() if self._reductions[name] == "mean" else 1
@@ -90,6 +99,10 @@ class MetricReducer:
             names = [key, self._counts[key]] if key in self._counts else [key]
             for part, scalar in zip(names, value.reshape(-1), strict=True):
                 found[part] = combine(found[part], scalar) if part in found else scalar
+        for name, value in self._experts.shares().items():
+            key = f"experts/{name}"
+            names = [key, self._counts[key]] if key in self._counts else [key]
+            found |= dict(zip(names, value.reshape(-1), strict=True))
         if hasattr(self._optimizer, "metric_reductions"):
             found |= {f"optimizer/{name}": value for name, value in self._optimizer.metrics().items()}  # type: ignore[attr-defined]
         # fp64, so that the order of ranks does not change the logged digits.

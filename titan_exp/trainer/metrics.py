@@ -11,11 +11,14 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.device_rates import mfu_peak
+from titan_exp.tracking.expert_load import ExpertLoadLog
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
+from titan_exp.tracking.sinks.sink import Value
 from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
@@ -36,9 +39,11 @@ class Report:
         reducer: MetricReducer,
         flops_per_token: float,
         *,
+        experts: ExpertMetrics,
         first_step: int,
     ) -> None:
         self.folder, self.mesh, self.flops_per_token, self._reducer = folder, mesh, flops_per_token, reducer
+        self._experts = experts
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
@@ -60,6 +65,10 @@ class Report:
         self.times = StepTimes(mesh.device)
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
+        self._load_log: ExpertLoadLog | None = None
+        if self.leader and experts:
+            steps, every = experiment.training.steps, experiment.tracking.log_every
+            self._load_log = ExpertLoadLog(folder.expert_load, self.attempt, steps=steps, log_every=every)
 
     def step(self, step: int, tokens: int) -> None:
         """Count a finished step."""
@@ -102,7 +111,8 @@ class Report:
                 **memory,
                 **self._step_times(step, times),
                 **also,
-                **reported,
+                **{name: value for name, value in reported.items() if not name.startswith("experts/")},
+                **self._log_load(step, reported),
                 "attempt": self.attempt,
             }
             for sink in self.sinks:
@@ -110,6 +120,14 @@ class Report:
             self._spare_memory.check(memory["memory_reserved"])
             self.memory.reset()
         return loss
+
+    def _log_load(self, step: int, reported: Mapping[str, float]) -> Mapping[str, Value]:
+        """Metrics of experts; their token counts go to the record."""
+        if self._load_log is None:
+            return {}
+        counts = self._experts.counts()
+        self._load_log.log(step, counts)
+        return self._experts.row(counts, reported)
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
         """Seconds of a step over the ranks: with waiting (`step_time`) and without (`own_time`)."""
@@ -130,11 +148,12 @@ class Report:
         """
         if self.leader:
             self._beat(self.last_step, force=True)
-        for sink in self.sinks:
+        files = [(self.folder.metrics, sink) for sink in self.sinks]
+        for path, sink in [*files, *([(self.folder.expert_load, self._load_log)] if self._load_log else [])]:
             try:
                 sink.close(state)
             except OSError as error:
-                missing = f"{self.folder.metrics} lacks its last rows ({error.strerror or error})."
+                missing = f"{path} lacks its last rows ({error.strerror or error})."
                 if state != "failed":
                     raise UserError(f"{missing} The rest of the run is complete.") from error
                 get_logger().error("%s", missing)

@@ -7,18 +7,22 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.data.batch import Batch
+from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.trainer.batch_placement import shard_batch
+from titan_exp.trainer.experts.global_counts import ExpertLoad
 from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
 
 
 class PipelineModel:
     """Pipeline stages behind the `Model` interface. Losses and metrics are 0 on ranks without the last stage."""
 
-    def __init__(self, pipeline: Pipeline, objective: Objective, mesh: Mesh) -> None:
-        self.parts, self.objective = [stage.module for stage in pipeline.stages], objective
+    load: ExpertLoad | None = None
+
+    def __init__(self, pipeline: Pipeline, objective: Objective, mesh: Mesh, weights: ComputeWeights) -> None:
+        self.parts, self.objective, self.weights = [stage.module for stage in pipeline.stages], objective, weights
         self.eval_microbatches = pipeline.microbatches
         self._pipeline, self._mesh = pipeline, mesh
 
@@ -36,7 +40,9 @@ class PipelineModel:
             sums.add(metrics)
             return loss
 
-        self._pipeline.train(partial(compute, first) for first in range(0, len(batches), size))
+        with self.weights.training():
+            self._pipeline.train(partial(compute, first) for first in range(0, len(batches), size))
+        self._pipeline.sum_tied_gradients()
         return sums.values
 
     def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
@@ -51,7 +57,8 @@ class PipelineModel:
             total.add_(loss)
             return loss
 
-        self._pipeline.forward_only(len(batches), compute)
+        with self.weights.in_use():
+            self._pipeline.forward_only(len(batches), compute)
         return total
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -1,19 +1,29 @@
 """Train state: mesh, parallel model, objective, optimizer. Shared by trainer and planner, so predictions match runs."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.compute_weights import UpdatesComputeWeights
+from titan_exp.parallel.compute_weights import ComputeWeights
+from titan_exp.parallel.fsdp.apply import uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
+from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
 from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
+from titan_exp.trainer.experts.global_counts import ExpertLoad
 from titan_exp.trainer.forward_backward import EagerModel, Model
 from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.pipeline_forward_backward import PipelineModel
@@ -31,6 +41,8 @@ class TrainState:
     """Model and objective behind the interface of `train_step`."""
     optimizer: torch.optim.Optimizer
     """Optimizer of this rank's parameters."""
+    quantize_weights: Callable[[], None]
+    """Recomputes what a recipe keeps of the weights. Optimizer steps call it; so must whoever loads weights."""
 
 
 def assemble(
@@ -45,16 +57,78 @@ def assemble(
     Raises:
         UserError: an import path cannot be imported, or a named module does not exist.
     """
-    mesh = build_mesh(layout.parallelism, device)
+    mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model))
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
-    objective = build_objective(experiment.training, experiment.compile, shard)
+    chunk = layout.loss_chunk_tokens if computes_loss(built.module, model_spec(experiment.model)) else None
+    objective = build_objective(experiment.training, experiment.compile, shard, chunk)
+    parts = [built.module] if built.pipeline is None else [stage.module for stage in built.pipeline.stages]
+    with fake_mode or nullcontext():
+        weights = _compute_weights(parts, mesh, layout, experiment)
     model: Model
     if built.pipeline is not None:
-        model = PipelineModel(built.pipeline, objective, mesh)
+        model = PipelineModel(built.pipeline, objective, mesh, weights)
     elif experiment.compile.cuda_graphs:
-        dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
-        model = GraphedModel(built.module, objective, mesh, CudaRecorder(mesh.device), dtype=dtype)
+        model = GraphedModel(built.module, objective, mesh, weights, CudaRecorder(mesh.device))
     else:
-        model = EagerModel(built.module, objective, mesh)
-    return TrainState(mesh, built, model, build_optimizer(model.parts, experiment.optimizer))
+        model = EagerModel(built.module, objective, mesh, weights)
+    model.load = ExpertLoad(built.module, model.parts, experiment.training.global_batch_size, mesh)
+    optimizer = build_optimizer(model.parts, experiment.optimizer)
+    if isinstance(optimizer, UpdatesComputeWeights):
+        optimizer.set_compute_weights(weights.copies)
+    _log_update(experiment.optimizer, optimizer, weights)
+    quantize_weights = _quantized_weights(model, mesh, experiment)
+    if experiment.quantization.recipe != "none":
+        optimizer.register_step_post_hook(lambda *_: quantize_weights())
+    return TrainState(mesh, built, model, optimizer, quantize_weights)
+
+
+def _log_update(config: OptimizerConfig, optimizer: torch.optim.Optimizer, weights: ComputeWeights) -> None:
+    kernel = f" ({config.implementation})" if isinstance(config, AdamWConfig) and config.name == "adamw" else ""
+    copies = ""
+    if weights.copies:
+        by = "its update" if isinstance(optimizer, UpdatesComputeWeights) else "a cast after its update"
+        copies = f"; one data rank, not sharded: bf16 weights beside the fp32 ones, written by {by}"
+    get_logger().info("optimizer: %s%s%s", config.name, kernel, copies)
+
+
+def _compute_weights(
+    parts: Sequence[nn.Module], mesh: Mesh, layout: ResolvedLayout, experiment: Experiment
+) -> ComputeWeights:
+    training, parallelism = layout.training, layout.parallelism
+    if training.mixed_precision != "bf16" or uses_fsdp(mesh, cpu_offload=parallelism.cpu_offload):
+        return ComputeWeights()
+    return ComputeWeights(
+        parts,
+        torch.bfloat16,
+        fp32_modules=training.fp32_modules,
+        # Copies of tied weights on two stages are summed in fp32 too.
+        accumulate=layout.gradient_accumulation > 1 or parallelism.pp > 1,
+        fixed=experiment.compile.cuda_graphs,
+        unread=_float8_modules(parts, experiment),
+    )
+
+
+def _float8_modules(parts: Sequence[nn.Module], experiment: Experiment) -> list[nn.Module]:
+    if not experiment.quantization.recipe.startswith("float8"):
+        return []
+    from titan_exp.quantization.float8.float8_weights import modules_with_float8_weights
+
+    return modules_with_float8_weights(parts)
+
+
+def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Callable[[], None]:
+    """Function that recomputes kept float8 weights and precomputed scales from the weights; called by all ranks."""
+    if experiment.quantization.recipe == "none":
+        return lambda: None
+    from titan_exp.quantization.float8.float8_weights import Float8Weights
+    from titan_exp.quantization.weight_scales import WeightScales
+
+    dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
+    scales, weights = WeightScales(model.parts, mesh.shard_groups, dtype), Float8Weights(model.parts, dtype)
+
+    def refresh() -> None:
+        scales.refresh()
+        weights.refresh()
+
+    return refresh

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.data.batch import Batch
+from titan_exp.optim.compute_weights import UpdatesComputeWeights, cast_gradients
 from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.parallel.mesh import Mesh
@@ -44,13 +45,20 @@ def train_step(
 
     step_observer().gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, mesh)
+    updates_compute_weights = isinstance(optimizer, UpdatesComputeWeights)
+    if not updates_compute_weights:
+        cast_gradients(model.parameters())
     grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
     if max_grad_norm is not None:
         clip_gradients(optimizer, model.parameters(), grad_norm, max_grad_norm)
 
     set_lr(optimizer, lr)
     optimizer.step()
+    if not updates_compute_weights:
+        model.weights.refresh()
     optimizer.zero_grad()
+    if model.load is not None:
+        model.load.update()
     return StepResult(metrics, grad_norm, tokens)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
+from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.gc import GarbageCollection
 from titan_exp.trainer.log_head import log_lineage
@@ -60,8 +61,9 @@ class Trainer:
         set_deterministic(training.deterministic)
         self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, device)
         state = assemble(experiment, layout, device)
-        self.mesh, self.optimizer = state.mesh, state.optimizer
+        self.mesh, self.built, self.optimizer = state.mesh, state.built, state.optimizer
         self.model: Model = state.model
+        self.quantize_weights = state.quantize_weights
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shard: dict[str, Any] = {
             "dp_rank": self.mesh.dp_rank,
@@ -85,13 +87,19 @@ class Trainer:
         )
         self.step = self.tokens = 0
         self.flops_per_token = state.built.flops_per_token
+        self.experts = ExpertMetrics(self.model.load, state.built.module, self.model.parts)
         self.reducer = MetricReducer(
-            self.model.objective, state.built.module, self.model.parts, self.optimizer, self.mesh
+            self.model.objective,
+            state.built.module,
+            self.model.parts,
+            self.optimizer,
+            self.mesh,
+            experts=self.experts,
         )
 
     def restore(self) -> None:
         """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
-        `checkpoint.continue_from` or the weights of `checkpoint.initial`, if given.
+        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initial weights, which no other run draws.
 
         Raises:
             UserError: a checkpoint is damaged, or training cannot continue from it.
@@ -103,10 +111,16 @@ class Trainer:
             self._load_parent()
         else:
             self._load_initial_weights()
-        self.refresh_scales = self._weight_scales()
-        self.refresh_scales()
+        self.model.weights.refresh()
+        self.quantize_weights()
         self.report = Report(
-            self.experiment, self.folder, self.mesh, self.reducer, self.flops_per_token, first_step=self.step
+            self.experiment,
+            self.folder,
+            self.mesh,
+            self.reducer,
+            self.flops_per_token,
+            experts=self.experts,
+            first_step=self.step,
         )
         self.profile = ProfileWindow(
             self.experiment.profiling, self.folder.traces, self.mesh.device, first_step=self.step
@@ -167,11 +181,10 @@ class Trainer:
                 max_grad_norm=experiment.training.max_grad_norm,
                 mesh=self.mesh,
             )
-        self.refresh_scales()
         self.step, self.tokens = step, self.tokens + tokens
         times.end()
         self.profile.after(step)
-        self.memory.after(step, self.model.parts, self.optimizer, self.report.memory.read)
+        self.memory.after(step, self.model.parts, self.optimizer, self.model.weights.copies, self.report.memory.read)
         self.report.step(step, tokens)
         PROGRESS.step(step)
         self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
@@ -258,10 +271,13 @@ class Trainer:
             get_logger().info("changed since that checkpoint; the new values apply:%s", "".join(changed))
 
     def _load_initial_weights(self) -> None:
-        """Load `checkpoint.initial`, if given, over the initialized weights."""
+        """Load `checkpoint.initial`, if given, and initialize the weights that it does not give."""
         config = self.experiment.checkpoint
         if config.initial is None:
+            self.built.init_weights()
             return
+        exclude = config.initial_exclude
+        self.built.init_weights(lambda name: any(fnmatchcase(name, pattern) for pattern in exclude))
         cache = cache_of(self.folder, self.experiment.experiment.name)
         path = str(local_copy(config.initial, cache=cache / "remote"))
         folder = huggingface_folder(path)
@@ -269,17 +285,8 @@ class Trainer:
             self.checkpointer.load_initial_weights(self.model.parts, path)
             return
         for part in self.model.parts:
-            load_hf_sharded(part, self.experiment.model, folder, config.initial_exclude)
+            load_hf_sharded(part, self.experiment.model, folder, exclude)
         get_logger().info("weights from %s", folder)
-
-    def _weight_scales(self) -> Callable[[], None]:
-        """Function that recomputes the scales of quantized weights after an optimizer step."""
-        if not self.experiment.quantization.precomputed_scales:
-            return lambda: None
-        from titan_exp.quantization.weight_scales import WeightScales
-
-        dtype = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
-        return WeightScales(self.model.parts, self.mesh.shard_groups, dtype).refresh
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -1,24 +1,28 @@
 """DCP checkpoints, read and written one tensor at a time by one process."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_read_items
 from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, unreadable_checkpoint
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
-from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
-from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE
+from titan_exp.checkpoint.formats.safetensors import TensorSpec
+from titan_exp.checkpoint.formats.tensor_reader import window_extent
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX
+
+CHUNK_BYTES = 2**28
+"""Bytes of stacked experts in a chunk, at least one expert."""
 
 
 class DCPTensorReader:
@@ -33,12 +37,9 @@ class DCPTensorReader:
         """Dtype of a tensor."""
         return self._entries[name].properties.dtype
 
-    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
+    def read(self, name: str, *window: slice) -> Tensor:
         """Read a slice; overlapping saved shards are read whole, one at a time."""
-        wanted = [range(*part.indices(size)) for part, size in zip((rows, columns), self.shapes[name], strict=False)]
-        # A scalar has no dimension to slice.
-        sizes = [*map(len, wanted), *self.shapes[name][len(wanted) :]]
-        starts = [*(part.start for part in wanted), *[0] * (len(sizes) - len(wanted))]
+        starts, sizes = window_extent(self.shapes[name], window)
         tensor = torch.empty(sizes, dtype=self.dtype(name))
         if tensor.numel():
             reader = _CachedMetadataReader(self._path, self._metadata)
@@ -65,11 +66,19 @@ class DCPTensorReader:
         }
 
 
-def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
-    """Write a weights-only checkpoint, with one tensor in memory at a time."""
+class SliceProducer(Protocol):
+    """Producer of tensors and of slices of them."""
+
+    def __call__(self, spec: TensorSpec, *window: slice) -> Tensor:
+        """Tensor of a spec, or a window of it: one slice per dim, later dims whole."""
+        ...
+
+
+def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: SliceProducer) -> None:
+    """Write a weights-only checkpoint, with one tensor, or some experts of it, in memory at a time."""
     named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
-    # One file per tensor: torch holds the tensors of a file until it is written.
+    # One file per tensor or chunk: torch holds the tensors of a file until it is written.
     writer = ChecksumWriter(path, single_file_per_rank=False)
     with _one_process():
         dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(named, produce))
@@ -109,14 +118,36 @@ class _SlicePlanner(TensorLoadPlanner):
 
 
 class _LazySavePlanner(dcp.DefaultSavePlanner):
-    """Save planner over meta tensors that produces each tensor when it is written."""
+    """Save planner over meta tensors that produces each tensor, or chunk of experts, when it is written."""
 
-    def __init__(self, specs: dict[str, TensorSpec], produce: TensorProducer) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], produce: SliceProducer) -> None:
         super().__init__()
         self._specs, self._produce = specs, produce
 
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[chunk for item in plan.items for chunk in _expert_chunks(item)])
+        return self.plan
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._produce(self._specs[write_item.index.fqn])
+        assert write_item.tensor_data is not None, "weights are tensors"
+        chunk = write_item.tensor_data.chunk
+        window = [slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        return self._produce(self._specs[write_item.index.fqn], *window[: 1 if len(window) > 2 else 0])
+
+
+def _expert_chunks(item: WriteItem) -> Iterator[WriteItem]:
+    """Chunks of consecutive experts of weights [experts, out, in]; other tensors whole."""
+    data = item.tensor_data
+    if data is None or len(data.size) < 3:
+        yield item
+        return
+    experts, *shape = data.size
+    count = max(1, CHUNK_BYTES // (torch.Size(shape).numel() * data.properties.dtype.itemsize))
+    for first in range(0, experts, count):
+        chunk = ChunkStorageMetadata(torch.Size((first, 0, 0)), torch.Size((min(count, experts - first), *shape)))
+        index = MetadataIndex(item.index.fqn, chunk.offsets)
+        yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 
 
 def _one_process() -> warnings.catch_warnings:

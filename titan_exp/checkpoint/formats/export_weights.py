@@ -14,18 +14,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.dcp_checkpoint import write_dcp
+from titan_exp.checkpoint.formats.dcp_checkpoint import SliceProducer, write_dcp
 from titan_exp.checkpoint.formats.mapping import ExportReader
 from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
-from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, write_safetensors
+from titan_exp.checkpoint.formats.safetensors import TensorSpec, write_safetensors
 from titan_exp.checkpoint.formats.torch_file import write_torch_file
+from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.data.tokenizers.files import write_tokenizer
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
-from titan_exp.models.convert.hf_config import generation_config, to_huggingface
+from titan_exp.models.convert.hf_config import export_violations, generation_config, to_huggingface
 from titan_exp.models.convert.meta_params import to_params
 from titan_exp.models.convert.model_json import FILE, to_json
+from titan_exp.models.spec.lookup import model_spec
 
 METADATA_BYTES = 64 * 2**20
 """Upper bound on configuration, tokenizer and file-system metadata."""
@@ -59,14 +61,21 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
             f"format={export.format} has no tensor names for the architecture {source.model.architecture}. "
             "format=safetensors, torch and dcp hold any model under its own names."
         )
+    violations = export_violations(source.model) if mapped_format == "huggingface" else []
+    if violations:
+        raise UserError(
+            "format=huggingface cannot express this model. "
+            "format=safetensors, torch and dcp hold any model under its own names.",
+            violations,
+        )
     specs, produce = _tensors(source, mapped_format, export.dtype)
     total = sum(spec.bytes for spec in specs)
     written = 0
 
-    def counted(spec: TensorSpec) -> Tensor:
+    def counted(spec: TensorSpec, *window: slice) -> Tensor:
         nonlocal written
-        tensor = produce(spec)
-        written += spec.bytes
+        tensor = produce(spec, *window)
+        written += tensor.nbytes
         export.progress(written, total)
         return tensor
 
@@ -77,20 +86,28 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
 
 def _tensors(
     source: OpenCheckpoint, mapped_format: CheckpointFormat | None, dtype: torch.dtype | None
-) -> tuple[list[TensorSpec], TensorProducer]:
+) -> tuple[list[TensorSpec], SliceProducer]:
     """Tensors to write, in order, and their producer."""
     if mapped_format is None:
-        reader = source.parameters
-        shapes = source.parameters.shapes
+        reader, shapes = source.parameters, source.parameters.shapes
+        spec = model_spec(source.model)
+        buffers = {name for name in shapes if is_training_state(name) or (spec is not None and name in spec.buffers)}
     else:
         row_map = state_dict_map(source.model, mapped_format)
         reader, shapes = ExportReader(source.parameters, row_map), row_map.their_shapes
-    specs = [TensorSpec(name, tuple(shape), _export_dtype(reader.dtype(name), dtype)) for name, shape in shapes.items()]
-    return specs, lambda spec: reader.read(spec.name).to(spec.dtype)
+        buffers = {name for name in shapes if row_map.is_buffer(name)}
 
+    def export_dtype(name: str) -> torch.dtype:
+        own = reader.dtype(name)
+        # Biases that are updated by small steps lose them in bf16.
+        return own if dtype is None or name in buffers or not own.is_floating_point else dtype
 
-def _export_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point else own
+    specs = [TensorSpec(name, tuple(shape), export_dtype(name)) for name, shape in shapes.items()]
+
+    def produce(spec: TensorSpec, *window: slice) -> Tensor:
+        return reader.read(spec.name, *window).to(spec.dtype)
+
+    return specs, produce
 
 
 def write_hf_metadata(
@@ -104,7 +121,7 @@ def write_hf_metadata(
 
 
 def _write(
-    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: SliceProducer, export: ExportOptions
 ) -> None:
     """Write the weights and their description in the requested format."""
     weights = {spec.name: spec for spec in specs}

@@ -1,14 +1,18 @@
 """Mapping readers between titan_exp parameters and another format's tensors, one slice at a time."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, TensorReader
+from titan_exp.checkpoint.formats.tensor_reader import TensorReader, window_extent
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, row_blocks
+
+HELD_BYTES = 2**28
+"""Bytes of stacked experts read at once, at least one expert: saved shards, of several experts, are read whole."""
 
 
 class ImportReader:
@@ -17,32 +21,40 @@ class ImportReader:
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         self.shapes = row_map.shapes
+        self.dtype = cache(self._promoted)
 
-    def dtype(self, name: str) -> torch.dtype:
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read a slice of a parameter, and only the needed source rows."""
+        shape = self.shapes[name]
+        start, size = window_extent(shape, window)
+        gathered = torch.empty(size, dtype=self.dtype(name))
+        rows, columns = (gathered.flatten(0, -2), window[len(shape) - 1 :]) if len(shape) > 1 else (gathered, ())
+        done = 0
+        for first, count in row_blocks(shape, start, size):
+            self._gather(rows[done : done + count], name, first, columns)
+            done += count
+        return gathered
+
+    def _gather(self, target: Tensor, name: str, first: int, columns: Sequence[slice]) -> None:
+        """Fill consecutive rows of a parameter, from row `first` of the whole."""
+        by_name: defaultdict[str, list[RowRange]] = defaultdict(list)
+        for run in self._map.of(name, first, first + len(target)):
+            by_name[run.name].append(run)
+        for their_name, runs in by_name.items():
+            low, high = min(run.first for run in runs), max(run.theirs.stop for run in runs)
+            block = self._store.read(their_name, slice(low, high), *columns)
+            for run in runs:
+                theirs = slice(run.theirs.start - low, run.theirs.stop - low, run.step)
+                target[run.start - first : run.start - first + run.rows] = block[theirs]
+
+    def _promoted(self, name: str) -> torch.dtype:
         """Promoted dtype of a parameter's source tensors."""
         found = None
-        for their_name in dict.fromkeys(run.name for run in self._map.runs[name]):
+        for their_name in self._map.their_names(name):
             kind = self._store.dtype(their_name)
             found = kind if found is None else torch.promote_types(found, kind)
         assert found is not None, "a parameter has rows"
         return found
-
-    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Read a slice of a parameter, and only the needed source rows."""
-        shape = self.shapes[name]
-        start, stop, _ = rows.indices(shape[0])
-        width = [len(range(*columns.indices(shape[1])))] if len(shape) > 1 else []
-        gathered = torch.empty([max(0, stop - start), *width], dtype=self.dtype(name))
-        by_name: defaultdict[str, list[RowRange]] = defaultdict(list)
-        for run in self._map.of(name, start, stop):
-            by_name[run.name].append(run)
-        for their_name, runs in by_name.items():
-            low, high = min(run.first for run in runs), max(run.theirs.stop for run in runs)
-            block = self._store.read(their_name, slice(low, high), columns)
-            for run in runs:
-                theirs = slice(run.theirs.start - low, run.theirs.stop - low, run.step)
-                gathered[run.start - start : run.start - start + run.rows] = block[theirs]
-        return gathered
 
 
 class ExportReader:
@@ -50,32 +62,45 @@ class ExportReader:
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
-        # Query, key and value are read in sequence as rows of one fused parameter.
-        self._held: tuple[str, Tensor] | None = None
+        # Query, key and value, or gate and up, are read in sequence as rows of one fused parameter.
+        self._held: tuple[str, range, Tensor] = ("", range(0), torch.empty(0))
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
-        return self._store.dtype(self._owner(name)[0])
+        return self._store.dtype(self._map.owner(name))
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor."""
-        ours, runs = self._owner(name)
-        whole, shape = self._read_once(ours), self._map.their_shapes[name]
-        if len(runs) == 1 and runs[0].rows == whole.shape[0]:
-            return whole
-        tensor = torch.empty(shape, dtype=whole.dtype)
-        for run in runs:
-            tensor[run.theirs] = whole[run.ours]
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read a tensor, of which the window is taken in memory."""
+        return self._read(name)[window]
+
+    def _read(self, name: str) -> Tensor:
+        source, shape = self._map.of_theirs(name), self._map.their_shapes[name]
+        first, held = self._read_once(source.ours, source.expert)
+        if len(source.ranges) == 1 and source.ranges[0].step == 1:
+            start = source.ranges[0].start - first
+            return held[start : start + shape[0]]
+        tensor = torch.empty(shape, dtype=held.dtype)
+        for run in source.ranges:
+            tensor[run.theirs] = held[run.start - first : run.start - first + run.rows]
         return tensor
 
-    def _read_once(self, ours: str) -> Tensor:
-        if self._held is None or self._held[0] != ours:
-            self._held = None  # free before reading the next one
-            self._held = (ours, self._store.read(ours))
-        return self._held[1]
+    def _read_once(self, ours: str, expert: int | None) -> tuple[int, Tensor]:
+        """Rows of a parameter, with those of an expert, from the number of the first one in the whole."""
+        owner, experts, held = self._held
+        if owner != ours or (expert is not None and expert not in experts):
+            self._held = ("", range(0), torch.empty(0))  # free before reading the next one
+            experts, held = self._read_rows(ours, expert)
+            self._held = (ours, experts, held)
+        return (0 if expert is None else experts.start * self._map.shapes[ours][1]), held
 
-    def _owner(self, name: str) -> tuple[str, tuple[RowRange, ...]]:
-        return self._map.owners[self._map.copies.get(name, name)]
+    def _read_rows(self, ours: str, expert: int | None) -> tuple[range, Tensor]:
+        if expert is None:
+            return range(0), self._store.read(ours)
+        shape = self._map.shapes[ours]
+        count = max(1, HELD_BYTES // (torch.Size(shape[1:]).numel() * self._store.dtype(ours).itemsize))
+        first = expert - expert % count
+        block = self._store.read(ours, slice(first, min(first + count, shape[0])))
+        return range(first, first + len(block)), block.flatten(0, 1)
 
 
 def check_tensors(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, slice_tensor
+from titan_exp.checkpoint.formats.tensor_reader import window_extent
 from titan_exp.checkpoint.formats.torch_file import torch_load_safely
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
@@ -35,19 +35,21 @@ class ConsolidatedReader:
         """Dtype of a tensor."""
         return self._pieces[0][name].dtype
 
-    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
+    def read(self, name: str, *window: slice) -> Tensor:
         """Read a slice; a column-sharded tensor is concatenated first."""
         pieces, dim = self._shards(name, self.shapes[name])
         if len(pieces) == 1:
-            return slice_tensor(pieces[0], rows, columns)
+            return pieces[0][window]
+        (first, *_), (rows, *_) = window_extent(self.shapes[name], window)
+        columns = window[1:]
         if dim == 1:
-            return torch.cat([piece[rows] for piece in pieces], dim=1)[:, columns]
-        first, last, _ = rows.indices(self.shapes[name][0])
+            return torch.cat([piece[first : first + rows] for piece in pieces], dim=1)[:, *columns]
+        last = first + rows
         found, start = [], 0
         for piece in pieces:
             low, high = max(first - start, 0), min(last - start, len(piece))
             if low < high:
-                found.append(slice_tensor(piece, slice(low, high), columns))
+                found.append(piece[low:high, *columns])
             start += len(piece)
         return torch.cat(found)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.checkpoint.dcp.checksums import find_damage, raise_if_damaged
+from titan_exp.checkpoint.formats.block_fp8 import BlockFP8Reader
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors
 from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
@@ -14,6 +15,7 @@ from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
 from titan_exp.checkpoint.formats.tensor_reader import TensorReader
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader, torch_load_safely
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
@@ -22,7 +24,7 @@ from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
-from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
+from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of, unread_prefixes, weight_blocks
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.spec.lookup import family_violations, model_spec
 
@@ -86,9 +88,12 @@ def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheck
             f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
             "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
         )
-    store = SafetensorsReader(folder)
+    blocks, store = weight_blocks(values), SafetensorsReader(folder)
+    if blocks is not None:
+        store = BlockFP8Reader(store, blocks)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
-    extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq")}
+    unread = unread_prefixes(values, architecture)
+    extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq") or name.startswith(unread)}
     parameters = _mapped(store, model, "huggingface", folder, extra)
     return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
 
@@ -132,9 +137,7 @@ def _open_dcp(path: Path, trust: bool) -> OpenCheckpoint:
             f"{path} is a DCP checkpoint outside of a run, without a description of its model: {FILE} is missing. "
             "Name the run folder, or the checkpoint in it."
         )
-    spec = model_spec(model)
-    if spec is not None:
-        check_tensors(store.shapes, spec.shapes, where=str(path))
+    _check_own_names(model, store, path)
     return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
 
 
@@ -175,10 +178,15 @@ def _open_torch_file(path: Path, trust: bool) -> OpenCheckpoint:
 def _own_names(
     path: Path, form: str, model: ModelConfig, store: TensorReader, special: Mapping[str, Any]
 ) -> OpenCheckpoint:
+    _check_own_names(model, store, path)
+    return OpenCheckpoint(path, form, model, store, _tokenizer_in(path), special)
+
+
+def _check_own_names(model: ModelConfig, store: TensorReader, path: Path) -> None:
     spec = model_spec(model)
     if spec is not None:
-        check_tensors(store.shapes, spec.shapes, where=str(path))
-    return OpenCheckpoint(path, form, model, store, _tokenizer_in(path), special)
+        training = frozenset(name for name in store.shapes if is_training_state(name))
+        check_tensors(store.shapes, spec.state_shapes, where=str(path), optional=training)
 
 
 def _mapped(

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE
 from titan_exp.config.errors.user_error import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -31,6 +30,9 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FP8 = torch.float8_e4m3fn
+"""Dtype of weights that are read with their scales only."""
+
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -67,19 +69,21 @@ class SafetensorsReader:
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(self._slice(name).get_shape()) for name in self.files}
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
+    def dtype(self, name: str, *, fp8: bool = False) -> torch.dtype:
+        """Dtype of a tensor. Raises UserError if it is none of a weight; fp8 without scales is one only with `fp8`."""
         kind = self._slice(name).get_dtype()
+        if fp8 and kind == "F8_E4M3":
+            return FP8
         if kind not in _DTYPES:
             raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}; supported are {', '.join(_DTYPES)}.")
         return _DTYPES[kind]
 
-    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
+    def read(self, name: str, *window: slice) -> Tensor:
         """Read only a slice from disk."""
         part = self._slice(name)
         if not part.get_shape():
             return self._open(self.files[name]).get_tensor(name)
-        return part[rows, columns] if len(part.get_shape()) > 1 else part[rows]
+        return part[window or (slice(None),)]
 
     def _slice(self, name: str) -> Any:
         try:

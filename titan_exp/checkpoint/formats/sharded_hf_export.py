@@ -23,13 +23,14 @@ from titan_exp.checkpoint.formats.safetensors import (
     preallocate_safetensors,
     tensor_locations,
 )
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
-from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models.convert.state_dict_map import StateDictMap, row_blocks
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
@@ -80,10 +81,15 @@ class ShardedHFExporter:
             return True
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]
-        specs = [TensorSpec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
+        specs = [
+            TensorSpec(name, tuple(shape), torch.float32 if row_map.is_buffer(name) else dtype)
+            for name, shape in row_map.their_shapes.items()
+        ]
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
-            and self._all_succeed(lambda: self._write_shards(partial, specs, row_map, dtype, parts))
+            and self._all_succeed(
+                lambda: self._write_shards(partial, specs, row_map, parts), self._bytes(specs, row_map)
+            )
             and self._all_succeed(lambda: self._publish(partial, target) if self._leader else None)
         )
         if written:
@@ -111,48 +117,68 @@ class ShardedHFExporter:
         partial: Path,
         specs: Sequence[TensorSpec],
         row_map: StateDictMap,
-        dtype: torch.dtype,
         parts: Sequence[nn.Module],
-    ) -> None:
-        writer = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes), dtype)
+    ) -> int:
+        """Write this rank's shards; returns the bytes, without tensors of several pipeline stages."""
+        writer, written = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes)), 0
         with _OffsetFiles(partial) as files:
             for key, tensor in model_state_dict(parts).items():
-                if is_first_replica(tensor, self._mesh):
-                    writer.write(files, key.removeprefix(MODEL_PREFIX), tensor)
+                name = key.removeprefix(MODEL_PREFIX)
+                if not is_training_state(name) and is_first_replica(tensor, self._mesh):
+                    count = writer.write(files, name, tensor)
+                    written += 0 if self._is_shared(name) else count
+        return written
+
+    def _bytes(self, specs: Sequence[TensorSpec], row_map: StateDictMap) -> int:
+        """Bytes of all tensors that one pipeline stage has."""
+        return sum(spec.bytes for spec in specs if not self._is_shared(row_map.owner(spec.name)))
+
+    def _is_shared(self, name: str) -> bool:
+        """True for a parameter of several pipeline stages."""
+        spec = model_spec(self._model)
+        return spec is not None and name.partition(".")[0] in spec.pipeline.shared
 
     def _publish(self, partial: Path, target: Path) -> None:
         sync_all(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
 
-    def _all_succeed(self, action: Callable[[], None]) -> bool:
-        """Run an action on every rank; returns True if all succeeded."""
-        failure = None
+    def _all_succeed(self, action: Callable[[], int | None], total: int | None = None) -> bool:
+        """Run an action on every rank; returns True if all succeeded, and their results, if given a total, add up."""
+        failure, result = None, None
         try:
-            action()
+            result = action()
         except OSError as error:
             failure = f"rank {dist.get_rank()}: {error}"
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure, group=self._mesh.cpu_group)
-        failed = [failure for failure in failures if failure is not None]
+        found: list[tuple[str | None, int | None]] = [(None, None)] * dist.get_world_size()
+        dist.all_gather_object(found, (failure, result), group=self._mesh.cpu_group)
+        failed = [failure for failure, _ in found if failure is not None]
+        # Files are preallocated: rows that no rank writes would be zeros.
+        if not failed and total is not None and (written := sum(count or 0 for _, count in found)) != total:
+            failed = [f"ranks wrote {written} bytes of {total}: the layout's shards do not cover each weight once"]
         if failed:
             get_logger().error("the weights could not be exported: %s", failed[0])
         return not failed
 
 
 def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
-    """True if this rank holds the first replica of its shard of a tensor.
+    """True if this rank holds the first replica of its shard of a tensor, on any mesh of this rank's pipeline stage.
 
     A tied tensor has a first replica on each of its pipeline stages.
     """
-    sharded = set()
-    if isinstance(tensor, DTensor):
-        names = tensor.device_mesh.mesh_dim_names or ()
-        sharded = {
-            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
-        }
-    axes = {"dp_replicate", "fsdp", "tp"} - sharded
-    return all(mesh.sharding[axis].get_local_rank() == 0 for axis in axes)
+    ranks = mesh.sharding.mesh
+    names = mesh.sharding.mesh_dim_names or ()
+    first = int(ranks.select(names.index("pp"), mesh.sharding["pp"].get_local_rank()).min())
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == first
+    # Meshes of equal shape partition the stage, and one of them has its first rank.
+    if first not in tensor.device_mesh.mesh.flatten().tolist():
+        return False
+    position = tensor.device_mesh.get_coordinate()
+    assert position is not None, "a rank holds shards of tensors on its own mesh"
+    return all(
+        index == 0 for index, placement in zip(position, tensor.placements, strict=True) if placement.is_replicate()
+    )
 
 
 class _OffsetFiles:
@@ -184,23 +210,27 @@ class _OffsetFiles:
 class _RowWriter:
     """Writes rows of titan_exp parameters to their locations."""
 
-    def __init__(self, row_map: StateDictMap, locations: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
-        self._map, self._locations, self._dtype = row_map, locations, dtype
+    def __init__(self, row_map: StateDictMap, locations: Mapping[str, TensorLocation]) -> None:
+        self._map, self._locations = row_map, locations
 
-    def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> None:
-        """Write this rank's shard of a parameter."""
+    def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> int:
+        """Write this rank's shard of a parameter; returns its bytes."""
         part = local_shard(tensor)
         if 0 in part.size:
-            return
-        held = local_tensor(tensor).detach().to("cpu", self._dtype).reshape(part.size[0], -1).contiguous()
-        width, columns, column = (part.shape[1], part.size[1], part.start[1]) if len(part.shape) > 1 else (1, 1, 0)
-        data, item, first = held.view(torch.uint8).numpy(), self._dtype.itemsize, part.start[0]
-        for run in self._map.of(name, first, first + part.size[0]):
-            location, rows = self._locations[run.name], data[run.start - first : run.start - first + run.rows]
-            begin = location.begin + column * item
-            if columns == width and run.step == 1:
-                files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
-                continue
-            for number, row in enumerate(rows):
-                at = run.first + number * run.step
-                files.write(location.file, begin + at * width * item, row.data)
+            return 0
+        dtype = self._locations[self._map.their_names(name)[0]].spec.dtype
+        width, columns, column = (part.shape[-1], part.size[-1], part.start[-1]) if len(part.shape) > 1 else (1, 1, 0)
+        held = local_tensor(tensor).detach().to("cpu", dtype).reshape(-1, columns).contiguous()
+        data, item, done = held.view(torch.uint8).numpy(), dtype.itemsize, 0
+        for first, count in row_blocks(part.shape, part.start, part.size):
+            for run in self._map.of(name, first, first + count):
+                location, at = self._locations[run.name], done + run.start - first
+                rows, begin = data[at : at + run.rows], location.begin + column * item
+                if columns == width and run.step == 1:
+                    files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
+                    continue
+                for number, row in enumerate(rows):
+                    offset = (run.first + number * run.step) * width * item
+                    files.write(location.file, begin + offset, row.data)
+            done += count
+        return held.nbytes

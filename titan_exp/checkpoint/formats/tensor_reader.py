@@ -1,12 +1,10 @@
 """Lazy tensor reader interface: tensors of a checkpoint by name, read in slices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-FULL_SLICE = slice(None)
 
 
 class TensorReader(Protocol):
@@ -21,14 +19,16 @@ class TensorReader(Protocol):
         """Dtype of a tensor."""
         ...
 
-    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Read consecutive rows (and columns of a matrix) to the CPU; the result is read-only.
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read a window to the CPU, one slice of step 1 per dim, later dims whole; the result is read-only.
 
-        Only the slice is read from disk, or whole shards in sharded formats.
+        Only the window is read from disk, or whole shards in sharded formats.
         """
         ...
 
 
-def slice_tensor(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Slice a tensor in memory."""
-    return tensor[rows] if tensor.dim() < 2 else tensor[rows, columns]
+def window_extent(shape: Sequence[int], window: Sequence[slice]) -> tuple[list[int], list[int]]:
+    """First index and size of a window in each dim of a tensor."""
+    sliced = [range(*part.indices(size)) for part, size in zip(window, shape, strict=False)]
+    whole = shape[len(sliced) :]
+    return [*(part.start for part in sliced), *[0] * len(whole)], [*map(len, sliced), *whole]

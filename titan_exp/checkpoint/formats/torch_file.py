@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
-from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, slice_tensor
 from titan_exp.config.errors.user_error import UserError
 
 
@@ -28,9 +27,9 @@ class TorchFileReader:
         """Dtype of a tensor."""
         return self._tensors[name].dtype
 
-    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
+    def read(self, name: str, *window: slice) -> Tensor:
         """Slice a tensor in the memory map."""
-        return slice_tensor(self._tensors[name], rows, columns)
+        return self._tensors[name][window]
 
 
 def torch_load_safely(path: Path) -> dict[str, Any]:

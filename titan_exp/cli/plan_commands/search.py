@@ -16,7 +16,7 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
-from titan_exp.config.layout.axes import DEGREES
+from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.tracking.number_format import format_bytes
@@ -99,7 +99,7 @@ def _check_homogeneous(experiment: Experiment) -> None:
     """Check that layers are homogeneous, since a search extrapolates from a few."""
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
-    parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)
+    parallelism = replace(experiment.parallelism, **ONE_DEVICE, pp_microbatches=None)
     reason = unsupported_reason(resolve_layout(replace(experiment, parallelism=parallelism), 1))
     if reason is not None:
         raise UserError(
@@ -123,7 +123,7 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     smallest = result.smallest.candidate.experiment
     degrees = " ".join(f"{name}={getattr(smallest.parallelism, name)}" for name in DEGREES)
     fixes = ["more GPUs (--gpus)"]
-    if smallest.training.loss_chunk_tokens is None:
+    if not smallest.training.has_given_chunks:
         fixes.append("training.loss_chunk_tokens=2048")
     if keeps_fp32_moments(smallest.optimizer):
         fixes.append("optimizer.state_precision=bf16")

@@ -3,8 +3,11 @@
 Tables need no scripts; the scripts in `page/` draw the plots from embedded numbers.
 """
 
+import base64
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric
@@ -20,6 +23,10 @@ from titan_exp.compare.stats.scaling_efficiency import scaling
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+PICTURES = 12
+"""Maximum number of embedded pictures of expert load; one takes about 60 kB."""
 
 SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
 """Scripts of `page/`, in load order."""
@@ -45,7 +52,21 @@ def to_html(comparison: Comparison) -> str:
         scaling=series,
         format_count=format_count,
         differing=_differing(comparison),
+        pictures=list(islice(_expert_load(comparison), PICTURES)),
     )
+
+
+def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Label and PNG in base64 of each row's first run with a record of expert load."""
+    for row in comparison.rows:
+        recorded = (run for run in row.runs if RunFolder(run.source).expert_load.is_file())
+        if (run := next(recorded, None)) is None:
+            continue
+        from titan_exp.compare.output.expert_load_plot import expert_load_png
+
+        if (picture := expert_load_png(Path(run.source))) is not None:
+            seed = f", seed {run.seed}" if len(row.runs) > 1 else ""
+            yield f"{row.label}{seed}", base64.b64encode(picture).decode()
 
 
 def _findings(comparison: Comparison) -> list[tuple[str, str]]:

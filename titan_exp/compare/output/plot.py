@@ -50,7 +50,7 @@ def draw(run_folder: Path) -> Path:
     figure.align_ylabels()
     _add_tokens(loss, rows)
     _add_title(figure, run_folder, rows, begins)
-    return _save(figure, run_folder / "loss.png")
+    return save_figure(figure, run_folder / "loss.png")
 
 
 def _rows(run_folder: Path) -> list[dict[str, Value]]:
@@ -80,7 +80,7 @@ def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
     for step in diverged:
         axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == diverged[0] else None)
     axes.set_ylabel("loss (nats per token)")
-    _style(axes)
+    style_axes(axes)
 
 
 def _draw_small(axes: "Axes", rows: list[dict[str, Value]], key: str, label: str) -> None:
@@ -92,10 +92,11 @@ def _draw_small(axes: "Axes", rows: list[dict[str, Value]], key: str, label: str
         axes.set_ylim(bottom=0)
     axes.locator_params(axis="y", nbins=4)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    _style(axes)
+    style_axes(axes)
 
 
-def _style(axes: "Axes") -> None:
+def style_axes(axes: "Axes") -> None:
+    """Set grid, spines and ticks as in every plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#000000", alpha=0.08)
     axes.tick_params(labelsize=9, color=QUIET)
@@ -149,7 +150,8 @@ def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]],
     figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
 
 
-def _save(figure: "Figure", path: Path) -> Path:
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Replace the PNG file at `path`; returns it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(temporary, format="png")
     temporary.replace(path)

@@ -78,7 +78,7 @@ def take_options(
         name = key.replace("-", "_")
         if equals and name in fields:
             values[name] = value
-        elif not equals and places:
+        elif places and (not equals or "/" in key):  # a run of a study, by its label
             values[places.pop(0)] = word
         else:
             rest.append(word)

@@ -121,6 +121,8 @@ class EvaluateOptions:
     """Step of the run's checkpoint; 0 is the newest."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
+    experts: bool = False
+    """Also print the classes of tokens (keywords, digits, brackets, ...) that each expert specialises in."""
     json: bool = False
     """Print JSON."""
     trust: bool = False
@@ -176,6 +178,8 @@ class PlanOptions:
     """File of a page with the shards of every rank, the pipeline schedule and memory over a step."""
     full: bool = False
     """Trace every layer and micro-batch of every rank, which takes minutes for a large run."""
+    kernels: bool = False
+    """Print launches, FLOPs, bytes and time of the step by class of kernels."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
     trust: bool = False
@@ -221,6 +225,8 @@ class StatusOptions:
 class ShowOptions:
     """Options of `titan-exp show`."""
 
+    plot: bool = False
+    """Draw the loss curve and, of a model with experts, their load into the run folder."""
     json: bool = False
     """Print JSON."""
 

@@ -34,6 +34,8 @@ class NameCheck:
         """Option of each group in the defaults list."""
         self.tree: dict[str, Any] | None = _tree(composed)
         """Configuration with these options; None if they cannot be composed."""
+        self._swept: list[list[str]] = []
+        """Options among the overrides, with one option of a sweep each."""
 
     def choose(self, parsed: Sequence[Override]) -> None:
         """Add the keys of the existing options among the overrides."""
@@ -43,6 +45,12 @@ class NameCheck:
             if override.key_or_group in self.names
             and not override.is_sweep_override()
             and not any(self._check_option(override))
+        ]
+        swept = [
+            override for override in parsed if override.key_or_group in self.names and override.is_sweep_override()
+        ]
+        self._swept = [
+            [*options, f"{override.key_or_group}={value}"] for override in swept for value in _values(override)
         ]
         try:
             composed = self.groups.compose(options)
@@ -112,10 +120,8 @@ class NameCheck:
 
     def _check_key(self, key: str, override: Override, tree: Mapping[str, Any]) -> Iterator[Violation]:
         *parents, name = key.split(".")
-        parent, node = ".".join(parents), tree
-        for part in parents:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and name in node:
+        parent, node = ".".join(parents), _node(tree, parents)
+        if (isinstance(node, dict) and name in node) or any(name in found for found in self._swept_nodes(parents)):
             return
         value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
         if str(annotation_of(parent)).startswith("dict"):
@@ -129,25 +135,38 @@ class NameCheck:
             return
         leaves = flatten(tree)
         found = meant or nearest(key, dict.fromkeys([*leaves, *value_keys()]))
-        homes = listed(self._options_with(found[0])) if found and found[0] not in leaves else ""
-        if homes and found[0] == key:
-            reason = f"{parent}={self.chosen[parent]} does not have this key"
+        group, options = self._options_with(found[0]) if found and found[0] not in leaves else ("", [])
+        homes = listed(options)
+        if options and found[0] == key:
+            reason = f"{group}={self.chosen[group]} does not have this key"
             yield Violation(key, value, reason, f"it comes with {homes}")
             return
-        offer = f"did you mean {found[0]}? It comes with {homes}." if homes else ""
+        offer = f"did you mean {found[0]}? It comes with {homes}." if options else ""
         offer = offer or (f"did you mean {listed(found)}?" if found else "")
         inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
         yield Violation(key, value, "unknown key", offer or inside or "titan-exp train --cfg job prints every key")
 
-    def _options_with(self, key: str) -> list[str]:
-        """Options of a key's group that have the key: `cluster=slurm`."""
-        group, _, name = key.rpartition(".")
-        found = []
-        for option in self.groups.options(group) if group in self.chosen else ():
+    def _swept_nodes(self, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Parent of a key under each option of a sweep, composed when asked for."""
+        for options in self._swept:
             with suppress(*_FAILS):
-                if name in (_tree(self.groups.compose([f"{group}={option}"])).get(group) or {}):
-                    found.append(f"{group}={option}")
-        return found
+                node = _node(_tree(self.groups.compose(options)), parents)
+                if isinstance(node, dict):
+                    yield node
+
+    def _options_with(self, key: str) -> tuple[str, list[str]]:
+        """Group that a key is in, and its options that have the key: `cluster=slurm`."""
+        *parents, name = key.split(".")
+        depth = next((depth for depth in range(len(parents), 0, -1) if "/".join(parents[:depth]) in self.chosen), 0)
+        group, inside = "/".join(parents[:depth]), parents[depth:]
+        options = self.groups.options(group) if group else []
+        # One composition of all options, each in a place of its own, is as fast as one of a single option.
+        places = {f"option{number}": option for number, option in enumerate(options)}
+        nodes: dict[str, Any] = {}
+        with suppress(*_FAILS):
+            tree = _tree(self.groups.compose([f"+{group}@{place}={option}" for place, option in places.items()]))
+            nodes = {option: _node(tree, [place, *inside]) for place, option in places.items()}
+        return group, [f"{group}={option}" for option, node in nodes.items() if isinstance(node, dict) and name in node]
 
     def _unknown_option(self, group: str, option: Any, options: Sequence[str]) -> Violation:
         offer = did_you_mean(str(option), options)
@@ -183,6 +202,14 @@ def _values(override: Override) -> list[Any]:
         return []
     value = override.value()
     return list(value) if isinstance(value, list) else [value]
+
+
+def _node(tree: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """Node of a configuration by its path; None if there is none."""
+    node: Any = tree
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def _tree(cfg: DictConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from titan_exp.config.schema.schema import (
     choices_of,
     hints,
     is_number,
+    literals_beside,
     meaning_of,
     optional_fields,
     takes_null,
@@ -67,7 +68,8 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
     kind, value, message = error["type"], error["input"], error["msg"]
     if value is None and not takes_null(annotation):
         return "null is not a value of this key", ""
-    if kind == "literal_error":
+    words = literals_beside(annotation)
+    if kind == "literal_error" and not words:
         return _choice(value, annotation)
     if kind == "predicate_failed":
         tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
@@ -77,7 +79,7 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
     if kind in ("int_parsing", "float_parsing") and (number := _with_unit(value, field)):
         remedy = f"write {field}={number}"
     known = {**error.get("ctx", {}), "field": field, "value": shown(value), "rounded": rounded}
-    return reason.format_map(known), remedy.format_map(known)
+    return ", or ".join([reason.format_map(known), *words]), remedy.format_map(known)
 
 
 _REASONS = {

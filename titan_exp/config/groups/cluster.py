@@ -32,6 +32,9 @@ class ClusterConfig:
     hang_kill_minutes: PositiveFloat | None = 15.0
     """Minutes, counted likewise, after which every rank writes its stacks and ends with exit code 86; at least ten
     times the median step. null never ends the run."""
+    expandable_segments: bool = True
+    """Let CUDA's allocator grow its segments instead of reserving new ones, which wastes less memory. Not with
+    `compile.cuda_graphs`, nor where PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is set."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process."""
     link_gbs: PositiveFloat | None = None

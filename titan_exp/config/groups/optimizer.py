@@ -42,9 +42,11 @@ class AdamWConfig(OptimizerConfig):
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat
     """Added to AdamW's denominator."""
-    implementation: Literal["fused", "foreach", "for_loop", "triton"]
+    implementation: Literal["auto", "fused", "foreach", "for_loop", "triton"]
     """AdamW kernel: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
-    `triton`, for CUDA, which clips and updates in one pass over memory. Its gain has not been measured."""
+    `triton`, for CUDA, which clips and updates in one pass over memory, and on one data rank reads bf16 gradients and
+    writes bf16 weights in the same pass. `auto` is `triton` on CUDA with fp32 or bf16 moments, where Triton is
+    installed and nothing is offloaded, else `fused`; a run's config and log name the one that runs."""
     state_precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
     """Precision of AdamW's moments; it computes in fp32. 4 bytes each in `fp32`; 2 in `bf16`, which loses changes of
     the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values denser around

@@ -73,9 +73,12 @@ class ParallelismConfig:
     as in `ulysses`, while the groups exchange keys and values; divides cp and the kv heads of a rank. Neighbours
     sit behind the fastest links, and a round of the ring is so many times shorter."""
     ep: Degree
-    """Expert-parallel degree."""
+    """Expert-parallel degree: ranks that keep other experts each, to which tokens are sent and sent back. It adds no
+    processes: it regroups the ranks of tp (or etp does), then of cp, then of dp_shard, whose product it divides, as it
+    divides the experts. The ranks that are left shard the same experts."""
     etp: Degree
-    """Tensor-parallel degree inside experts."""
+    """Tensor-parallel degree inside experts: 1 keeps them whole on a rank, parallelism.tp divides their channels too,
+    for experts that are wide."""
     cpu_offload: bool
     """Keep parameters, gradients and optimizer state in the CPU's memory and bring a block's parameters to the GPU
     when it computes: the least GPU memory, at the speed of the link between the two."""
@@ -84,7 +87,8 @@ class ParallelismConfig:
     reshard_after_forward: Literal["auto", "always", "never", "all_but_last"]
     """Time at which a block frees its gathered parameters: after each forward pass, never before backward, or after
     each but the last block's, which backward needs next. `auto` is all_but_last without a pipeline, and never with one,
-    where a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step."""
+    where a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step. Other than
+    with `never`, the embedding is freed after its lookup, and norm and head after their backward pass."""
 
     @property
     def ulysses_degree(self) -> int:

@@ -1,7 +1,9 @@
 """Group `plan`: memory prediction before every launch. It does not change what is computed."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 
 @dataclass(frozen=True)
@@ -14,3 +16,6 @@ class PlanConfig:
     predict: Literal["needed", "always"] = "needed"
     """`needed` skips runs that fit by an upper bound (small models); `always` predicts them too, to compare prediction
     and measurement. Predictions are cached."""
+    worst_expert_load: Annotated[float, Ge(1)] = 2.0
+    """Load of a rank's experts, in multiples of the mean, for which `titan-exp plan` tells the memory beside that of
+    uniform routing, with `parallelism.ep`; 1 leaves it out. Nothing bounds it: balance makes it rare."""

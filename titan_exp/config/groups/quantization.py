@@ -10,6 +10,12 @@ from titan_exp.config.groups.types import Count
 BLOCK = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_gw_hp": 16, "mxfp8": 32, "nvfp4": 16}
 """Multiple that every dim of a quantized matmul must be, by recipe: 16 bytes of float8, a block of MX or NVFP4."""
 
+DUAL_CAST_RECIPES = ("float8_tensorwise", "float8_rowwise")
+"""Recipes that use a matrix in float8 both untransposed and transposed."""
+
+MIN_TORCHAO = {"nvfp4": (0, 18)}
+"""First torchao version with a recipe's kernels, by recipe; the others need the version that the package requires."""
+
 NVFP4_TILE = 128
 """Multiple for torchao's NVFP4 kernels, which lay out scales in tiles."""
 
@@ -49,14 +55,21 @@ class QuantizationConfig:
     quantizes the whole weight. Results are the same. No effect without sharding."""
     precomputed_scales: bool = False
     """Recipes with one scale per weight: compute all scales after each optimizer step, with one all-reduce, instead of
-    one by one at use. Results are the same."""
-    fused_casts: bool = False
-    """Recipes `float8_tensorwise` and `float8_rowwise`, on GPUs: a Triton kernel reads an activation or gradient once
-    and casts it as it is and transposed, for both matmuls that use it. Results are the same; the speed-up has not been
-    measured. No effect if the recipe is emulated."""
+    one by one at use. Results are the same. No effect for float8 at one data rank, which quantizes every weight once
+    per optimizer step and keeps it in float8 in both layouts."""
+    fused_casts: Literal["auto", True, False] = "auto"
+    """Recipes `float8_tensorwise` and `float8_rowwise`, on GPUs: a Triton kernel reads a gradient once and casts it as
+    it is and transposed, for both matmuls that use it; without compilation an activation too, which backward keeps
+    transposed, one byte a number. Compiled code casts an activation again in backward, with what recomputes it. `auto`
+    does so where the recipe is not emulated. Results are the same."""
     emulate: Literal["auto", True, False] = "auto"
     """Emulate the recipe on any device: round as it does and multiply in fp32, which is no faster than bf16. `auto`
     emulates if the device lacks the instructions, and logs it."""
+
+    @property
+    def has_dual_casts(self) -> bool:
+        """True if the recipe uses activations and gradients in float8 in both layouts."""
+        return self.recipe in DUAL_CAST_RECIPES
 
     @property
     def whole_weight_scales(self) -> bool:

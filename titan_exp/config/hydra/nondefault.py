@@ -18,7 +18,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, compose, config_folder, default_overrides
 from titan_exp.config.schema.component import KINDS, builtin_components, component
 from titan_exp.config.schema.config_diff import flatten, same_value
-from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, is_among
+from titan_exp.config.schema.identity_keys import idle_keys, is_among
 from titan_exp.config.schema.schema import hints
 
 _PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)
@@ -60,9 +60,7 @@ def _differing(
     """Keys of a group, `+` before new ones, whose composed values are not the wanted ones."""
     composed = flatten(raw.get(group) or {}, f"{group}.")
     declared = flatten(_declared(group, wanted), f"{group}.")
-    inactive = [
-        switched for switched, switch in COUNTS_BESIDE.items() if same_value(wanted.get(switch), declared.get(switch))
-    ]
+    inactive = idle_keys({**declared, **wanted})
     for key, value in wanted.items():
         if not key.startswith(f"{group}.") or is_among(key, inactive):
             continue

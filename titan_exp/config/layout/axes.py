@@ -81,8 +81,38 @@ AXES = (
         "all-reduce, or all-gather and reduce-scatter, of activations",
     ),
 )
-"""Axes from the outermost to the innermost: ranks along the last are adjacent. Expert parallelism (`ep`, `etp`) will
-regroup these ranks without additional processes."""
+"""Axes from the outermost to the innermost: ranks along the last are adjacent."""
+
+EXPERT_AXES = (
+    *(axis for axis in AXES if axis.name in ("pp", "dp_replicate")),
+    Axis(
+        "efsdp",
+        "dp_shard",
+        lambda degrees: degrees.dp_shard * degrees.cp * degrees.tp // (degrees.ep * degrees.etp),
+        "Sharded data parallelism of experts: each rank of the group keeps a shard of the same experts' weights, which "
+        "are gathered when a layer computes.",
+        "all-gather of experts' parameters, reduce-scatter of their gradients",
+        shards_parameters=True,
+    ),
+    Axis(
+        "ep",
+        "ep",
+        lambda degrees: degrees.ep,
+        "Expert parallelism: each rank of the group keeps other experts. Tokens are sent to the ranks of their experts "
+        "and back.",
+        "all-to-all of tokens",
+    ),
+    Axis(
+        "etp",
+        "etp",
+        lambda degrees: degrees.etp,
+        "Tensor parallelism within experts: each rank of the group computes some channels of every expert, for the "
+        "tokens of all of them.",
+        "all-gather and reduce-scatter of tokens",
+    ),
+)
+"""Axes of the experts' weights, over the same ranks in the same order: `ep` takes the ranks of tp (or `etp` does), then
+of cp, then of dp_shard."""
 
 DEGREES = tuple(dict.fromkeys(axis.key for axis in AXES))
 """Keys of the degrees whose product is the world size."""
@@ -90,8 +120,13 @@ DEGREES = tuple(dict.fromkeys(axis.key for axis in AXES))
 ONE_DEVICE = dict.fromkeys((*DEGREES, "cp_ulysses", "ep", "etp"), 1)
 """Degrees of a single-device run, by key."""
 
-BLOCK_DEGREES = ("cp", "tp")
+BLOCK_DEGREES = ("cp", "tp", "ep")
 """Keys of the axes with collectives inside a block."""
+
+
+def regroups_experts(parallelism: ParallelismConfig) -> bool:
+    """True if experts are sharded over other groups of ranks than the other weights."""
+    return parallelism.tp > 1 or parallelism.ep > 1
 
 
 def world_size(parallelism: ParallelismConfig) -> int:

@@ -1,8 +1,10 @@
 """Devices of the cluster group: type and number, without torch."""
 
+import importlib.util
 from typing import Literal
 
 from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.machine.cuda_support import torch_build
 from titan_exp.config.machine.local_machine import visible_gpus
 
 
@@ -11,6 +13,14 @@ def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
     if cluster.device != "auto":
         return cluster.device
     return "cuda" if visible_gpus() else "cpu"
+
+
+def has_triton() -> bool:
+    """True if Triton is installed where runs on GPUs take place: elsewhere, if this torch has no CUDA.
+
+    Torch for CUDA brings it.
+    """
+    return importlib.util.find_spec("triton") is not None or torch_build()[1] is None
 
 
 def offered_devices(cluster: ClusterConfig) -> int:

@@ -23,7 +23,7 @@ VMSTAT = Path("/proc/vmstat")
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs visible to a process with the current `CUDA_VISIBLE_DEVICES`."""
-    present = _gpus_present()
+    present = present_gpus()
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return present
@@ -100,7 +100,8 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _gpus_present() -> int:
+def present_gpus() -> int:
+    """Number of NVIDIA GPUs of this machine or container, hidden ones included."""
     # A container has device files only for its GPUs; the driver's folder lists all GPUs of the host.
     files = [path for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if files:

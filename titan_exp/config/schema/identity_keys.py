@@ -1,6 +1,6 @@
 """Run identity: keys outside the run id, layout keys, and keys whose effect depends on another key."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 NOT_IN_RUN_ID = {
     "experiment.name": "names the folder above the run's",
@@ -35,6 +35,7 @@ LAYOUT = {
     "training.micro_batch_size": "how the global batch is split",
     "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
+    "optimizer.implementation": "which kernel computes the same update",
     "quantization.emulate": "whether the device's instructions compute the same matmuls",
     "quantization.float8_all_gather": "whether weights are rounded before or after they are gathered",
     "quantization.precomputed_scales": "when the same scales are computed",
@@ -42,13 +43,32 @@ LAYOUT = {
 }
 """Layout keys, which affect at most rounding. They are in the run id, not in the experiment id."""
 
-COUNTS_BESIDE = {
-    "quantization": "quantization.recipe",
-    "checkpoint.initial_exclude": "checkpoint.initial",
-    "checkpoint.continue_step": "checkpoint.continue_from",
-    "checkpoint.continue_data": "checkpoint.continue_from",
+_MODE = "activation_checkpoint.mode"
+
+COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
+    "quantization": ("quantization.recipe", ("none",)),
+    "checkpoint.initial_exclude": ("checkpoint.initial", (None,)),
+    "checkpoint.continue_step": ("checkpoint.continue_from", (None,)),
+    "checkpoint.continue_data": ("checkpoint.continue_from", (None,)),
+    "activation_checkpoint.every": (_MODE, ("none", "full", "selective", "budget")),
+    "activation_checkpoint.save": (_MODE, ("none", "full", "every_n", "budget")),
+    "activation_checkpoint.budget": (_MODE, ("none", "full", "every_n")),
+    "compile.components": ("compile.enabled", (False,)),
+    "compile.backend": ("compile.enabled", (False,)),
+    "compile.autotune_gemms": ("compile.enabled", (False,)),
+    "parallelism.sequence_parallel": ("parallelism.tp", (1,)),
+    "parallelism.loss_parallel": ("parallelism.tp", (1,)),
+    "parallelism.pp_schedule": ("parallelism.pp", (1,)),
+    "parallelism.cp_method": ("parallelism.cp", (1,)),
+    "parallelism.cp_ulysses": ("parallelism.cp", (1,)),
 }
-"""Keys or groups without effect while another key has its default."""
+"""Keys or groups without effect while another key has one of the given values. A new default of an idle key changes no
+id: a mode's own keys belong here, as `activation_checkpoint.budget` does."""
+
+
+def idle_keys(values: Mapping[str, object]) -> list[str]:
+    """Keys and groups of `COUNTS_BESIDE` without effect among these values by dotted key."""
+    return [key for key, (switch, idle) in COUNTS_BESIDE.items() if switch in values and values[switch] in idle]
 
 
 def is_among(key: str, keys: Iterable[str]) -> bool:

@@ -89,12 +89,13 @@ def optional_fields(kind: Any) -> set[str]:
 
 
 def is_number(annotation: Any) -> bool:
-    """True if a type is a number or None, so that a boolean is invalid."""
+    """True if a type is a number, None or a word beside them, so that a boolean is invalid."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return is_number(typing.get_args(annotation)[0])
     if origin in (types.UnionType, typing.Union):
-        return all(is_number(part) for part in typing.get_args(annotation) if part is not types.NoneType)
+        parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+        return all(is_number(part) for part in parts if typing.get_origin(part) is not typing.Literal)
     return annotation in (int, float)
 
 
@@ -113,6 +114,13 @@ def is_list(annotation: Any) -> bool:
 def takes_null(annotation: Any) -> bool:
     """True if null is a value of this type."""
     return types.NoneType in typing.get_args(annotation)
+
+
+def literals_beside(annotation: Any) -> list[str]:
+    """Words that a union takes beside values of another type, as `auto` beside a number; empty for other types."""
+    parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union) and len(parts) > 1
+    return [word for part in parts for word in choices_of(part)] if is_union else []
 
 
 def choices_of(annotation: Any) -> list[str]:

@@ -18,7 +18,7 @@ from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.schema.component import config_class, current_names
 from titan_exp.config.schema.foreign_code import Trust, require_trust
 from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
-from titan_exp.config.schema.schema import annotation_of, hints, keys, meaning_of, optional_fields
+from titan_exp.config.schema.schema import annotation_of, hints, keys, literals_beside, meaning_of, optional_fields
 from titan_exp.config.secrets.variables import SECRET, variables_in
 
 
@@ -129,8 +129,7 @@ def _build_groups(
         built = {name: getattr(read, name) for name in classes}
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            # Numbers in the location are list indices.
-            field = ".".join(part for part in detail["loc"] if isinstance(part, str))
+            field = _key_at(detail["loc"])
             if names := variables_in(detail["input"]):
                 remedy = "type the value, or use a variable with another name"
                 add(Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy))
@@ -141,6 +140,16 @@ def _build_groups(
     _drop_consequences(found, uncomputed)
     order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
+
+
+def _key_at(location: Sequence[int | str]) -> str:
+    """Key of an error's location, without indices of lists, which are numbers, and types of a union."""
+    parts = [part for part in location if isinstance(part, str)]
+    whole = ".".join(parts)
+    inside = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+    return next(
+        (key for key in inside if annotation_of(key) is not None and literals_beside(annotation_of(key))), whole
+    )
 
 
 @cache

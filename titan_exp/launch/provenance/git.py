@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -61,12 +62,21 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
     An untracked package inside a repository is treated as having no repository.
     """
     folder = package or Path(titan_exp.__file__).resolve().parent
-    version = metadata.version("titan_exp")
+    version = package_version()
     root = run_git(folder, "rev-parse", "--show-toplevel")
     if root is None or not run_git(folder, "ls-files", "--", "."):
         return read_files("titan_exp", folder.parent, [folder], version=version)[0], ""
     code, patch = read_repository("titan_exp", Path(root.strip()), [folder], untracked=["."])
     return replace(code, version=version), patch
+
+
+def package_version() -> str:
+    """Version of the installed titan_exp, or of the checkout that it is imported from."""
+    try:
+        return metadata.version("titan_exp")
+    except metadata.PackageNotFoundError:
+        project = Path(titan_exp.__file__).resolve().parents[1] / "pyproject.toml"
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def repository_of(path: Path) -> Path | None:

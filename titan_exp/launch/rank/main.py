@@ -24,6 +24,7 @@ import psutil
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.builtins import executor_names
+from titan_exp.config.machine.cuda_allocator import allocator_environment
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.config.secrets.variables import concealed
 from titan_exp.launch.executor import Executor, executor_for
@@ -119,6 +120,7 @@ class _Rank:
             print("A newer attempt of this run exists; this rank exits.", file=sys.stderr)
             return STOPPED
         self.rank.set_torch_env()
+        self._set_allocator()
         self._record()
         self._handle_signals()
         self._start_parent_watchdog()
@@ -134,6 +136,10 @@ class _Rank:
         if error is not None:
             print(FAILURE_MARK, error.message if error.user else error.traceback, sep="\n", file=sys.stderr, flush=True)
         return code
+
+    def _set_allocator(self) -> None:
+        experiment = load_experiment(self.folder.config, trust=True)
+        os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
 
     def _print_changes(self) -> None:
         """Print the changes of code since the last attempt, or the parent run, and since the launch, at the head of

@@ -122,8 +122,8 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
         if found:
             return found
         labels = [entry.label for entry in _in_group(runs / name)]
-        offer = did_you_mean(label, labels) or f"{name} has {listed(labels[:6], 'and')}"
-        raise UserError(f"{word}: {name} has no such run. {offer[:1].upper()}{offer[1:]}")
+        offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
+        raise UserError(f"{word}: {name} has no such run; {offer}")
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
         found = [_entry(place) for place in runs.glob(f"*/{word}*") if (place / "config.yaml").is_file()]
         if len(found) > 1:

@@ -13,6 +13,7 @@ from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.lineage import ancestors, children
+from titan_exp.tracking.run_folder.overrides import read_overrides
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ def summarize_run(entry: RunEntry, name: str) -> RunSummary:
     folder = entry.folder
     values = read_values(folder.config)
     (status,) = status_rows([entry])
+    recorded = read_overrides(folder.nondefault)
     summary = RunSummary(
         status,
-        tuple(nondefault_overrides(values)),
+        tuple(nondefault_overrides(values) if recorded is None else recorded),
         read_recorded_code(folder),
         tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in ancestors(folder.path)),
         tuple(Relative("/".join(path.parts[-2:]), lineage.step) for path, lineage in children(folder.path)),

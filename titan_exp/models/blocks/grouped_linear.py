@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+from titan_exp.ops.local_tensor import local_tensor
 
 
 class GroupedLinear(nn.Module):
@@ -26,7 +27,7 @@ class GroupedLinear(nn.Module):
 
         `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient.
         """
-        return self.linear_impl(x, self.weight, ends)
+        return self.linear_impl(x, local_tensor(self.weight), ends)
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Initialization of the parameters by name."""

@@ -1,22 +1,24 @@
-"""Weight initialization as a pure function of (seed, full parameter name, index), in any layout.
+"""Weight initialization as a pure function of (seed, full parameter name, index), in any layout and on any device.
 
-A matrix is drawn in blocks of `BLOCK_ROWS` rows, each from its own counter-based generator, so that a rank draws only
-the blocks that its shard touches: no communication, no full tensor, the same bits in every layout.
+Numbers come from a counter-based generator, whose counter is an element's index in the whole parameter, so that a rank
+draws exactly its own shard where it lies: no communication, no full tensor, the same bits everywhere.
 """
 
 import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 64
-"""Rows drawn by one generator."""
+from titan_exp.ops.truncated_normal import GAMMA, splitmix64, truncated_normal, wrap
 
-TRUNCATION = 3.0
-"""Truncation in standard deviations: values beyond are drawn again."""
+CPU_CHUNK = 2**14
+"""Random words drawn at once on a CPU: few enough for its cache. Threads would wait for each other longer
+than they compute."""
+
+DEVICE_CHUNK = 2**21
+"""Random words drawn at once on an accelerator: temporary tensors of about 100 MB."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,9 @@ class InitSpec:
     """Initial distribution of a parameter."""
 
     kind: Literal["normal", "ones", "zeros"]
-    """Distribution."""
+    """Distribution; `normal` is truncated at three standard deviations."""
     std: float = 0.0
-    """Standard deviation of `normal`."""
+    """Standard deviation of `normal`, before truncation."""
 
 
 @dataclass(frozen=True)
@@ -46,47 +48,50 @@ class ShardSpec:
         return ShardSpec(shape, (0,) * len(shape), shape)
 
 
-def init_slice(seed: int, name: str, init: InitSpec, part: ShardSpec) -> Tensor:
-    """Initial values of a shard of the parameter with this full name, fp32 on the CPU."""
-    shape, start, size = part.shape, part.start, part.size
+@torch.no_grad()
+def init_shard_(values: Tensor, seed: int, name: str, init: InitSpec, part: ShardSpec) -> None:
+    """Fill `values`, a shard of the parameter with this full name, with its initial values, on its device."""
     if init.kind != "normal":
-        return torch.full(size, 1.0 if init.kind == "ones" else 0.0)
-    if 0 in size:
-        return torch.empty(size)
-    if len(shape) == 1:
-        return init_slice(seed, name, init, ShardSpec((1, *shape), (0, *start), (1, *size)))[0]
-    if len(shape) > 2:
-        # Stacked matrices (experts): each is drawn like a parameter of its own.
-        parts = (
-            init_slice(seed, f"{name}[{index}]", init, ShardSpec(shape[1:], start[1:], size[1:]))
-            for index in range(start[0], start[0] + size[0])
-        )
-        return torch.stack(list(parts))
-    return torch.from_numpy(_matrix_slice(seed, name, init.std, part))
+        values.fill_(1.0 if init.kind == "ones" else 0.0)
+        return
+    if values.numel() == 0:
+        return
+    if not part.shape:
+        values, part = values.view(1), ShardSpec.whole((1,))
+    flat = values.detach().contiguous().view(-1, values.shape[-1])
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+    rows, words = _counters(part, values.device)
+    rows.mul_(wrap(GAMMA)).add_(wrap(key))
+    words.mul_(wrap(GAMMA))
+    unused = part.start[-1] % 2  # the first word's first number, if the shard begins with its second
+
+    for of_rows, of_words in _chunks(rows.shape[0], words.shape[0], values.device):
+        numbers = truncated_normal(splitmix64(rows[of_rows] + words[of_words]), init.std)
+        first = 2 * of_words.start - unused
+        target = flat[of_rows, max(first, 0) : first + numbers.shape[1]]
+        target.copy_(numbers[:, max(-first, 0) :][:, : target.shape[1]])
+    if flat.data_ptr() != values.data_ptr():
+        values.copy_(flat.view(values.shape))
 
 
-def _matrix_slice(seed: int, name: str, std: float, part: ShardSpec) -> np.ndarray:
-    shape, start, size = part.shape, part.start, part.size
-    values = np.empty(size, dtype=np.float32)
-    end = start[0] + size[0]
-    columns = slice(start[1], start[1] + size[1])
-    for block in range(start[0] // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
-        first = block * BLOCK_ROWS
-        # Whole blocks, also at the matrix's end, so that a draw never depends on where a shard was cut.
-        draw = _truncated_normal(_generator(seed, name, block), (BLOCK_ROWS, shape[1]))
-        low, high = max(first, start[0]), min(first + BLOCK_ROWS, end)
-        values[low - start[0] : high - start[0]] = draw[low - first : high - first, columns]
-    values *= np.float32(std)
-    return values
+def _counters(part: ShardSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Counters of the random words of a shard, as the sum of a column [rows, 1] and a row [words].
+
+    A word holds two neighbours of the last dim; rows of the parameter, over all other dims, begin with a new word.
+    """
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for extent, start, size in zip(part.shape[:-1], part.start[:-1], part.size[:-1], strict=True):
+        rows = (rows[:, None] * extent + torch.arange(start, start + size, device=device)).flatten()
+    start, end = part.start[-1], part.start[-1] + part.size[-1]
+    return rows[:, None] * -(-part.shape[-1] // 2), torch.arange(start // 2, -(-end // 2), device=device)
 
 
-def _truncated_normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    draw = generator.standard_normal(shape, dtype=np.float32)
-    while (beyond := np.abs(draw) > TRUNCATION).any():
-        draw[beyond] = generator.standard_normal(np.count_nonzero(beyond), dtype=np.float32)
-    return draw
-
-
-def _generator(seed: int, name: str, block: int) -> np.random.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+def _chunks(rows: int, words: int, device: torch.device) -> list[tuple[slice, slice]]:
+    """Blocks of a matrix of random words, of bounded size."""
+    limit = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+    height = max(1, limit // words)
+    return [
+        (slice(row, row + height), slice(word, word + limit))
+        for row in range(0, rows, height)
+        for word in range(0, words, limit)
+    ]

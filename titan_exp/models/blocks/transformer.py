@@ -1,6 +1,7 @@
-"""Transformer building blocks: linear, norm, embedding, LM head, attention, feed-forward. None knows a mesh."""
+"""Transformer building blocks: norm, embedding, LM head, attention, block. None knows a mesh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from titan_exp.models.blocks.feed_forward import FeedForward
 from titan_exp.models.blocks.initialization import InitSpec
-from titan_exp.models.blocks.linear_impl import LinearImpl
+from titan_exp.models.blocks.linear import linear
+from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
@@ -19,31 +22,14 @@ from titan_exp.models.spec.tp_plan import (
     VocabEmbedding,
     VocabLogits,
 )
-from titan_exp.models.spec.transformer import FFN_GROUP
-from titan_exp.ops.attention.rope import rotate
+from titan_exp.ops.attention.rope import rotate, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
+from titan_exp.ops.embedding import embedding_rows
 from titan_exp.ops.loss.cross_entropy import LossSum
-from titan_exp.ops.swiglu import GROUP, swiglu
+from titan_exp.ops.recompute import recompute_input
 
 LogitsLoss = Callable[[Tensor, Tensor], LossSum]
 """Loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
-
-
-class Linear(nn.Linear):
-    """A linear layer without bias, initialized with standard deviation `std`."""
-
-    def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
-        super().__init__(fan_in, fan_out, bias=False)
-        self.std = std
-        self.linear_impl = LinearImpl()
-
-    def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
-        """input · weightᵀ, by `linear_impl`."""
-        return self.linear_impl(input, self.weight)
-
-    def init_spec(self) -> dict[str, InitSpec]:
-        """Initialization of the parameters by name."""
-        return {"weight": InitSpec("normal", self.std)}
 
 
 class RMSNorm(nn.Module):
@@ -68,6 +54,10 @@ class Embedding(nn.Module):
 
     tp_style = VocabEmbedding()
     parameter_role = "embedding"
+    reads_weight_in_backward = False
+    """False if FSDP need not gather the weight for a lookup's backward, which takes token ids only."""
+    row_dtype: torch.dtype | None = None
+    """Dtype that looked-up rows are rounded to; None is the weight's."""
 
     def __init__(self, vocab: int, dim: int, std: float) -> None:
         super().__init__()
@@ -78,9 +68,17 @@ class Embedding(nn.Module):
         """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
-    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq dim"]:
-        """Rows of the embedding."""
-        return F.embedding(tokens, self.weight)
+    def forward(
+        self,
+        x: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq dim"],
+        head: nn.Module | None = None,
+        loss: LogitsLoss | None = None,
+    ) -> Float[Tensor, "batch seq dim"] | Float[Tensor, "batch seq vocab"] | LossSum:
+        """Rows of the embedding for token ids; for hidden states, the result of a `head` tied to this weight.
+
+        Both uses are calls of this module, because FSDP gathers its weight for the time of a call.
+        """
+        return embedding_rows(x, self.weight, self.row_dtype) if head is None else head(x, self.weight, loss)
 
 
 class Head(nn.Module):
@@ -122,10 +120,10 @@ class Attention(nn.Module):
         assert layer.attention is not None, "the layer has attention"
         self._plan = layer.tp_plan("attention")
         self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
-        self.qkv = _linear(layer, "attention.qkv")
+        self.qkv = linear(layer, "attention.qkv")
         self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
         self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
-        self.out = _linear(layer, "attention.out")
+        self.out = linear(layer, "attention.out")
         self.core = CausalAttention(backend)
 
     def tp_plan(self) -> dict[str, TPStyle]:
@@ -143,45 +141,30 @@ class Attention(nn.Module):
         With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
-        query, key, value = groups.split((self.group, 1, 1), dim=-2)
-        query, key = query.flatten(2, 3), key.flatten(2, 3)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, *rope), rotate(key, *rope)
-        heads = self.core(query.transpose(1, 2), key.transpose(1, 2), value.flatten(2, 3).transpose(1, 2), mask)
+        if self.q_norm is None or self.k_norm is None:
+            query, key, value = split_rotated(groups, *rope)
+        else:
+            # Backward of the norms keeps the projection's output, and with it the values.
+            query, key, value = (heads.flatten(2, 3) for heads in groups.split((self.group, 1, 1), dim=-2))
+            query, key = rotate(self.q_norm(query), *rope), rotate(self.k_norm(key), *rope)
+        heads = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         return self.out(heads.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU feed-forward with gate and up fused, their rows alternating in groups (see `ops.swiglu`)."""
-
-    def __init__(self, layer: LayerSpec) -> None:
-        super().__init__()
-        assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
-        assert layer.linear("feed_forward.down").inputs % GROUP == 0, "checked by the family's rules"
-        self._plan = layer.tp_plan("feed_forward")
-        self.group = GROUP
-        self.gate_up = _linear(layer, "feed_forward.gate_up")
-        self.down = _linear(layer, "feed_forward.down")
-
-    def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears."""
-        return self._plan
-
-    def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
-        """down(silu(gate(x)) · up(x))."""
-        return self.down(swiglu(self.gate_up(x), self.group))
-
-
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream.
 
-    def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
+    `attention` replaces grouped-query attention by another kind, called alike.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.attention_norm = _norm(layer, "attention_norm", norm_eps)
-        self.attention = Attention(layer, norm_eps, backend)
-        self.feed_forward_norm = _norm(layer, "feed_forward_norm", norm_eps)
-        self.feed_forward = FeedForward(layer)
+        self.attention_norm = norm(layer, "attention_norm", norm_eps)
+        self.attention = Attention(layer, norm_eps, backend) if attention is None else attention
+        self.feed_forward_norm = norm(layer, "feed_forward_norm", norm_eps)
+        self.feed_forward = FeedForward(layer) if layer.router is None else MoEFeedForward(layer)
 
     def forward(
         self,
@@ -190,20 +173,23 @@ class TransformerBlock(nn.Module):
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """One layer."""
-        x = x + self.attention(self.attention_norm(x), rope, mask)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + _after_norm(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
+        return x + _after_norm(self.feed_forward_norm, x, self.feed_forward)
 
 
-def _linear(layer: LayerSpec, name: str) -> Linear:
-    spec = layer.linear(name)
-    return Linear(spec.inputs, spec.outputs, spec.std)
+def _after_norm(norm: nn.Module, x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
+    """module(norm(x)), recomputing the norm in backward unless it has hooks, such as those that gather its weight."""
+    if norm._forward_hooks or norm._forward_pre_hooks:
+        return module(norm(x))
+    return recompute_input(norm, x, module)
 
 
-def _norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
+def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
+    """Norm that a block's spec describes, by module path."""
     vector = layer.vector(name)
     assert vector is not None, f"the layer has {name}"
     return RMSNorm(vector.size, eps, vector.tp)
 
 
 def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":
-    return None if layer.vector(name) is None else _norm(layer, name, eps)
+    return None if layer.vector(name) is None else norm(layer, name, eps)

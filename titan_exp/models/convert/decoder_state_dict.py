@@ -1,20 +1,22 @@
 """State-dict maps from Hugging Face, Meta and torchtune decoders to ours, including fused qkv and gate/up rows.
 
 Hugging Face rotates pairs (i, i + head_dim / 2) as we do. Meta's own checkpoints rotate neighbours (2i, 2i + 1), and so
-does torchtune: rows of their query and key projections are permuted within each head.
+does torchtune: rows of their query and key projections are permuted within each head. Theirs have a tensor per expert,
+ours one for all experts of a layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from titan_exp.models.convert.fused_rows import gate_up_rows, qkv_rows, rotated_tail_rows
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
-from titan_exp.models.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
-from titan_exp.models.spec.transformer import FFN_GROUP
+from titan_exp.models.spec.latent_attention import LatentAttentionSpec
+from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Tensor names of one tool; `{}` stands for the layer."""
+    """Tensor names of one tool; `{}` stands for the layer, and a second one for the expert."""
 
     embedding: str
     norm: str
@@ -36,6 +38,34 @@ class TensorNames:
     """Norm over each query head, in families with QK norm."""
     key_norm: str = ""
     """Norm over each key head."""
+    query_down: str = ""
+    """Latent of queries, in families with latent attention."""
+    query_down_norm: str = ""
+    """Norm over the latent of queries."""
+    query_up: str = ""
+    """Queries from their latent."""
+    kv_down: str = ""
+    """Latent of keys and values, and the rotated key that heads share."""
+    kv_down_norm: str = ""
+    """Norm over the latent of keys and values."""
+    kv_up: str = ""
+    """Keys and values from their latent."""
+    router: str = ""
+    """Router of a layer with experts."""
+    router_bias: str = ""
+    """Bias per expert for the choice."""
+    expert_gate: str = ""
+    """Gate of one expert."""
+    expert_up: str = ""
+    """Up of one expert."""
+    expert_down: str = ""
+    """Down of one expert."""
+    shared_gate: str = ""
+    """Gate of the shared experts, as one feed-forward."""
+    shared_up: str = ""
+    """Up of the shared experts."""
+    shared_down: str = ""
+    """Down of the shared experts."""
 
     def of_norm(self, vector: str) -> str:
         """Tensor name of one of our norms (`attention.q_norm`)."""
@@ -44,7 +74,17 @@ class TensorNames:
             "feed_forward_norm": self.feed_forward_norm,
             "attention.q_norm": self.query_norm,
             "attention.k_norm": self.key_norm,
+            "attention.q_a_norm": self.query_down_norm,
+            "attention.kv_a_norm": self.kv_down_norm,
         }[vector]
+
+    def of_swiglu(self, module: str) -> tuple[str, str, str]:
+        """Tensor names of gate, up and down of one of our feed-forwards (`feed_forward.experts`)."""
+        return {
+            "feed_forward": (self.gate, self.up, self.down),
+            "feed_forward.experts": (self.expert_gate, self.expert_up, self.expert_down),
+            "feed_forward.shared": (self.shared_gate, self.shared_up, self.shared_down),
+        }[module]
 
 
 HUGGINGFACE = TensorNames(
@@ -64,8 +104,22 @@ HUGGINGFACE = TensorNames(
     tied_head=False,
     query_norm="model.layers.{}.self_attn.q_norm.weight",
     key_norm="model.layers.{}.self_attn.k_norm.weight",
+    query_down="model.layers.{}.self_attn.q_a_proj.weight",
+    query_down_norm="model.layers.{}.self_attn.q_a_layernorm.weight",
+    query_up="model.layers.{}.self_attn.q_b_proj.weight",
+    kv_down="model.layers.{}.self_attn.kv_a_proj_with_mqa.weight",
+    kv_down_norm="model.layers.{}.self_attn.kv_a_layernorm.weight",
+    kv_up="model.layers.{}.self_attn.kv_b_proj.weight",
+    router="model.layers.{}.mlp.gate.weight",
+    router_bias="model.layers.{}.mlp.gate.e_score_correction_bias",
+    expert_gate="model.layers.{}.mlp.experts.{}.gate_proj.weight",
+    expert_up="model.layers.{}.mlp.experts.{}.up_proj.weight",
+    expert_down="model.layers.{}.mlp.experts.{}.down_proj.weight",
+    shared_gate="model.layers.{}.mlp.shared_experts.gate_proj.weight",
+    shared_up="model.layers.{}.mlp.shared_experts.up_proj.weight",
+    shared_down="model.layers.{}.mlp.shared_experts.down_proj.weight",
 )
-"""Names of `transformers` (Llama, Qwen3)."""
+"""Names of `transformers` (Llama, Qwen3, DeepSeek, with or without experts). Latent attention rotates neighbours."""
 
 META = TensorNames(
     embedding="tok_embeddings.weight",
@@ -105,68 +159,104 @@ TORCHTUNE = TensorNames(
 
 
 def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
-    """State-dict map of a decoder with grouped-query attention and SwiGLU."""
-    dim = spec.dim
-    runs: dict[str, tuple[RowRange, ...]] = {}
-    theirs: dict[str, tuple[int, ...]] = {}
-
-    def plain(ours: str, name: str) -> None:
-        shape = spec.shapes[ours]
-        runs[ours], theirs[name] = (RowRange(0, shape[0], name, 0),), shape
-
-    def norms(layer: LayerSpec, number: int, prefix: str) -> None:
-        for vector in layer.vectors:
-            if vector.name.startswith(prefix):
-                plain(f"blocks.{number}.{vector.name}.weight", names.of_norm(vector.name).format(number))
-
-    plain("embedding.weight", names.embedding)
+    """State-dict map of a decoder with grouped-query or latent attention, and SwiGLU or experts."""
+    found = _MapBuilder(spec, names)
+    found.add("embedding.weight", names.embedding)
     for number, layer in enumerate(spec.layers):
-        attention, block = layer.attention, f"blocks.{number}"
-        assert attention is not None, "the map is one of attention layers"
-        query, key, value = (name.format(number) for name in (names.query, names.key, names.value))
-        gate, up = names.gate.format(number), names.up.format(number)
-        channels = layer.linear("feed_forward.down").inputs
-        norms(layer, number, "attention_norm")
-        theirs |= {query: (attention.heads * attention.qk_dim, dim), key: (attention.kv_heads * attention.qk_dim, dim)}
-        theirs[value] = (attention.kv_heads * attention.v_dim, dim)
-        runs[f"{block}.attention.qkv.weight"] = tuple(_qkv(attention, query, key, value, names.interleaved))
-        norms(layer, number, "attention.")
-        plain(f"{block}.attention.out.weight", names.out.format(number))
-        norms(layer, number, "feed_forward_norm")
-        theirs |= {gate: (channels, dim), up: (channels, dim)}
-        runs[f"{block}.feed_forward.gate_up.weight"] = tuple(_gate_up(channels, gate, up))
-        plain(f"{block}.feed_forward.down.weight", names.down.format(number))
-    plain("norm.weight", names.norm)
+        found.add_layer(number, layer)
+    found.add("norm.weight", names.norm)
     copies: dict[str, str] = {}
     if not spec.tied:
-        plain("head.weight", names.head)
+        found.add("head.weight", names.head)
     elif names.tied_head:
-        theirs[names.head] = (spec.vocab_size, dim)
+        found.theirs[names.head] = (spec.vocab_size, spec.dim)
         copies[names.head] = names.embedding
     optional = frozenset({names.head} if spec.tied else ())
-    return StateDictMap(runs, {name: spec.shapes[name] for name in runs}, theirs, copies, optional)
+    shapes = {name: found.shapes[name] for name in found.runs}
+    stacked = frozenset(name for name, shape in shapes.items() if len(shape) > 2)
+    return StateDictMap(found.runs, shapes, found.theirs, copies, optional, stacked, frozenset(spec.buffers))
 
 
-def _qkv(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
-    """Rows of the fused weight, by key-value head: its query heads, its key, its value."""
-    width, group = attention.qk_dim, attention.group
-    start = 0
-    for head in range(attention.kv_heads):
-        rotated = [(query, head * group + member) for member in range(group)] + [(key, head)]
-        for name, theirs in rotated:
-            if interleaved:
-                half = width // 2
-                yield RowRange(start, half, name, theirs * width, step=2)
-                yield RowRange(start + half, half, name, theirs * width + 1, step=2)
-            else:
-                yield RowRange(start, width, name, theirs * width)
-            start += width
-        yield RowRange(start, attention.v_dim, value, head * attention.v_dim)
-        start += attention.v_dim
+class _MapBuilder:
+    """Row ranges and their shapes, collected module by module in the order of writing."""
 
+    def __init__(self, spec: ModelSpec, names: TensorNames) -> None:
+        self._names = names
+        self.shapes = spec.state_shapes
+        self.runs: dict[str, tuple[RowRange, ...]] = {}
+        self.theirs: dict[str, tuple[int, ...]] = {}
 
-def _gate_up(channels: int, gate: str, up: str) -> Iterator[RowRange]:
-    """Rows of the fused weight, which alternate in groups (see `ops.swiglu`)."""
-    for group in range(channels // FFN_GROUP):
-        yield RowRange(2 * group * FFN_GROUP, FFN_GROUP, gate, group * FFN_GROUP)
-        yield RowRange((2 * group + 1) * FFN_GROUP, FFN_GROUP, up, group * FFN_GROUP)
+    def add(self, ours: str, name: str) -> None:
+        """Add a parameter that equals one of their tensors, or with `{}` in the name one tensor per expert."""
+        shape = self.shapes[ours]
+        *stacked, rows, columns = shape if len(shape) > 1 else (*shape, 0)
+        if stacked:
+            self.theirs |= {name.format(expert): (rows, columns) for expert in range(stacked[0])}
+        else:
+            self.theirs[name] = shape
+        self.runs[ours] = (RowRange(0, rows, name, 0),)
+
+    def add_layer(self, number: int, layer: LayerSpec) -> None:
+        """Add the parameters and buffers of a block."""
+        self._add_norms(number, layer, "attention_norm")
+        if isinstance(layer.attention, LatentAttentionSpec):
+            self._add_latent_attention(number, layer, layer.attention)
+        else:
+            self._add_attention(number, layer)
+        self._add_norms(number, layer, "feed_forward_norm")
+        if layer.router is not None:
+            router = f"blocks.{number}.{layer.router.name}"
+            self.add(f"{router}.weight", self._names.router.format(number))
+            if f"{router}.bias" in self.shapes:
+                self.add(f"{router}.bias", self._names.router_bias.format(number))
+        for linear in layer.linears:
+            module, _, part = linear.name.rpartition(".")
+            if part == "gate_up":
+                self._add_swiglu(f"blocks.{number}.{module}", number, self._names.of_swiglu(module))
+
+    def _add_norms(self, number: int, layer: LayerSpec, prefix: str) -> None:
+        for vector in layer.vectors:
+            if vector.name.startswith(prefix):
+                self.add(f"blocks.{number}.{vector.name}.weight", self._names.of_norm(vector.name).format(number))
+
+    def _add_attention(self, number: int, layer: LayerSpec) -> None:
+        attention, module, names = layer.attention, f"blocks.{number}.attention", self._names
+        assert attention is not None, "the map is one of attention layers"
+        query, key, value = (name.format(number) for name in (names.query, names.key, names.value))
+        dim = self.shapes[f"{module}.qkv.weight"][-1]
+        self.theirs |= {
+            query: (attention.heads * attention.qk_dim, dim),
+            key: (attention.kv_heads * attention.qk_dim, dim),
+            value: (attention.kv_heads * attention.v_dim, dim),
+        }
+        self.runs[f"{module}.qkv.weight"] = tuple(qkv_rows(attention, query, key, value, names.interleaved))
+        self._add_norms(number, layer, "attention.")
+        self.add(f"{module}.out.weight", names.out.format(number))
+
+    def _add_latent_attention(self, number: int, layer: LayerSpec, attention: LatentAttentionSpec) -> None:
+        module, names, rope_dim = f"blocks.{number}.attention", self._names, attention.rope_dim
+        has_latent = layer.vector("attention.q_a_norm") is not None
+        query = (names.query_up if has_latent else names.query).format(number)
+        if has_latent:
+            self.add(f"{module}.q_a.weight", names.query_down.format(number))
+        self.add(f"{module}.q.weight", query)
+        self.runs[f"{module}.q.weight"] = tuple(rotated_tail_rows(attention.heads, attention.qk_dim, rope_dim, query))
+        down = names.kv_down.format(number)
+        self.add(f"{module}.kv_a.weight", down)
+        self.runs[f"{module}.kv_a.weight"] = tuple(
+            rotated_tail_rows(1, attention.latent_dim + rope_dim, rope_dim, down)
+        )
+        self._add_norms(number, layer, "attention.")
+        self.add(f"{module}.kv_b.weight", names.kv_up.format(number))
+        self.add(f"{module}.out.weight", names.out.format(number))
+
+    def _add_swiglu(self, module: str, number: int, names: Iterable[str]) -> None:
+        """Add a feed-forward, or those of all experts."""
+        shape = self.shapes[f"{module}.down.weight"]
+        *stacked, dim, channels = shape
+        experts = stacked[0] if stacked else 1
+        gate, up, down = (name.format(number, "{}") for name in names)
+        for expert in range(experts):
+            self.theirs |= {name.format(expert): (channels, dim) for name in (gate, up)}
+        self.runs[f"{module}.gate_up.weight"] = tuple(gate_up_rows(channels, gate, up))
+        self.add(f"{module}.down.weight", down)

@@ -1,13 +1,14 @@
 """Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, component
-from titan_exp.models.spec.transformer import TransformerConfig
+from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.transformer import AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,24 @@ class HuggingFace:
     """Keys of `config.json` from the family's config."""
     from_config: Callable[[Mapping[str, Any], str], ModelConfig]
     """The family's config from `config.json` and a name."""
+    other_types: tuple[str, ...] = ()
+    """Other values of `model_type` that the family reads; it writes one by returning it from `to_config`."""
+    violations: Callable[[Any], Iterable[Violation]] = lambda config: ()
+    """Values of the family's config that `config.json` cannot express."""
+    unread: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: ()
+    """Prefixes of tensors that the family does not read, from `config.json`."""
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids."""
+    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids.
+
+    Raises:
+        UserError: the file cannot express the model.
+    """
     family: HuggingFace = component("model", config.architecture).huggingface
+    violations = export_violations(config)
+    if violations:
+        raise UserError(f"config.json of {family.model_type} cannot express this model.", violations)
     return {
         "architectures": list(family.architectures),
         "model_type": family.model_type,
@@ -39,6 +53,11 @@ def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[s
     }
 
 
+def export_violations(config: ModelConfig) -> list[Violation]:
+    """Values of a config that `config.json` cannot express."""
+    return list(component("model", config.architecture).huggingface.violations(config))
+
+
 def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | None = None) -> ModelConfig:
     """Model config from the content of a `config.json`, of any version of `transformers`.
 
@@ -47,24 +66,48 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
     Raises:
         UserError: no family reads it, or it has parts that the family does not compute.
     """
-    family = _family(values) if architecture is None else component("model", architecture).huggingface
+    family = _family(values, architecture)
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
             raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
-    if values.get("quantization_config"):
-        raise UserError("config.json: quantized weights cannot be read; supported are fp32, bf16 and fp16.")
     try:
         return family.from_config(values, name)
     except KeyError as error:
         raise UserError(f"config.json has no {error.args[0]}, which a {family.model_type}'s has.") from error
 
 
-def common_keys(config: TransformerConfig, *, rope_scaling: object, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `config.json` that all decoders with grouped-query attention and SwiGLU have."""
+def unread_prefixes(values: Mapping[str, Any], architecture: str | None = None) -> tuple[str, ...]:
+    """Prefixes of tensors beside a `config.json` that its family does not read."""
+    return tuple(_family(values, architecture).unread(values))
+
+
+def weight_blocks(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block of fp8 weights that share a scale, from `config.json`; None for plain weights.
+
+    Raises:
+        UserError: the weights are quantized otherwise.
+    """
+    quantization = values.get("quantization_config")
+    if not quantization:
+        return None
+    method, form = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    blocks = quantization.get("weight_block_size")
+    if method != "fp8" or form != "e4m3" or not blocks:
+        found = f"quant_method={method!r}, fmt={form!r}, weight_block_size={blocks!r}"
+        raise UserError(
+            f"config.json: weights quantized with {found} cannot be read. Supported are fp32, bf16 and fp16, and fp8 "
+            "(e4m3) with a scale per block, as in DeepSeek V3. Dequantize the others with transformers and "
+            "save_pretrained."
+        )
+    rows, columns = map(int, blocks)
+    return rows, columns
+
+
+def common_keys(config: AttentionConfig, *, rope_scaling: object, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `config.json` that all decoders with grouped-query attention have; `extra` names those of the rest."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
@@ -81,7 +124,7 @@ def common_keys(config: TransformerConfig, *, rope_scaling: object, extra: Mappi
 
 
 def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `TransformerConfig` from those keys, without name, architecture, context and rope."""
+    """Fields of `AttentionConfig` from those keys, without name, architecture, context and rope."""
     heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
     return {
         "layers": int(values["num_hidden_layers"]),
@@ -89,7 +132,6 @@ def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": int(values.get("num_key_value_heads") or heads),
         "head_dim": int(values.get("head_dim") or dim // heads),
-        "ffn_dim": int(values["intermediate_size"]),
         "vocab_size": int(values["vocab_size"]),
         "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
         "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
@@ -106,6 +148,23 @@ def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def routed_experts(values: Mapping[str, Any], key: str) -> int:
+    """Number of experts, under the family's key or under that of transformers 5."""
+    return int(values[key] if key in values or "num_local_experts" not in values else values["num_local_experts"])
+
+
+def plain_rope(values: Mapping[str, Any]) -> PlainRope:
+    """RoPE without context scaling.
+
+    Raises:
+        UserError: `config.json` has a scaling.
+    """
+    rope = rope_values(values)
+    if rope["rope_type"] != "default":
+        raise UserError(f"config.json: rope scaling {rope['rope_type']!r} is not supported for {values['model_type']}.")
+    return PlainRope(float(rope["rope_theta"]))
+
+
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Content of `generation_config.json`."""
     return {**special_tokens, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
@@ -116,12 +175,15 @@ def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in ("bos_token_id", "eos_token_id") if values.get(key) is not None}
 
 
-def _family(values: Mapping[str, Any]) -> HuggingFace:
+def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
+    """Family of an architecture; None takes the built-in one of the `model_type`."""
+    if architecture is not None:
+        return component("model", architecture).huggingface
     found: dict[str, HuggingFace] = {}
     for name in builtin_components("model"):
         family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
         if family is not None:
-            found[family.model_type] = family
+            found |= dict.fromkeys((family.model_type, *family.other_types), family)
     kind = values.get("model_type")
     if kind not in found:
         raise UserError(f"config.json: model_type is {kind!r}; supported: {', '.join(map(repr, found))}.")

@@ -3,9 +3,23 @@
 Streaming and sharded reading need no whole tensors: a range of rows of ours is gathered from ranges of theirs.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+
+def row_blocks(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive rows of a rectangular shard, in its order in memory: first row in the whole and number of rows.
+
+    Rows are numbered as in `StateDictMap`.
+    """
+    if len(shape) < 3 or size[1] == shape[1]:
+        rows = shape[1] if len(shape) > 2 else 1
+        yield start[0] * rows, size[0] * rows
+        return
+    for expert in range(start[0], start[0] + size[0]):
+        yield expert * shape[1] + start[1], size[1]
 
 
 @dataclass(frozen=True)
@@ -42,11 +56,27 @@ class RowRange:
 
 
 @dataclass(frozen=True)
+class TensorRows:
+    """Rows of one tensor of theirs within one of our parameters."""
+
+    ours: str
+    """Our parameter."""
+    expert: int | None
+    """Expert whose weight in our stacked parameter has the rows; None if the parameter is not stacked."""
+    ranges: tuple[RowRange, ...]
+    """Row ranges, numbered as in our whole parameter."""
+
+
+@dataclass(frozen=True)
 class StateDictMap:
-    """Our parameters as row ranges of their tensors."""
+    """Our parameters and persistent buffers as row ranges of their tensors.
+
+    Rows of weights [experts, out, in], stacked per expert, are numbered from 0 to experts · out. Rows of a vector are
+    its elements.
+    """
 
     runs: Mapping[str, tuple[RowRange, ...]]
-    """Row ranges by our full name, in order, covering all rows. A vector's rows are its elements."""
+    """Row ranges by our full name, in order, covering all rows; those of one expert for a stacked parameter."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape by our full name."""
     their_shapes: Mapping[str, tuple[int, ...]]
@@ -55,21 +85,60 @@ class StateDictMap:
     """Their tensors that duplicate another one of theirs (a tied head), by name."""
     optional: frozenset[str] = frozenset()
     """Their tensors that may be there and are not read, such as the head of a tied model."""
+    stacked: frozenset[str] = frozenset()
+    """Our parameters [experts, out, in], by full name; `{}` in the names of their ranges stands for the expert."""
+    buffers: frozenset[str] = frozenset()
+    """Our persistent buffers, by full name; in fp32 in every format."""
 
     def of(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
         """Row ranges of our rows `start` to `stop`."""
-        for run in self.runs[name]:
+        if name not in self.stacked:
+            yield from self._within(name, start, stop)
+            return
+        rows = self.shapes[name][1]
+        for expert in range(start // rows, -(-stop // rows)):
+            for run in self._within(name, start - expert * rows, stop - expert * rows):
+                yield replace(run, start=run.start + expert * rows, name=run.name.format(expert))
+
+    def owner(self, name: str) -> str:
+        """Our parameter that holds a tensor of theirs, or the one that it duplicates."""
+        return self._owners[self.copies.get(name, name)][0]
+
+    def of_theirs(self, name: str) -> TensorRows:
+        """Row ranges of a tensor of theirs, or of the one that it duplicates."""
+        name = self.copies.get(name, name)
+        ours, expert = self._owners[name]
+        rows = self.shapes[ours][0] if expert is None else self.shapes[ours][1]
+        first = (expert or 0) * rows
+        return TensorRows(ours, expert, tuple(run for run in self.of(ours, first, first + rows) if run.name == name))
+
+    def their_names(self, name: str) -> list[str]:
+        """Their tensors in one of our parameters."""
+        names = dict.fromkeys(run.name for run in self.runs[name])
+        if name not in self.stacked:
+            return [*names]
+        return [template.format(expert) for expert in range(self.shapes[name][0]) for template in names]
+
+    def is_buffer(self, name: str) -> bool:
+        """True if a tensor of theirs is one of our buffers."""
+        return self.owner(name) in self.buffers
+
+    def _within(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
+        runs = self.runs[name]
+        for run in runs[bisect_right(runs, start, key=lambda run: run.start + run.rows) :]:
             part = run.within(start, stop)
-            if part is not None:
-                yield part
+            if part is None:
+                return
+            yield part
 
     @cached_property
-    def owners(self) -> dict[str, tuple[str, tuple[RowRange, ...]]]:
-        """Our parameter that holds each tensor of theirs, with its row ranges, by their name."""
-        found: dict[str, tuple[str, list[RowRange]]] = {}
-        for ours, runs in self.runs.items():
-            for run in runs:
-                owner, held = found.setdefault(run.name, (ours, []))
-                assert owner == ours, "each tensor of theirs belongs to one parameter of ours"
-                held.append(run)
-        return {name: (ours, tuple(runs)) for name, (ours, runs) in found.items()}
+    def _owners(self) -> dict[str, tuple[str, int | None]]:
+        """Our parameter that holds each tensor of theirs, and the expert in it, by their name."""
+        found: dict[str, tuple[str, int | None]] = {}
+        for ours in self.runs:
+            names = self.their_names(ours)
+            per_expert = len(names) // self.shapes[ours][0] if ours in self.stacked else 0
+            for place, name in enumerate(names):
+                assert name not in found, "each tensor of theirs belongs to one parameter of ours"
+                found[name] = (ours, place // per_expert if per_expert else None)
+        return found

@@ -32,6 +32,12 @@ def family_violations(config: ModelConfig) -> Iterator[Violation]:
             yield from list(rules(config))
 
 
+def has_experts(config: ModelConfig) -> bool:
+    """True if a layer of the model routes tokens to experts; False for a plain class."""
+    spec = model_spec(config)
+    return spec is not None and spec.has_experts
+
+
 def attention_backend(config: ModelConfig) -> str:
     """Requested attention kernel; `auto` for a model that describes no attention."""
     spec = model_spec(config)

@@ -5,9 +5,10 @@ a family describes itself once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel, TPStyle
@@ -31,6 +32,8 @@ class AttentionSpec:
     """Sliding window in keys, the token itself included; None is full causal attention."""
     sinks: bool = False
     """True if the softmax has one learned logit per head beside the keys."""
+    scale: float | None = None
+    """Factor of the scores; None is 1 / sqrt(qk_dim)."""
 
     @property
     def group(self) -> int:
@@ -56,8 +59,9 @@ class LinearSpec:
     """Output features."""
     std: float
     """Standard deviation of initial weights."""
-    tp: Colwise | Rowwise | None
-    """Tensor-parallel sharding; None if the linear has none, so that tensor parallelism is refused."""
+    tp: Colwise | Rowwise | SequenceParallel | None
+    """Tensor-parallel sharding, `SequenceParallel` if the weight is replicated; None if the linear has none, so that
+    tensor parallelism is refused."""
     experts: int = 1
     """Number of stacked weights [experts, outputs, inputs]; 1 is a plain linear."""
     active_experts: int = 1
@@ -96,6 +100,8 @@ class LayerSpec:
     """Linear layers in forward order."""
     vectors: tuple[VectorSpec, ...]
     """Norm weights."""
+    router: RouterSpec | None = None
+    """Router of a layer with experts."""
 
     def linear(self, name: str) -> LinearSpec:
         """Linear layer by module path."""
@@ -118,6 +124,8 @@ class LayerSpec:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter by its name inside the block."""
         shapes: dict[str, tuple[int, ...]] = {f"{vector.name}.weight": (vector.size,) for vector in self.vectors}
+        if self.router is not None:
+            shapes[f"{self.router.name}.weight"] = (self.router.moe.experts, self.router.inputs)
         for linear in self.linears:
             stacked = (linear.experts,) if linear.experts > 1 else ()
             shapes[f"{linear.name}.weight"] = (*stacked, linear.outputs, linear.inputs)
@@ -126,12 +134,14 @@ class LayerSpec:
     @property
     def parameters(self) -> int:
         """Number of parameters, all experts counted."""
-        return sum(part.parameters for part in self.linears) + sum(part.size for part in self.vectors)
+        router = 0 if self.router is None else self.router.parameters
+        return router + sum(part.parameters for part in self.linears) + sum(part.size for part in self.vectors)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward FLOPs of matmuls per token."""
         attention = 0.0 if self.attention is None else self.attention.flops_per_token(seq_len)
-        return 6 * sum(linear.active_parameters for linear in self.linears) + attention
+        router = 0 if self.router is None else self.router.parameters
+        return 6 * (router + sum(linear.active_parameters for linear in self.linears)) + attention
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,16 @@ class ModelSpec:
         return {"embedding.weight": table, **blocks, "norm.weight": (self.dim,), **head}
 
     @cached_property
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each persistent buffer that outputs depend on (router biases), by its full name."""
+        return {f"{name}.{key}": shape for name, router in self.routers() for key, shape in router.buffers.items()}
+
+    @cached_property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter and of each of these buffers by its full name."""
+        return {**self.shapes, **self.buffers}
+
+    @cached_property
     def parameters(self) -> int:
         """Number of parameters, a tied weight once."""
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
@@ -196,6 +216,17 @@ class ModelSpec:
         return 6 * self.dim * self.vocab_size + sum(layer.flops_per_token(seq_len) for layer in self.layers)
 
     @property
+    def has_experts(self) -> bool:
+        """True if a layer routes tokens to experts."""
+        return bool(self.expert_linears)
+
+    @cached_property
+    def expert_linears(self) -> tuple[LinearSpec, ...]:
+        """Distinct linears stacked per expert."""
+        linears = (linear for layer in self.layers if layer.router is not None for linear in layer.linears)
+        return tuple(dict.fromkeys(linear for linear in linears if linear.experts > 1))
+
+    @property
     def attention(self) -> AttentionSpec | None:
         """Attention of the first layer; None if a layer has none."""
         found = [layer.attention for layer in self.layers]
@@ -204,12 +235,21 @@ class ModelSpec:
     @property
     def weights(self) -> tuple[object, ...]:
         """Shapes of all parameters, and heads within them: weights of equal values are interchangeable."""
-        return self.shapes, tuple(layer.attention for layer in self.layers)
+        # The scale of scores follows from RoPE, which no weight depends on.
+        heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.layers)
+        return self.shapes, tuple(heads)
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """True if all layers are alike."""
-        return len(set(self.layers)) == 1
+    @cached_property
+    def distinct_layers(self) -> int:
+        """Number of first layers that differ from the rest, which are alike: 0 if all are."""
+        last = self.layers[-1]
+        return next((number for number in range(len(self.layers), 0, -1) if self.layers[number - 1] != last), 0)
+
+    def routers(self) -> Iterator[tuple[str, RouterSpec]]:
+        """Routers of all blocks by full module path."""
+        for number, layer in enumerate(self.layers):
+            if layer.router is not None:
+                yield f"blocks.{number}.{layer.router.name}", layer.router
 
     def linears(self) -> Iterator[tuple[str, LinearSpec]]:
         """Linear layers of all blocks by full module path."""

@@ -1,9 +1,10 @@
 """Configuration of rotary position embedding (Su et al. 2021): base frequency, and context scaling."""
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from titan_exp.config.groups.types import PositiveFloat, PositiveInt
+from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,11 @@ class PlainRope:
 
     theta: PositiveFloat
     """Base of the geometric series of wavelengths."""
+
+    @property
+    def frequencies(self) -> dict[str, Any]:
+        """Arguments of `ops.attention.rope.Frequencies`."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -28,3 +34,50 @@ class RopeConfig(PlainRope):
     """Wavelengths shorter than `original_context / high_freq_factor` are left alone."""
     original_context: PositiveInt
     """Context in tokens before scaling."""
+
+
+@dataclass(frozen=True)
+class YarnRope(PlainRope):
+    """Rotary position embedding with YaRN (Peng et al. 2023): context scaling, and colder attention."""
+
+    scaling: Literal["none", "yarn", "yarn_if_longer"]
+    """`yarn` scales always, as `transformers` does; `yarn_if_longer` only if the model's context is longer than
+    `original_context`, as DeepSeek's own code does: the two differ for a model of the original context."""
+    factor: PositiveFloat
+    """Factor by which the context is extended (40 in DeepSeek, 32 in GPT-OSS)."""
+    beta_fast: PositiveFloat
+    """Pairs that turn more often than this in the original context are left alone."""
+    beta_slow: PositiveFloat
+    """Pairs that turn less often than this in the original context are slowed down by the whole factor."""
+    mscale: NonNegativeFloat
+    """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines."""
+    mscale_all_dim: NonNegativeFloat
+    """The same coefficient for all features of a head: cosines and sines are divided by its factor, and the scores of
+    latent attention multiplied by its square."""
+    truncate: bool
+    """Round the first and the last blended pair outwards; false in GPT-OSS."""
+    original_context: PositiveInt
+    """Context in tokens before scaling."""
+
+    def resolved(self, context: int) -> "YarnRope":
+        """The same embedding for a model of this context, its scaling either `none` or `yarn`."""
+        if self.scaling != "yarn_if_longer":
+            return self
+        return replace(self, scaling="yarn" if context > self.original_context else "none")
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention."""
+        return _magnitude(self.factor, self.mscale_all_dim) ** 2 if self.scaling == "yarn" else 1.0
+
+    @property
+    def frequencies(self) -> dict[str, Any]:
+        """Arguments of `ops.attention.rope.Frequencies`."""
+        assert self.scaling != "yarn_if_longer", "resolved by the family's spec"
+        given = {key: value for key, value in vars(self).items() if key not in ("mscale", "mscale_all_dim")}
+        magnitude = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
+        return {**given, "magnitude": magnitude if self.scaling == "yarn" else 1.0}
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0

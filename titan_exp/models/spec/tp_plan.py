@@ -46,6 +46,8 @@ class Colwise:
     """Key of the configuration that sets the number of units."""
     width: int = 1
     """Units of that key per unit here."""
+    gathers: bool = True
+    """False if the linear's input is the output of a `GatherTokens` module."""
 
     @property
     def pieces(self) -> int:
@@ -70,16 +72,21 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A norm over this rank's tokens; its gradient is partial with sequence parallelism."""
+    """A norm or linear over this rank's tokens; its gradient is partial with sequence parallelism."""
 
 
 SEQUENCE_PARALLEL = SequenceParallel()
-"""Style of norms over the residual stream."""
+"""Style of norms over the residual stream, and of replicated linears that read it."""
 
 
 @dataclass(frozen=True)
 class HeadParallel:
     """A norm over this rank's heads; its gradient is always partial."""
+
+
+@dataclass(frozen=True)
+class GatherTokens:
+    """A module without weights: this rank's tokens to all tokens, for several readers that each use them in part."""
 
 
 @dataclass(frozen=True)
@@ -95,4 +102,4 @@ class VocabLogits:
     """Rows of the whole weight."""
 
 
-TPStyle = Colwise | Rowwise | SequenceParallel | HeadParallel | VocabEmbedding | VocabLogits
+TPStyle = Colwise | Rowwise | SequenceParallel | HeadParallel | GatherTokens | VocabEmbedding | VocabLogits

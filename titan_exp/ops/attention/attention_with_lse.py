@@ -20,78 +20,99 @@ ALIGNMENT = 32
 """Multiple of rows to which the efficient kernel pads its log-sum-exp."""
 
 Heads = Float[Tensor, "batch heads rows head_dim"]
-KVHeads = Float[Tensor, "batch kv_heads keys head_dim"]
+Keys = Float[Tensor, "batch kv_heads keys head_dim"]
+Values = Float[Tensor, "batch kv_heads keys v_dim"]
+Outputs = Float[Tensor, "batch heads rows v_dim"]
 Rows = Float[Tensor, "batch heads rows"]
 Bias = Float[Tensor, "batch 1 rows keys"]
 
 
 def attention_forward(
-    query: Heads, key: KVHeads, value: KVHeads, *, bias: Bias | None, causal: bool, backend: PartialBackend
-) -> tuple[Heads, Rows]:
+    query: Heads,
+    key: Keys,
+    value: Values,
+    *,
+    bias: Bias | None,
+    causal: bool,
+    backend: PartialBackend,
+    scale: float | None = None,
+) -> tuple[Outputs, Rows]:
     """Attention output over these keys in the dtype of `query`, and its log-sum-exp in fp32.
 
     `bias`, in the dtype of `query`, is added to the scores and excludes `causal`; the flash kernel takes neither a bias
-    nor fp32.
+    nor fp32. `scale` is the scores' factor, None 1 / sqrt(head_dim).
     """
-    if backend == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias
+    if backend == "efficient":
+        key, value = _for_every_head(query, key), _for_every_head(query, value)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, _for_kernel(query, bias), True, 0.0, causal, scale=scale
         )
-    if backend == "flash":
+        return out, lse[:, :, : query.shape[2]]
+    padded = _as_wide(value, key)
+    if backend == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, padded, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    else:
         assert bias is None, "choose_backend takes the efficient kernel for masks"
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
-        return out, lse
-    key, value = _for_every_head(query, key), _for_every_head(query, value)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, _for_kernel(query, bias), True, 0.0, causal
-    )
-    return out, lse[:, :, : query.shape[2]]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, padded, 0.0, causal, scale=scale)
+    return out[..., : value.shape[-1]], lse
 
 
 def attention_backward(
-    gradient: Heads,
+    gradient: Outputs,
     query: Heads,
-    key: KVHeads,
-    value: KVHeads,
+    key: Keys,
+    value: Values,
     *,
-    out: Heads,
+    out: Outputs,
     lse: Rows,
     bias: Bias | None,
     causal: bool,
     backend: PartialBackend,
-) -> tuple[Heads, KVHeads, KVHeads]:
+    scale: float | None = None,
+) -> tuple[Heads, Keys, Values]:
     """Gradients of query, key and value through these keys; `out` and `lse` are those of all parts merged."""
     # The kernel computes exp(score - lse): with the merged lse, the probabilities of the whole softmax.
     lse = lse.contiguous()
-    if backend == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias
-        )
     unused: Any = torch.empty(2, dtype=torch.int64, device=query.device)  # dropout's RNG state
-    if backend == "flash":
+    if backend == "efficient":
+        lse = F.pad(lse, (0, -lse.shape[2] % ALIGNMENT), value=torch.inf)
+        heads = _for_every_head(query, key), _for_every_head(query, value)
+        bias, needed = _for_kernel(query, bias), [True, True, True, False]
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            gradient, query, *heads, bias, out, lse, unused[0], unused[1], 0.0, needed, causal, scale=scale
+        )
+        groups = (-1, query.shape[1] // key.shape[1])
+        return grads[0], grads[1].unflatten(1, groups).sum(2), grads[2].unflatten(1, groups).sum(2)
+    gradient, padded, out = (_as_wide(tensor, key) for tensor in (gradient, value, out))
+    if backend == "cpu":
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, padded, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    else:
         rows, keys = query.shape[2], key.shape[2]
         # No cumulative lengths: all sequences of a batch have the same length.
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, out, lse, None, None, rows, keys, 0.0, causal, unused, unused
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, key, padded, out, lse, None, None, rows, keys, 0.0, causal, unused, unused, scale=scale
         )
-    lse = F.pad(lse, (0, -lse.shape[2] % ALIGNMENT), value=torch.inf)
-    heads = _for_every_head(query, key), _for_every_head(query, value)
-    bias, needed = _for_kernel(query, bias), [True, True, True, False]
-    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        gradient, query, *heads, bias, out, lse, unused[0], unused[1], 0.0, needed, causal
-    )
-    groups = (-1, query.shape[1] // key.shape[1])
-    return grads[0], grads[1].unflatten(1, groups).sum(2), grads[2].unflatten(1, groups).sum(2)
+    return grads[0], grads[1], grads[2][..., : value.shape[-1]]
 
 
-def merge_lse(out: Heads, lse: Rows, part: Heads, part_lse: Rows) -> None:
+def merge_lse(out: Outputs, lse: Rows, part: Outputs, part_lse: Rows) -> None:
     """Merge attention to other keys into `out` and `lse`, both fp32, in place."""
     whole = torch.logaddexp(lse, part_lse)
     out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
     lse.copy_(whole)
 
 
-def _for_every_head(query: Heads, shared: KVHeads) -> Tensor:
+def _as_wide(narrow: Tensor, key: Keys) -> Tensor:
+    """Values, or tensors of their width, padded with zeros to the width of keys, for kernels of one width."""
+    missing = key.shape[-1] - narrow.shape[-1]
+    return F.pad(narrow, (0, missing)) if missing else narrow
+
+
+def _for_every_head(query: Heads, shared: Keys | Values) -> Tensor:
     """Repeat keys or values for each query head of their group, for the kernel without grouped-query support."""
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], 1)
 

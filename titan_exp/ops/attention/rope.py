@@ -4,10 +4,17 @@ Rotates the pairs (i, i + head_dim / 2) of a head, Hugging Face's layout; real-v
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from titan_exp.ops.runs_kernel import runs_kernel
+
+HEADS = 16
+"""Heads of a token per kernel program."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -29,9 +36,9 @@ class RotaryEmbedding(nn.Module):
     def reset(self) -> None:
         """Fill the cache, in fp64 on the CPU so that every device holds the same values."""
         positions = torch.arange(self.length, dtype=torch.float64)
-        angles = torch.outer(positions, self.frequencies.inverse(self.head_dim))
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        angles, magnitude = torch.outer(positions, self.frequencies.inverse(self.head_dim)), self.frequencies.magnitude
+        self.cos.copy_(angles.cos() * magnitude)
+        self.sin.copy_(angles.sin() * magnitude)
 
     def forward(
         self, seq: int, positions: Int[Tensor, "batch seq"] | None
@@ -53,15 +60,24 @@ class Frequencies:
         factor: float = 1.0,
         low_freq_factor: float = 1.0,
         high_freq_factor: float = 4.0,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        truncate: bool = True,
         original_context: int = 8192,
+        magnitude: float = 1.0,
     ) -> None:
         self.theta, self.scaling, self.factor = theta, scaling, factor
         self.low, self.high, self.original_context = low_freq_factor, high_freq_factor, original_context
+        self.fast, self.slow, self.truncate = beta_fast, beta_slow, truncate
+        self.magnitude = magnitude
+        """Factor of cosines and sines."""
 
     def inverse(self, head_dim: int) -> Float[Tensor, " half"]:
         """Inverse frequencies of a head's pairs, fp64 on the CPU."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         plain = self.theta**-exponent
+        if self.scaling == "yarn":
+            return self._yarn(plain)
         return self._llama3(plain) if self.scaling == "llama3" else plain
 
     def _llama3(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
@@ -71,6 +87,23 @@ class Frequencies:
         blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return (1 - blend) * plain / self.factor + blend * plain
 
+    def _yarn(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
+        """Divide slow pairs by `factor`, leave fast ones, blend linearly by pair between (Peng et al. 2023)."""
+        pairs = plain.shape[0]
+
+        def pair_of(turns: float) -> float:
+            """Pair that turns this often in the original context, as a real number."""
+            return pairs * math.log(self.original_context / (2 * math.pi * turns)) / math.log(self.theta)
+
+        first, last = pair_of(self.fast), pair_of(self.slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        # The published rule widens an empty range.
+        width = last - first or 0.001
+        slow = ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+        return slow * plain / self.factor + (1 - slow) * plain
+
 
 def rotate(
     heads: Float[Tensor, "batch seq heads head_dim"],
@@ -78,5 +111,105 @@ def rotate(
     sin: Float[Tensor, "batch_or_1 seq 1 half"],
 ) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
-    first, second = heads.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    # Multiplied by sign and swapped rather than concatenated, which the compiler would not fuse.
+    sign = torch.arange(-1, 2, 2, device=heads.device)[:, None]
+    pairs = heads.float().unflatten(-1, (2, -1))
+    rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * sign)
+    return rotated.flatten(-2).to(heads.dtype)
+
+
+def rotate_tail(
+    heads: Float[Tensor, "batch seq heads head_dim"],
+    cos: Float[Tensor, "batch_or_1 seq 1 half"],
+    sin: Float[Tensor, "batch_or_1 seq 1 half"],
+) -> Float[Tensor, "batch seq heads head_dim"]:
+    """Rotate the last 2 · half features of each head, and leave those before."""
+    plain, tail = heads.split((heads.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((plain, rotate(tail, cos, sin)), dim=-1)
+
+
+def split_rotated(
+    qkv: Float[Tensor, "batch seq kv_heads slots head_dim"],
+    cos: Float[Tensor, "batch_or_1 seq 1 half"],
+    sin: Float[Tensor, "batch_or_1 seq 1 half"],
+) -> tuple[
+    Float[Tensor, "batch seq heads head_dim"],
+    Float[Tensor, "batch seq kv_heads head_dim"],
+    Float[Tensor, "batch seq kv_heads head_dim"],
+]:
+    """Rotated query heads, rotated keys and values of a fused projection; per key-value head queries, key and value.
+
+    Nothing of `qkv` is kept for backward, whose gradient is written by one kernel.
+    """
+    return _SplitRotated.apply(qkv, cos, sin)  # type: ignore[return-value]  # tensors
+
+
+class _SplitRotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        if runs_kernel(qkv):
+            return _split_rotated(qkv.contiguous(), cos.contiguous(), sin.contiguous())
+        query, key, value = (heads.flatten(2, 3) for heads in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3))
+        # A view would keep the whole of `qkv`.
+        return rotate(query, cos, sin), rotate(key, cos, sin), value.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        query, key, value = gradients
+        if runs_kernel(query):
+            dense = (tensor.contiguous() for tensor in (*gradients, cos, sin))
+            return _split_rotated_backward(*dense), None, None
+        parts = (rotate(query, cos, -sin), rotate(key, cos, -sin), value)
+        return torch.cat([part.unflatten(2, (key.shape[2], -1)) for part in parts], dim=3), None, None
+
+
+@torch.library.custom_op("titan_exp::split_rotated", mutates_args=())
+def _split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    parts = _empty_parts(qkv, cos, sin)
+    _launch(qkv, *parts, cos, sin, backward=False)
+    return parts
+
+
+@torch.library.custom_op("titan_exp::split_rotated_backward", mutates_args=())
+def _split_rotated_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    qkv = _empty_qkv(query, key, value, cos, sin)
+    _launch(qkv, query, key, value, cos, sin, backward=True)
+    return qkv
+
+
+@_split_rotated.register_fake
+def _empty_parts(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, seq, kv_heads, slots, head_dim = qkv.shape
+    query, key, value = (qkv.new_empty(batch, seq, kv_heads * each, head_dim) for each in (slots - 2, 1, 1))
+    return query, key, value
+
+
+@_split_rotated_backward.register_fake
+def _empty_qkv(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    batch, seq, kv_heads, head_dim = key.shape
+    return key.new_empty(batch, seq, kv_heads, query.shape[2] // kv_heads + 2, head_dim)
+
+
+def _launch(qkv: Tensor, *others: Tensor, backward: bool) -> None:
+    if isinstance(qkv, FakeTensor) or qkv.numel() == 0:
+        return
+    from titan_exp.ops.attention.rope_kernel import split_rotated_kernel
+
+    batch, seq, kv_heads, slots, head_dim = qkv.shape
+    cos, half = others[-1], head_dim // 2
+    launch: Any = split_rotated_kernel[batch * seq, -(-kv_heads * slots // HEADS)]
+    launch(
+        qkv,
+        *others,
+        cos.shape[0] * seq,
+        kv_heads,
+        group=slots - 2,
+        half=half,
+        padded=1 << (half - 1).bit_length(),
+        heads=HEADS,
+        backward=backward,
+        # Sums of products are rounded as torch's operators round them.
+        enable_fp_fusion=False,
+    )

@@ -27,14 +27,25 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 
+ONE_WIDTH = ("flash", "fa3", "fa4")
+"""Kernels that take values as wide as keys only: narrower ones are padded with zeros."""
+
 
 def choose_backend(
-    requested: str, device: torch.device, *, head_dim: int, bf16: bool, documents: bool, parts: bool = False
+    requested: str,
+    device: torch.device,
+    *,
+    head_dim: int,
+    bf16: bool,
+    documents: bool,
+    parts: bool = False,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
 
     `auto` is flash on CPU. On CUDA it is efficient for fp32, document masks and heads wider than 256; else cuDNN from
-    Hopper on, and flash on older GPUs. `parts` says that attention is merged by LSE, which excludes cuDNN.
+    Hopper on, and flash on older GPUs. `parts` says that attention is merged by LSE, which excludes cuDNN; so does
+    `deterministic`, since torch refuses it for its backward pass.
 
     Raises:
         UserError: the device or the installed packages cannot run the requested backend.
@@ -46,7 +57,7 @@ def choose_backend(
         return "flash"
     if documents or not bf16 or not HEAD_SIZES["flash"].takes(head_dim):
         return "efficient"
-    if parts or not CUDNN_EVERYWHERE.takes(head_dim):
+    if parts or deterministic or not CUDNN_EVERYWHERE.takes(head_dim):
         return "flash"
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     return "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"
@@ -63,9 +74,11 @@ def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 
 class CausalAttention(nn.Module):
     """Attention core without linears; a module, so that context parallelism can replace it."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, scale: float | None = None) -> None:
         super().__init__()
         self.backend: AttentionBackend = backend
+        self.scale = scale
+        """Factor of the scores; None is 1 / sqrt(head_dim)."""
 
     def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
         """Argument `mask` of `forward`, built once per forward pass of the model; None for causal attention."""
@@ -79,22 +92,26 @@ class CausalAttention(nn.Module):
         self,
         query: Float[Tensor, "batch heads seq head_dim"],
         key: Float[Tensor, "batch kv_heads seq head_dim"],
-        value: Float[Tensor, "batch kv_heads seq head_dim"],
+        value: Float[Tensor, "batch kv_heads seq v_dim"],
         mask: Any = None,
-    ) -> Float[Tensor, "batch heads seq head_dim"]:
-        """Softmax(q·k / sqrt(head_dim)) · v over earlier positions, in the dtype of `query`."""
-        grouped = query.shape[1] != key.shape[1]
+    ) -> Float[Tensor, "batch heads seq v_dim"]:
+        """Softmax(q·k · scale) · v over earlier positions, in the dtype of `query`; v may be narrower than k."""
+        grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
         if self.backend == "flex":
             mask = mask if mask is not None else _flex_causal_mask(query.shape[2], str(query.device))
-            return _flex_kernel(query.device.type)(query, key, value, block_mask=mask, enable_gqa=grouped)
+            kernel = _flex_kernel(query.device.type)
+            return kernel(query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped)
         if grouped and self.backend == "efficient":
             # This kernel has no grouped-query support.
             times = query.shape[1] // key.shape[1]
             key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
+        if self.backend in ONE_WIDTH and width < key.shape[-1]:
+            value = F.pad(value, (0, key.shape[-1] - width))
         with sdpa_kernel(SDPA_BACKENDS[self.backend]):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
+        return out[..., :width]
 
 
 @cache

@@ -8,23 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 SIDE = 64
 """Rows and columns of the tile of a kernel program."""
 
 
 @torch.library.custom_op("titan_exp::dual_amax", mutates_args=())
-def dual_amax(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Amax of rows, [height, 1], and columns, [1, width], of a contiguous matrix; fp32, on CUDA."""
+def dual_amax(matrix: Tensor) -> Tensor:
+    """Amax of all rows, then of all columns, of a contiguous matrix: [height + width], fp32, on CUDA."""
+    if isinstance(matrix, FakeTensor):
+        return _empty_amax(matrix)
     from titan_exp.ops.float8.kernels import amax_kernel
 
     height, width = matrix.shape
-    row_amax, column_amax = _empty_amax(matrix)
-    launch: Any = amax_kernel[_grid(matrix)]
     # The bits of non-negative numbers order like integers.
-    bits = row_amax.zero_().view(torch.int32), column_amax.zero_().view(torch.int32)
-    launch(matrix, *bits, height, width, side=SIDE)
-    return row_amax, column_amax
+    amax = matrix.new_zeros(height + width, dtype=torch.int32)
+    launch: Any = amax_kernel[_grid(matrix)]
+    launch(matrix, amax, amax[height:], height, width, side=SIDE)
+    return amax.view(torch.float32)
 
 
 @torch.library.custom_op("titan_exp::dual_cast", mutates_args=())
@@ -34,10 +36,12 @@ def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: 
     `row_scales`, fp32 [height, 1], apply to the plain result, `column_scales` [1, width] to the transposed one; a
     scalar given twice applies to both.
     """
+    rows, transposed = _empty_cast(matrix, row_scales, column_scales, dtype)
+    if isinstance(matrix, FakeTensor):
+        return rows, transposed
     from titan_exp.ops.float8.kernels import cast_kernel
 
     height, width = matrix.shape
-    rows, transposed = _empty_cast(matrix, row_scales, column_scales, dtype)
     launch: Any = cast_kernel[_grid(matrix)]
     launch(
         matrix,
@@ -55,10 +59,8 @@ def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: 
 
 
 @dual_amax.register_fake
-def _empty_amax(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    height, width = matrix.shape
-    fp32 = matrix.new_empty(height, 1, dtype=torch.float32)
-    return fp32, matrix.new_empty(1, width, dtype=torch.float32)
+def _empty_amax(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(sum(matrix.shape), dtype=torch.float32)
 
 
 @dual_cast.register_fake

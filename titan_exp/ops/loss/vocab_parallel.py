@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from titan_exp.ops.loss.row_softmax import has_row_kernels, row_statistics
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -24,16 +26,27 @@ class VocabShard:
 def log_normalizer_and_target(
     logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], shard: VocabShard | None
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log of the softmax denominator over the whole vocabulary, and the target's logit, from fp32 logits.
+    """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32.
 
     `logits` are those of `shard`, or of the whole vocabulary if it is None; `target` are ids of the whole vocabulary.
     """
-    if shard is None:
-        return logits.logsumexp(-1), logits.gather(1, target[:, None])[:, 0]
-    max_logit = shard.all_reduce_max(logits.amax(-1))
+    if has_row_kernels(logits):
+        statistics = row_statistics(logits, target, None if shard is None else shard.first)
+        max_logit, denominator, chosen = statistics
+        if shard is not None:
+            local_max, max_logit = max_logit, shard.all_reduce_max(max_logit)
+            denominator.mul_((local_max - max_logit).exp_())
+            denominator, chosen = shard.all_reduce_sum(statistics[1:])
+        return max_logit + denominator.log(), chosen
+    max_logit = logits.amax(-1).float()
+    if shard is not None:
+        max_logit = shard.all_reduce_max(max_logit)
     place, here = locate(target, shard, logits.shape[1])
-    own = torch.stack(((logits - max_logit[:, None]).exp().sum(-1), logits.gather(1, place[:, None])[:, 0] * here))
-    denominator, chosen = shard.all_reduce_sum(own)
+    # The difference is in fp32, without a copy of the logits in fp32.
+    denominator = (logits - max_logit[:, None]).exp_().sum(-1)
+    chosen = logits.gather(1, place[:, None])[:, 0].float() * here
+    if shard is not None:
+        denominator, chosen = shard.all_reduce_sum(torch.stack((denominator, chosen)))
     return max_logit + denominator.log(), chosen
 
 

@@ -13,9 +13,12 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.runs_kernel import runs_kernel
 
 ALIGNED = 8
 """Multiple that torch's kernel requires of dims: bf16 rows start every 16 bytes."""
+PROGRAMS = 1024
+"""Kernel programs that share the rows of no expert."""
 
 
 def grouped_linear(
@@ -36,12 +39,11 @@ def grouped_linear(
 
 def grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [tokens, k] · weight[expert] [experts, k, n] without gradients: [tokens, n], zeros after the last end."""
-    if not _has_kernel(x, weight):
-        return _loop_rows(x, weight, ends)
-    out = F.grouped_mm(x.contiguous(), weight, offs=ends)
-    # The kernel leaves rows after the last end uninitialized.
+    if not torch.compiler.is_compiling() or not _has_kernel(x, weight):
+        return _grouped_rows(x, weight, ends)
+    # The compiler knows torch's operator, and fuses the mask into the next one.
     row = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-    return out.masked_fill(row[:, None] >= ends[-1], 0)
+    return F.grouped_mm(x.contiguous(), weight, offs=ends).masked_fill(row[:, None] >= ends[-1], 0)
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -75,7 +77,12 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
 
 
 @torch.library.custom_op("titan_exp::grouped_rows", mutates_args=())
-def _loop_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _has_kernel(x, weight):
+        out = F.grouped_mm(x.contiguous(), weight, offs=ends)
+        # The kernel leaves rows after the last end uninitialized.
+        _zero_rows_after(out, ends)
+        return out
     out = _empty_rows(x, weight, ends)
     last = 0
     for expert, rows in _runs(ends, x.shape[0]):
@@ -93,7 +100,7 @@ def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_loop_rows.register_fake
+@_grouped_rows.register_fake
 def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
@@ -101,6 +108,18 @@ def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @_loop_outer.register_fake
 def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _zero_rows_after(rows: Tensor, ends: Tensor) -> None:
+    """Zero the rows after the last end; usually there are none, and masking would read and write all of them."""
+    if not runs_kernel(rows):
+        row = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
+        rows.masked_fill_(row[:, None] >= ends[-1], 0)
+    elif rows.numel():
+        from titan_exp.ops.moe.permutation_kernels import zero_rows_after_kernel
+
+        launch: Any = zero_rows_after_kernel[(min(rows.shape[0], PROGRAMS),)]
+        launch(rows, ends, *rows.shape, ends.shape[0] - 1, programs=PROGRAMS, block=1024)
 
 
 def _runs(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:

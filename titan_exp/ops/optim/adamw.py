@@ -35,22 +35,21 @@ def adamw_update(
 ) -> None:
     """Update a weight and its moments in place, on CUDA.
 
-    The weight is fp32 and dense in memory, the moments and `copy` have its strides, the gradient any float dtype.
+    The weight is dense in memory, the moments and `copy` have its strides; each has a float dtype of its own.
     `rates` is a row of `bias_rates`, `decay` learning rate times weight decay, `factor` an fp32 scalar that scales the
     gradient. `copy` receives the new weight in its own dtype.
     """
     if weight.numel() == 0:  # an empty shard of an unevenly sharded parameter
         return
     if isinstance(weight, FakeTensor):
-        # Fake tensors have no values; the planner sees the memory that the kernel reads and writes.
-        torch._foreach_add_([weight, first, second], [gradient] * 3)
+        # Fake tensors have no values; the planner sees one call, and the bytes that the kernel reads and writes.
+        torch._foreach_add_([weight, first, second], [gradient, rates[0] if copy is None else copy, rates[0]])
         return
     from titan_exp.ops.optim.adamw_kernel import adamw_kernel
 
     if gradient.stride() != weight.stride():
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
     buffers = [tensor for tensor in (first, second, copy) if tensor is not None]
-    assert weight.dtype == torch.float32, "master weights are fp32"
     assert all(tensor.stride() == weight.stride() for tensor in buffers), "moments and copy have the weight's strides"
     launch: Any = adamw_kernel[(-(-weight.numel() // BLOCK),)]
     launch(

@@ -6,7 +6,7 @@ It is memory-bound, so square roots and quotients are correctly rounded.
 import triton
 import triton.language as tl
 
-from titan_exp.ops.float8.rounding import rounded
+from titan_exp.ops.rounding import rounded
 
 
 @triton.jit
@@ -39,9 +39,10 @@ def adamw_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only argume
     square = tl.load(second + at, mask=inside, other=0.0).to(tl.float32) * beta2 + change * change * rest2
     # The update uses the moments before they are rounded for storage.
     root = tl.div_rn(tl.sqrt_rn(square), tl.load(rates + 1)) + eps
-    new = tl.load(weight + at, mask=inside, other=0.0) * keep - tl.div_rn(tl.load(rates) * mean, root)
+    old = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    new = old * keep - tl.div_rn(tl.load(rates) * mean, root)
     tl.store(first + at, rounded(mean, first.dtype.element_ty), mask=inside)  # type: ignore[attr-defined]  # pointers have it
     tl.store(second + at, rounded(square, second.dtype.element_ty), mask=inside)
-    tl.store(weight + at, new, mask=inside)
+    tl.store(weight + at, rounded(new, weight.dtype.element_ty), mask=inside)  # type: ignore[attr-defined]
     if has_copy:
         tl.store(copy + at, rounded(new, copy.dtype.element_ty), mask=inside)

@@ -8,6 +8,7 @@ from titan_exp.models.blocks.iter_blocks import iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.context_parallel.attention import ContextAttention
+from titan_exp.parallel.context_parallel.latents import GatheredLatents
 from titan_exp.parallel.context_parallel.ulysses import UlyssesAttention
 from titan_exp.parallel.mesh import Mesh
 
@@ -26,5 +27,8 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring",
         assert isinstance(core, CausalAttention), "checked by the rules"
         if across.size() > 1:
             assert method != "ulysses", "all ranks exchange heads"
-            core = ContextAttention(cast("PartialBackend", core.backend), method, across.get_group(), mesh.device)
+            backend, exchange = cast("PartialBackend", core.backend), method
+            if method == "allgather" and within.size() == 1 and hasattr(attention, "latent_gather"):
+                attention.latent_gather, exchange = GatheredLatents(across.get_group()), "whole"
+            core = ContextAttention(backend, exchange, across.get_group(), mesh.device, core.scale)
         attention.core = UlyssesAttention(core, within.get_group()) if within.size() > 1 else core

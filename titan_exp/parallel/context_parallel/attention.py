@@ -5,6 +5,7 @@ the whole block of every later rank. So no kernel computes hidden scores, and wi
 Partial outputs are merged by log-sum-exp.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -19,20 +20,28 @@ from titan_exp.ops.attention.attention_with_lse import (
     merge_lse,
 )
 from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
+from titan_exp.parallel.context_parallel.latents import WholeKV
 from titan_exp.parallel.context_parallel.ring import RingKV
 from titan_exp.parallel.process_groups import gather_documents, group_named
 
-ExchangeMethod = Literal["ring", "allgather"]
+ExchangeMethod = Literal["ring", "allgather", "whole"]
+"""Exchange of keys and values; `whole` is none, since every rank has them."""
 
 
 class ContextAttention(nn.Module):
     """Replaces `CausalAttention`, with the same arguments, each this rank's part of the sequence."""
 
     def __init__(
-        self, backend: PartialBackend, method: ExchangeMethod, group: dist.ProcessGroup, device: torch.device
+        self,
+        backend: PartialBackend,
+        method: ExchangeMethod,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.backend: PartialBackend = backend
+        self.scale = scale
         self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
         """The kernel that runs."""
@@ -43,19 +52,26 @@ class ContextAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend from this rank's queries [batch, heads, part, head_dim] to all earlier positions."""
-        out, _ = context_attention(query, key, value, mask, self.kernel, self.method, self.group)
+        out, _ = context_attention(query, key, value, mask, self.kernel, self.method, self.group, self.scale)
         return out
 
 
 # A custom op is opaque to the compiler, which would otherwise break the graph at every message.
 @torch.library.custom_op("titan_exp::context_attention", mutates_args=())
 def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, backend: str, method: str, group: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    backend: str,
+    method: str,
+    group: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32."""
     exchange = _exchange(method, group)
     out = lse = None
-    for rank, (k, v) in exchange.blocks(torch.stack((key, value))):
+    for rank, k, v in _blocks(exchange, key, value):
         rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
         part, part_lse = attention_forward(
             query[:, :, rows],
@@ -64,6 +80,7 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
             bias=_bias(documents, exchange.rank, rank, query.dtype),
             causal=causal and documents is None,
             backend=cast("PartialBackend", backend),
+            scale=scale,
         )
         if out is None or lse is None:
             out, lse = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
@@ -71,7 +88,7 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
             merge_lse(out[:, :, rows], lse[:, :, rows], part, part_lse)
     assert out is not None, "the own block comes first"
     assert lse is not None
-    return _like_projection(query).copy_(out), lse
+    return _like_projection(query, value).copy_(out), lse
 
 
 @torch.library.custom_op("titan_exp::context_attention_backward", mutates_args=())
@@ -86,11 +103,12 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
     backend: str,
     method: str,
     group: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, summed in fp32 over blocks and ranks."""
     exchange = _exchange(method, group)
     query_grad = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    for rank, (k, v) in exchange.blocks(torch.stack((key, value))):
+    for rank, k, v in _blocks(exchange, key, value):
         rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
         dq, dk, dv = attention_backward(
             gradient[:, :, rows],
@@ -102,18 +120,22 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
             bias=_bias(documents, exchange.rank, rank, query.dtype),
             causal=causal and documents is None,
             backend=cast("PartialBackend", backend),
+            scale=scale,
         )
         query_grad[:, :, rows] += dq
-        block_grad = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)
-        block_grad[0, :, :, keys], block_grad[1, :, :, keys] = dk, dv
+        block_grad = key.new_zeros((*k.shape[:-1], k.shape[-1] + v.shape[-1]), dtype=torch.float32)
+        key_grad, value_grad = _split(block_grad, key)
+        key_grad[:, :, keys], value_grad[:, :, keys] = dk, dv
         exchange.accumulate_grad(rank, block_grad)
-    key_grad, value_grad = exchange.reduced_grad().to(key.dtype).unbind(0)
-    return query_grad.to(query.dtype), key_grad.contiguous(), value_grad.clone()
+    key_grad, value_grad = _split(exchange.reduced_grad(), key)
+    # Results of an operator share no memory: slices are copied even in fp32.
+    key_grad, value_grad = (grad.to(key.dtype).contiguous() for grad in (key_grad, value_grad))
+    return query_grad.to(query.dtype), key_grad, value_grad
 
 
 @context_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_projection(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return _like_projection(query, value), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @context_attention_backward.register_fake
@@ -127,14 +149,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*context_attention_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None, None, None)
+    return (*context_attention_backward(gradient, *ctx.saved_tensors, *ctx.how), *(None,) * 5)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _exchange(method: str, group: str) -> RingKV | AllGatherKV:
-    return (RingKV if method == "ring" else AllGatherKV)(group_named(group))
+def _exchange(method: str, group: str) -> RingKV | AllGatherKV | WholeKV:
+    kinds = {"ring": RingKV, "allgather": AllGatherKV, "whole": WholeKV}
+    return kinds[method](group_named(group))
+
+
+def _blocks(
+    exchange: RingKV | AllGatherKV | WholeKV, key: Tensor, value: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Source rank, keys and values of every block, the own block first."""
+    if isinstance(exchange, WholeKV):
+        yield from exchange.blocks(key, value)
+        return
+    for rank, block in exchange.blocks(torch.cat((key, value), dim=-1)):
+        yield rank, *_split(block, key)
 
 
 def _visible(rank: int, other: int, length: int) -> tuple[slice, slice, bool]:
@@ -157,7 +191,13 @@ def _bias(documents: Tensor | None, rank: int, other: int, dtype: torch.dtype) -
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, HIDDEN)[:, None]
 
 
-def _like_projection(query: Tensor) -> Tensor:
-    """Empty heads [batch, heads, part, head_dim], contiguous per token as the next projection reads them."""
-    batch, heads, part, head_dim = query.shape
-    return query.new_empty((batch, part, heads, head_dim)).transpose(1, 2)
+def _split(block: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch, kv_heads, part, width], of two widths, from a tensor with both."""
+    width = key.shape[-1]
+    return block[..., :width], block[..., width:]
+
+
+def _like_projection(query: Tensor, value: Tensor) -> Tensor:
+    """Empty heads [batch, heads, part, v_dim], contiguous per token as the next projection reads them."""
+    batch, heads, part, _ = query.shape
+    return query.new_empty((batch, part, heads, value.shape[-1])).transpose(1, 2)

@@ -25,22 +25,22 @@ def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gather
     """
     for parameter in _fsdp_parameters(model):
         info = parameter._module_info
-        gathering = choose(info.module) if info.param_name == "weight" else None
-        shard = parameter._sharded_local_tensor
         # Every rank must choose the same format, so this depends on the whole shape.
         even = parameter._orig_size[0] % parameter.mesh_info.shard_mesh_size == 0
         even = even and parameter.fsdp_placement.dim == 0
-        if gathering is None or not even:
+        gathering = choose(info.module) if info.param_name == "weight" and even else None
+        if gathering is None:
             continue
-        _attach(shard, gathering)
+        _attach(parameter._sharded_local_tensor, gathering)
         parameter._init_extensions()
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in parameter_groups(fsdp_state(module)):
-                yield from group.fsdp_params
+    # Modules of one group share a state.
+    states = dict.fromkeys(fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule))
+    for state in states:
+        for group in parameter_groups(state):
+            yield from group.fsdp_params
 
 
 def _attach(shard: Any, gathering: Gathering) -> None:

@@ -6,10 +6,30 @@ FSDP2 has no public call for this; its private parts are used in this package on
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from titan_exp.models.blocks.iter_blocks import iter_blocks
 from titan_exp.parallel.step_observer import step_observer
+
+
+class _One(float):
+    """Divide factor of 1 that leaves tensors as they are: FSDP2 on one shard (DDP) divides even by 1, into a copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__truediv__ or func is Tensor.div or func is Tensor.true_divide:
+            return args[0]
+        return func(*(float(arg) if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum gradients over data ranks instead of averaging them, without a division."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(_One(1))
+            # Else the factor becomes part of the reduction op, which gloo does not support.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
@@ -47,11 +67,23 @@ def reduce_gradients(module: nn.Module) -> None:
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
         observer = step_observer()
-        for group in _parameter_groups(module):
+        for groups in _groups_by_block(module):
             observer.group_reduction_begin()
-            group.post_backward()
+            for group in groups:
+                group.post_backward()
         observer.stage_reduction_end()
         fsdp_state(module)._root_post_backward_final_callback()
+
+
+def move_forward_hooks(unit: FSDPModule, module: nn.Module) -> None:
+    """Gather and free the parameters of a unit around the calls of a module that contains it, not its own."""
+    state = fsdp_state(unit)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
 def fsdp_state(module: FSDPModule) -> Any:
@@ -68,5 +100,19 @@ def parameter_groups(state: Any) -> list[Any]:
 
 
 def _parameter_groups(module: FSDPModule) -> Iterator[Any]:
-    for state in fsdp_state(module)._state_ctx.all_states:
+    # Modules that share a group share a state, which torch 2.11 lists once for each.
+    for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states):
         yield from parameter_groups(state)
+
+
+def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
+    """Parameter groups outside of blocks, if any, then those of each block."""
+    assert isinstance(module, nn.Module)
+    states = [
+        [fsdp_state(part) for part in block.modules() if isinstance(part, FSDPModule)] for block in iter_blocks(module)
+    ]
+    by_block = [[group for state in of_block for group in parameter_groups(state)] for of_block in states]
+    in_blocks = {id(group) for groups in by_block for group in groups}
+    if others := [group for group in _parameter_groups(module) if id(group) not in in_blocks]:
+        yield others
+    yield from by_block

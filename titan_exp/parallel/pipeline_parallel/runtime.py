@@ -51,6 +51,9 @@ class Pipeline:
         for stage in self.stages:
             step_observer().stage_reduction_begin(stage.number)
             reduce_gradients(stage.module)
+
+    def sum_tied_gradients(self) -> None:
+        """Give the copies of tied weights the sum of their reduced gradients; called by all ranks after `train`."""
         self._tied.sum_gradients()
 
     def forward_only(self, microbatches: int, compute: Forward) -> None:

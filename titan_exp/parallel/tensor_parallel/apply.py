@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.spec.tp_plan import (
     Colwise,
+    GatherTokens,
     HeadParallel,
     ReplicatedGateUp,
     ReplicatedKV,
@@ -26,6 +27,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
+    GatheredTokens,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -53,6 +55,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
             case VocabLogits(vocabulary):
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
                 model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
+            case GatherTokens():
+                model.set_submodule(name, GatheredTokens(region))
             case SequenceParallel() if sequence_parallel:
                 _mark_partial(module)
             case HeadParallel():
@@ -120,16 +124,22 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
 def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup) -> None:
     weight, linear_impl = block.get_parameter(f"{name}.weight"), getattr(block, name).linear_impl
-    linear_impl.shard(
-        input_sharded=isinstance(style, Rowwise), amax_reduce=partial(all_reduce, operation="max", group=region.group)
-    )
+    amax_reduce = partial(all_reduce, operation="max", group=region.group)
+    if isinstance(style, SequenceParallel):
+        if region.sequence:
+            for input_sharded in (True, False):
+                linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
+            _mark_partial(block.get_submodule(name))
+        return
+    linear_impl.shard(input_sharded=isinstance(style, Rowwise), amax_reduce=amax_reduce)
     if isinstance(style, Rowwise):
         setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl))
         return
     assert isinstance(style, Colwise), "a linear layer is sharded by columns or by rows"
     assert style.divides(region.degree), "checked by the rules"
     if not style.is_replicated(region.degree):
-        setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, linear_impl))
+        divided = _divided(weight, axis, dim=0)
+        setattr(block, name, ColumnParallelLinear(divided, region, linear_impl, gathers=style.gathers))
         return
     assert style.common is not None, "only units with a split are replicated"
     unit = weight.shape[0] // style.units
@@ -137,7 +147,7 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         rows = tuple(_gate_up_rows_of(region, unit, style.units, style.common))
     else:
         rows = tuple(_rows_of(region, unit, style.units, style.common))
-    shared = ColumnParallelLinear(weight, region, linear_impl, rows)
+    shared = ColumnParallelLinear(weight, region, linear_impl, rows, gathers=style.gathers)
     _mark_partial(shared)
     setattr(block, name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)

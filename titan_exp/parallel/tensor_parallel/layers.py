@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.blocks.transformer import LogitsLoss
+from titan_exp.ops.embedding import embedding_rows
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
@@ -18,7 +19,8 @@ from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: whole tokens to this rank's outputs.
 
-    The weight is sharded by rows, or whole with `rows`, the slices that this rank uses.
+    The weight is sharded by rows, or whole with `rows`, the slices that this rank uses. `gathers` is False if a
+    `GatheredTokens` module gathers the input.
     """
 
     def __init__(
@@ -27,16 +29,31 @@ class ColumnParallelLinear(nn.Module):
         region: TensorParallelGroup,
         linear_impl: LinearImpl,
         rows: tuple[slice, ...] | None = None,
+        *,
+        gathers: bool = True,
     ) -> None:
         super().__init__()
         self.weight, self.region, self.linear_impl, self.rows = weight, region, linear_impl, rows
+        self.gathers = gathers
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
         weight = local_tensor(self.weight)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
-        return self.linear_impl(self.region.gather_input(x), weight)
+        return self.linear_impl(self.region.gather_input(x) if self.gathers else x, weight)
+
+
+class GatheredTokens(nn.Module):
+    """All tokens from this rank's tokens, for readers that each use them in part."""
+
+    def __init__(self, region: TensorParallelGroup) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq of this rank, width] to [batch, seq, width]."""
+        return self.region.gather_input(x)
 
 
 class RowParallelLinear(nn.Module):
@@ -55,17 +72,21 @@ class VocabParallelEmbedding(nn.Module):
     """Embedding whose weight holds this rank's vocabulary rows, from `first` on."""
 
     parameter_role = "embedding"
+    reads_weight_in_backward = False
+    row_dtype: torch.dtype | None = None
 
     def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, first: int) -> None:
         super().__init__()
         self.weight, self.region, self.first = weight, region, first
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Embeddings of `tokens` [batch, seq], as [batch, seq of this rank, dim]."""
-        weight = local_tensor(self.weight)
-        row = tokens - self.first
-        here = (row >= 0) & (row < weight.shape[0])
-        found = F.embedding(row.where(here, 0), weight) * here[..., None]
+    def forward(self, x: Tensor, head: nn.Module | None = None, loss: LogitsLoss | None = None) -> Tensor | LossSum:
+        """Embeddings of token ids [batch, seq], as [batch, seq of this rank, dim]; for hidden states, the tied head's
+        result."""
+        if head is not None:
+            return head(x, self.weight, loss)
+        row = x - self.first
+        here = (row >= 0) & (row < local_tensor(self.weight.detach()).shape[0])
+        found = embedding_rows(row.where(here, 0), self.weight, self.row_dtype) * here[..., None]
         return self.region.reduce_output(found)
 
 

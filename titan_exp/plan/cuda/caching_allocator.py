@@ -61,7 +61,7 @@ class Reservations:
     segments: Reserved
     """With fixed-size segments, torch's default."""
     expandable: Reserved
-    """With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+    """With `PYTORCH_ALLOC_CONF=expandable_segments:True`, the default of launched ranks."""
 
 
 STEPS = 3
@@ -193,7 +193,7 @@ class _Pool:
 class CachingAllocator:
     """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool.
 
-    `expandable` is `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited.
+    `expandable` is `PYTORCH_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited.
     """
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:

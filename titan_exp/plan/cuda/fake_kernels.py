@@ -7,6 +7,7 @@ was compared with its kernel on real GPUs.
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ FLASH_ROWS, FLASH_WIDTH = 128, 32
 """Multiples to which flash attention's backward pass rounds rows and head_dim up."""
 
 _PLAIN_RMS_NORM = F.rms_norm
+_MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default=None)
+"""Streaming multiprocessors of the GPU, if attention is deterministic."""
 
 
 @contextmanager
@@ -66,14 +69,27 @@ def fake_cuda_capability(capability: tuple[int, int] | None) -> AbstractContextM
     return assume_hardware(_FakeHardware(capability))
 
 
+@contextmanager
+def deterministic_attention(multiprocessors: int | None) -> Iterator[None]:
+    """Assume flash attention's deterministic backward pass in the `with` block; None for the usual one."""
+    token = _MULTIPROCESSORS.set(multiprocessors)
+    try:
+        yield
+    finally:
+        _MULTIPROCESSORS.reset(token)
+
+
 def workspace(operator: Any, args: tuple[Any, ...]) -> int:
     """Workspace bytes of a call's CUDA kernel beyond the CPU kernel's."""
     if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         query, key = args[1], args[2]
         batch, heads, rows, width = query.shape
         rows, wide = -(-rows // FLASH_ROWS) * FLASH_ROWS, -(-width // FLASH_WIDTH) * FLASH_WIDTH
+        # The deterministic kernel adds up dQ in a fixed order, from one copy per wave of thread blocks.
+        multiprocessors = _MULTIPROCESSORS.get()
+        copies = 1 if multiprocessors is None else -(-multiprocessors // (batch * heads))
         # fp32 accumulators of dQ and of each row; dK and dV per query head of a group.
-        sums = batch * heads * rows * (wide + 1) * 4
+        sums = batch * heads * rows * (copies * wide + 1) * 4
         shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
         return sums + shared
     return workspace_bytes(operator, args)
@@ -100,14 +116,14 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | 
 
 
 class _Norm(torch.autograd.Function):
-    """Fused RMSNorm: saves its input and one fp32 value per row."""
+    """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return gradients[0] + x, weight.clone()

@@ -112,13 +112,15 @@ def _efficient_attention(
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention` with this kernel."""
     assert not enable_gqa, "the kernel has no grouped-query mode"
     keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, keeps, 0.0, is_causal)[0]
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, bias, keeps, 0.0, is_causal, scale=scale)[0]
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class EventComposer:
             self._block(sample, there, source, at),
         )
         found = self._allocated.get(position, {}).get(site.key, [])
-        if there.stage not in (source.stage, NOWHERE) or len(found) <= site.place:
+        if there.stage not in (source.stage, NOWHERE) or len(found) < -site.place:
             raise ExtrapolationError(
                 f"{tuple(site.key)} is released at {tuple(at)} but was not allocated at {tuple(position)}"
             )
@@ -173,11 +173,12 @@ class EventComposer:
     def _block(self, sample: Sample, there: StepPosition, source: StepPosition, at: StepPosition) -> int | None:
         if there.block is None or there.block < 0:
             return there.block
-        if source.block is not None and at.block is not None:
+        if source.block is not None and at.block is not None and at.block >= 0:
             return at.block + there.block - source.block
-        few = sample.blocks[there.stage]
-        if 2 * there.block + 1 == few > 1:
+        distinct = 0 if there.stage else sample.distinct
+        few, alike = sample.blocks[there.stage] - distinct, there.block - distinct
+        if 2 * alike + 1 == few > 1:
             raise ExtrapolationError("storages of every block are released at once")
-        if 2 * there.block < few:
+        if 2 * alike < few:
             return there.block
-        return self._blocks[at.stage] + there.block - few
+        return self._blocks[at.stage] + alike - few

@@ -1,14 +1,20 @@
 """Eligibility for extrapolation: identical layers and micro-batches, and a speedup. Imports no torch."""
 
+from dataclasses import replace
+
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 
 SAMPLED_LAYERS = 5
-"""Layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours."""
+"""Like layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours."""
 SAMPLED_MICRO_BATCHES = 3
 """Micro-batches of the small model's step: first, repeated, last."""
+MAX_DISTINCT_LAYERS = 4
+"""Maximum number of first layers that differ from the rest, such as dense ones before those with experts: the small
+model has them all."""
 MIN_SPEEDUP = 2
 """Minimum ratio of block passes in the full step to block passes in the samples."""
 SAMPLED_BLOCKS = 8
@@ -21,7 +27,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     spec = model_spec(experiment.model)
     reasons = {
         "a model without a spec may have different layers": spec is None,
-        "layers differ": spec is not None and not spec.is_homogeneous,
+        "layers differ": spec is not None and spec.distinct_layers > MAX_DISTINCT_LAYERS,
         "quantization may treat layers differently": experiment.quantization.recipe != "none",
         "layers share compiled code": experiment.compile.enabled,
         "training.fp32_modules may name single layers": any(
@@ -34,7 +40,10 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
-    layout = ResolvedLayout.of(experiment)
+    layout, distinct = ResolvedLayout.of(experiment), 0 if spec is None else spec.distinct_layers
+    if distinct:
+        few = SAMPLED_LAYERS if parallelism.pp == 1 else sampled_stages(experiment)[0]
+        reasons["too few layers are alike"] = layout.layer_counts[0] < distinct + few
     if parallelism.pp > 1:
         reasons |= {
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
@@ -49,11 +58,28 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def recompute_modes(checkpointing: ActivationCheckpointConfig, layers: int) -> tuple[list[str], list[int]]:
-    """Activation checkpointing modes of the blocks, and the index of each block's mode."""
-    if checkpointing.mode != "every_n":
-        return [checkpointing.mode], [0] * layers
-    return ["none", "full"], [int((number + 1) % checkpointing.every == 0) for number in range(layers)]
+def sampled_stages(experiment: Experiment) -> tuple[int, int, int]:
+    """Like layers of a sampled pipeline's first, middle and last stage.
+
+    An FSDP unit of experts in each block is gathered a block earlier, and its buffer freed a block later.
+    """
+    spec = model_spec(experiment.model)
+    nested = spec is not None and spec.has_experts and regroups_experts(experiment.parallelism)
+    return (4, 5, 4) if nested else (2, 3, 2)
+
+
+def recompute_modes(
+    checkpointing: ActivationCheckpointConfig, layers: int
+) -> tuple[list[ActivationCheckpointConfig], list[int]]:
+    """Activation checkpointing of different blocks, and the index of each block's."""
+    automatic = checkpointing.automatic
+    if automatic is not None and automatic.every > 1 and automatic.more is None:
+        every, modes = automatic.every, [checkpointing.with_blocks_alike(more=more) for more in (False, True)]
+    elif checkpointing.mode == "every_n":
+        every, modes = checkpointing.every, [replace(checkpointing, mode="none"), replace(checkpointing, mode="full")]
+    else:
+        return [checkpointing], [0] * layers
+    return modes, [int((number + 1) % every == 0) for number in range(layers)]
 
 
 def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointConfig, ranks: int) -> bool:

@@ -41,20 +41,21 @@ class TraceExtrapolator:
         layout, stages = ResolvedLayout.of(self.experiment), self._stages(pipeline_rank)
         samples, optimizer_step = self._samples, self.optimizer_step(pipeline_rank)
         simulation = simulate_rank(layout, pipeline_rank, samples)
-        schedules, batches = [simulation, simulation], list[int]()
+        schedules = [simulation, simulation]
         if layout.parallelism.pp == 1:
             sample, number = samples[False][0], layout.gradient_accumulation
             composed = microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
             # The first step, which creates the optimizer state, has one micro-batch.
             schedules = [microbatch_loop(1, 1), composed]
-            batches = (number - 1) * [int(size.sum()) for size in sample.batch.values() if size.any()]
-        tracker, gradients = compose_rank(
-            samples, stages, schedules, optimizer_step, batches=batches, workspace=self.matmul_workspace
-        )
+        tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, workspace=self.matmul_workspace)
         costs = sum_costs([sum_passes(samples, stages, simulation).costs, optimizer_step.totals.costs])
         events = tracker.events[: tracker.begun], tracker.events[tracker.begun :]
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
-        return Trace(tracker.peak(), tracker.allocated(), gradients, costs, axes, tracker.timeline(), *events)
+        saved = tuple(
+            dict.fromkeys(line for each in samples.values() for sample in each for line in sample.saved_calls)
+        )
+        timeline = tracker.timeline()
+        return Trace(tracker.peak(), tracker.allocated(), gradients, costs, axes, timeline, *events, saved_calls=saved)
 
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
         """Setup and optimizer steps, shared by ranks with equal layer counts."""
@@ -65,7 +66,7 @@ class TraceExtrapolator:
         return self._optimizer_steps[shape]
 
     def _stages(self, pipeline_rank: int) -> list[StageShape]:
-        return stages_of(ResolvedLayout.of(self.experiment), self.experiment.activation_checkpoint, pipeline_rank)
+        return stages_of(self.experiment, pipeline_rank)
 
     @cached_property
     def _samples(self) -> Samples:

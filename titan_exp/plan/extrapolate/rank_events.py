@@ -32,12 +32,11 @@ def compose_rank(
     schedules: Sequence[ScheduleSimulation],
     optimizer_step: OptimizerStepTrace,
     *,
-    batches: Sequence[int],
     workspace: int,
 ) -> tuple[MemoryTracker, int]:
     """Compose two steps of a rank, each with its schedule; returns their tracker and the bytes of reduced gradients.
 
-    `batches` has the sizes of batch tensors allocated between the steps; `workspace` is as in `EventComposer`.
+    `workspace` is as in `EventComposer`.
 
     Raises:
         ExtrapolationError: the samples do not determine an event.
@@ -47,8 +46,6 @@ def compose_rank(
     composer.add_setup(optimizer_step)
     for step, schedule in enumerate(schedules):
         if step:
-            for tensor in batches:
-                composer.allocate(tensor, "other")
             composer.tracker.begin_step()
         size = rank.step(step, schedule, optimizer_step)
     return composer.tracker, size

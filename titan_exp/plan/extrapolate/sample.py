@@ -6,7 +6,7 @@ action, first and repeated; the schedule simulation tracks hidden states passed 
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
-from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
+from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES, sampled_stages
 from titan_exp.plan.extrapolate.schedule_simulation import (
     KINDS,
     ScheduledAction,
@@ -78,7 +80,7 @@ class AllocationSite(NamedTuple):
     position: StepPosition
     key: StorageKey
     place: int
-    """Index among storages with the same key."""
+    """Index among storages with the same key, from the last: the first block gathers for itself, too."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,16 @@ class Sample:
     """Segments by position, in order."""
     layers: Mapping[str, int]
     """Number of blocks by kind of stage."""
+    distinct: int
+    """Number of first blocks that differ from the rest."""
     micro_batches: int
     """Sampled micro-batches."""
     base: CategoryBytes
     """Bytes allocated before the step, without batches and the stages' buffers."""
     buffers: CategoryBytes
-    """Bytes of a stage's buffers."""
-    batch: Mapping[str, CategoryBytes]
-    """Bytes of a micro-batch, by field."""
+    """Bytes of a stage's buffers outside of its blocks."""
+    batch: CategoryBytes
+    """Bytes of a micro-batch that are held for the whole step."""
     hidden: Sequence[CategoryBytes]
     """Bytes of hidden states, by kind as in `ScheduleSimulation`."""
     sends_complete: bool
@@ -111,11 +115,18 @@ class Sample:
     """Allocations of hidden states passed between stages."""
     results: Mapping[StepPosition, int]
     """Allocations of action results, by position."""
+    saved_calls: tuple[str, ...]
+    """Automatic lists of selective activation checkpointing, in words."""
 
     @cached_property
     def blocks(self) -> dict[int, int]:
         """Number of blocks by stage number."""
         return {SAMPLED_STAGES[kind]: count for kind, count in self.layers.items()}
+
+    @property
+    def model_layers(self) -> int:
+        """Blocks of the small model; a pipeline's other rank has one."""
+        return sum(self.layers.values()) + (WHOLE not in self.layers)
 
     @property
     def last_micro(self) -> int | None:
@@ -142,12 +153,12 @@ class Sample:
             events = [event for segment in segments for event in segment.events]
             released = {event.allocation for event in events if not event.size}
             counts: Counter[StorageKey] = Counter()
-            for event in events:
+            for event in reversed(events):
                 if event.size and event.allocation not in released:
                     role = self.roles[position.stage, event.stream]
                     key = StorageKey(event.size, role, event.category, event.output)
-                    sites[event.allocation] = AllocationSite(position, key, counts[key])
                     counts[key] += 1
+                    sites[event.allocation] = AllocationSite(position, key, -counts[key])
         return sites
 
     def loss(self, step: int) -> int:
@@ -169,8 +180,15 @@ class Sample:
         return join_segments(parts[0], [segment for position in at for segment in self.segments.get(position, ())])
 
 
-def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, record_events: bool = False) -> Sample:
-    """Trace a small model in a run's layout, with one activation checkpointing mode for all blocks.
+def take_sample(
+    experiment: Experiment,
+    checkpointing: ActivationCheckpointConfig,
+    *,
+    lone: bool,
+    cuda: bool,
+    record_events: bool = False,
+) -> Sample:
+    """Trace a small model in a run's layout, with the same activation checkpointing for all blocks.
 
     `lone` is True for pipeline stages of a single block.
     """
@@ -178,24 +196,22 @@ def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, re
     # Events include the first step, which runs in full with a pipeline.
     in_full = pipeline and record_events
     with temporary_folder() as folder:
-        small, layers, simulate = _small_model(experiment, mode, folder / "schedule.csv", lone=lone)
+        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", lone=lone)
         with fake_rank(small, 0) as fake:
-            trace_step(
+            trace = trace_step(
                 fake.state,
                 fake.step,
                 warmup_step=None if in_full else fake.warmup_step,
                 preallocated=fake.preallocated,
-                batches=() if in_full else fake.batches,
                 cuda=cuda,
                 segments=tracker,
             )
             segments, micro_batches = tracker.segments(), len(fake.batches)
-            batch = {
-                entry.name: tracker.tracked_by_category(value)
-                for entry in fields(fake.batches[0])
-                if (value := getattr(fake.batches[0], entry.name)) is not None
-            }
-            buffers = category_bytes({"other": tracker.tracked_bytes(fake.state.model.parts[0].buffers())})
+            batch = category_bytes({"other": tracker.tracked_bytes(fake.preallocated) // micro_batches})
+            outside = [
+                buffer for name, buffer in fake.state.model.parts[0].named_buffers() if "blocks" not in name.split(".")
+            ]
+            buffers = category_bytes({"other": tracker.tracked_bytes(outside)})
             # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()
     simulation = simulate(sends_complete)
@@ -211,10 +227,9 @@ def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, re
     return Sample(
         segments=positions,
         layers=layers,
+        distinct=_distinct_layers(experiment),
         micro_batches=micro_batches,
-        base=tracker.allocated_before()
-        - len(layers) * buffers
-        - micro_batches * sum(batch.values(), category_bytes({})),
+        base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
         buffers=buffers,
         batch=batch,
         hidden=hidden,
@@ -224,29 +239,38 @@ def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, re
         gradients=tracker.reduced_gradients,
         hidden_states=frozenset(found.hidden_states),
         results=found.results,
+        saved_calls=trace.saved_calls,
     )
 
 
 def _small_model(
-    experiment: Experiment, mode: str, schedule: Path, *, lone: bool
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, *, lone: bool
 ) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
     """Small variant of a run, its number of blocks by kind of stage, and its simulation.
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
+    distinct = _distinct_layers(experiment)
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
-        small = small_run(experiment, [SAMPLED_LAYERS], few, mode)
-        return small, {WHOLE: SAMPLED_LAYERS}, lambda _: microbatch_loop(few, few)
-    layers = {FIRST: 1, MIDDLE: 1, LAST: 1} if lone else {FIRST: 2, MIDDLE: 3, LAST: 2}
+        small = small_run(experiment, [distinct + SAMPLED_LAYERS], few, checkpointing)
+        return small, {WHOLE: distinct + SAMPLED_LAYERS}, lambda _: microbatch_loop(few, few)
+    numbers = (1, 1, 1) if lone else sampled_stages(experiment)
+    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), numbers, strict=True))
+    layers[FIRST] += distinct
     counts, placement = [layers[FIRST], layers[MIDDLE], 1, layers[LAST]], [0, 0, 1, 0]
     orders: Schedule = []
     for rank in (0, 1):
         own = [stage for stage, owner in enumerate(placement) if owner == rank]
         orders.append([*(Action(stage, "F", 0) for stage in own), *(Action(stage, "B", 0) for stage in reversed(own))])
     schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
-    small = small_run(experiment, counts, PASSES, mode, pp=2, schedule=str(schedule))
+    small = small_run(experiment, counts, PASSES, checkpointing, pp=2, schedule=str(schedule))
     return small, layers, partial(simulate_schedule, orders, placement, 0, PASSES)
+
+
+def _distinct_layers(experiment: Experiment) -> int:
+    spec = model_spec(experiment.model)
+    return 0 if spec is None else spec.distinct_layers
 
 
 @dataclass
@@ -367,6 +391,7 @@ def _divided(costs: OpCosts, sent: int) -> OpCosts:
     share = OpCosts()
     if sent:
         share.bytes_moved, share.operators = costs.bytes_moved // sent, costs.operators // sent
+        share.kernels.update({kernel: count // sent for kernel, count in costs.kernels.items()})
     for key, size in costs.messages.items():
         share.messages[key], share.calls[key] = size // sent, costs.calls[key] // sent
     return share

@@ -3,14 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 
 def small_run(
-    experiment: Experiment, layers: Sequence[int], micro_batches: int, mode: str, *, pp: int = 1, schedule: str = "1F1B"
+    experiment: Experiment,
+    layers: Sequence[int],
+    micro_batches: int,
+    checkpointing: ActivationCheckpointConfig,
+    *,
+    pp: int = 1,
+    schedule: str = "1F1B",
 ) -> Experiment:
-    """Variant of a run with the given layers per stage, micro-batches, pipeline and activation checkpointing mode."""
+    """Variant of a run with the given layers per stage, micro-batches, pipeline and activation checkpointing."""
     layout, parallelism = ResolvedLayout.of(experiment), experiment.parallelism
     size, batch = layout.micro_batch_size, layout.dp_degree * layout.micro_batch_size * micro_batches
     if pp > 1:
@@ -28,6 +35,6 @@ def small_run(
         experiment,
         model=replace(experiment.model, layers=sum(layers)),
         training=replace(experiment.training, global_batch_size=batch, micro_batch_size=size),
-        activation_checkpoint=replace(experiment.activation_checkpoint, mode=mode),
+        activation_checkpoint=checkpointing,
         parallelism=parallelism,
     )

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.extrapolate.eligibility import recompute_modes
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
@@ -57,6 +58,8 @@ class StageShape:
     """Number of each block in the model."""
     modes: tuple[int, ...]
     """Index of each block's activation checkpointing mode."""
+    distinct: int = 0
+    """Number of first blocks that differ from the rest of the model."""
 
     @property
     def sampled(self) -> int:
@@ -79,17 +82,23 @@ class SampledPart(NamedTuple):
     """Block of the full model's stage."""
 
 
-def stages_of(
-    layout: ResolvedLayout, checkpointing: ActivationCheckpointConfig, pipeline_rank: int
-) -> list[StageShape]:
+def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """Stages of a pipeline rank."""
-    _, modes = recompute_modes(checkpointing, layout.layers)
+    layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
+    _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers)
+    distinct = 0 if spec is None else spec.distinct_layers
     if layout.parallelism.pp == 1:
-        return [StageShape(0, WHOLE, tuple(range(layout.layers)), tuple(modes))]
+        return [StageShape(0, WHOLE, tuple(range(layout.layers)), tuple(modes), distinct)]
     layers = layout.stage_layers
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [
-        StageShape(stage, kinds[stage], tuple(layers[stage]), tuple(modes[layer] for layer in layers[stage]))
+        StageShape(
+            stage,
+            kinds[stage],
+            tuple(layers[stage]),
+            tuple(modes[layer] for layer in layers[stage]),
+            0 if stage else distinct,
+        )
         for stage, rank in enumerate(layout.stage_placement)
         if rank == pipeline_rank
     ]
@@ -100,9 +109,8 @@ def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Ite
     places = range(len(stage.modes))
     order = list(places if kind == "F" else reversed(places))
     yield SampledPart(stage.modes[order[0]], stage.sampled, None, f"{kind} before", None)
-    for turn, place in enumerate(order):
-        sampled, block = sampled_block(stage, turn, blocks)
-        block = block if kind == "F" else blocks[sampled] - 1 - block
+    for place in order:
+        sampled, block = sampled_block(stage, place, blocks)
         yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
     yield SampledPart(stage.modes[order[-1]], stage.sampled, None, f"{kind} after", None)
 
@@ -121,11 +129,13 @@ def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> t
 
     Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
     """
-    few, left = blocks[stage.sampled], len(stage.modes) - place
-    half = few // 2
-    if place and left > half and few == 2:
-        return SAMPLED_STAGES[MIDDLE], 1
-    return stage.sampled, min(place, half) if place == 0 or left > half else few - left
+    few, left, alike = blocks[stage.sampled], len(stage.modes) - place, place - stage.distinct
+    half = (few - stage.distinct) // 2
+    if alike >= half < left and 2 * half == few - stage.distinct:
+        return SAMPLED_STAGES[MIDDLE], blocks[SAMPLED_STAGES[MIDDLE]] // 2
+    if alike <= 0 or left > half:
+        return stage.sampled, stage.distinct + min(alike, half)
+    return stage.sampled, few - left
 
 
 def first_layer(blocks: Mapping[int, int], stage: int) -> int:

@@ -4,7 +4,7 @@ Segments of the samples are summed along the rank's schedule.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,8 +17,6 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, tra
 from titan_exp.plan.extrapolate.sample import Sample, take_sample
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_schedule
 from titan_exp.plan.extrapolate.stages import (
-    FIRST,
-    LAST,
     PROLOGUES,
     WHOLE,
     SampledPart,
@@ -83,9 +81,10 @@ def step_cost(
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
     for stage in stages:
         blocks[stage.kind] += len(stage.modes)
-    sample, optimizer_step = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps.of(blocks)
-    kept = optimizer_step.persistent - parts.optimizer_steps.of(sample.layers).persistent
-    base = sample.base + kept + len(stages) * sample.buffers + _batch_bytes(sample, blocks, layout)
+    sample, optimizer_step = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps.of(blocks, layout.layers)
+    of_sample = parts.optimizer_steps.of(sample.layers, sample.model_layers)
+    kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
+    base = sample.base + kept + len(stages) * sample.buffers + layout.gradient_accumulation * sample.batch
     peak, held = base + passes.peak, base + passes.net
     assert held.sum() + optimizer_step.peak < peak.sum(), "the optimizer step never has the peak"
     return StepCost(
@@ -173,17 +172,6 @@ def _schedule_segment(
         where=actions[keys[at // 2]].where,
         costs=sum_costs([*costs, messages]),
     )
-
-
-def _batch_bytes(sample: Sample, kinds: Collection[str], layout: ResolvedLayout) -> CategoryBytes:
-    """Bytes of a step's batches. With context parallelism, every pipeline stage reads all their fields."""
-    reads = {"tokens": FIRST, "labels": LAST}
-    fields = [
-        size
-        for name, size in sample.batch.items()
-        if layout.parallelism.cp > 1 or WHOLE in kinds or reads.get(name) in {*kinds, None}
-    ]
-    return layout.gradient_accumulation * sum(fields, category_bytes({}))
 
 
 def _by_category(held: CategoryBytes) -> dict[str, int]:

@@ -27,7 +27,7 @@ from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
 from titan_exp.optim.torch_optimizer import optimizer_class
-from titan_exp.parallel.fsdp.apply import require_modules
+from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.module_requirements import module_violations
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.objective.build import build_objective

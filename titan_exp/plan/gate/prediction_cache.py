@@ -16,6 +16,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import has_known_state
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.plan.cuda.devices import Device
@@ -55,7 +56,8 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
         inputs["parallelism"]["pp_schedule"] = Path(schedule).expanduser().read_text(encoding="utf-8")
     inputs["data"] = {name: config["data"][name] for name in ("document_mask", "reset_positions")}
     layout = ResolvedLayout.of(experiment)
-    inputs["cluster"] = [layout.device_type, layout.node_size]
+    expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
+    inputs["cluster"] = [layout.device_type, layout.node_size, expandable]
     inputs["device"] = None if device is None else asdict(device)
     return json.dumps(inputs, sort_keys=True)
 

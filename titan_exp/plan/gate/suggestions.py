@@ -123,7 +123,7 @@ def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
 
 def _loss_chunks(layout: ResolvedLayout) -> list[Change]:
     tokens = layout.micro_batch_size * layout.training.seq_len
-    if layout.training.loss_chunk_tokens is not None or tokens <= LOSS_CHUNK:
+    if layout.training.has_given_chunks or tokens <= LOSS_CHUNK:
         return [Change()]
     return [Change(), Change((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, ("loss",), LOSS_CHUNK / tokens)]
 

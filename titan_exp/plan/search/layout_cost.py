@@ -99,6 +99,6 @@ def extreme_ranks(degree: int) -> list[int]:
 
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
-    stages = stages_of(candidate.layout, candidate.experiment.activation_checkpoint, rank)
+    stages = stages_of(candidate.experiment, rank)
     simulation = simulate_rank(candidate.layout, rank, parts.samples)
     return step_cost(candidate.layout, stages, parts, simulation)

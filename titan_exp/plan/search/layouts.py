@@ -1,5 +1,6 @@
 """Search space of layouts: valid combinations of searched keys on a number of GPUs. Imports no torch."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.layout.axes import DEGREES
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.axes import DEGREES, regroups_experts
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules import violations
@@ -23,8 +24,10 @@ MODES = ("none", "selective", "full")
 """Searched values of activation_checkpoint.mode."""
 MAX_MICRO_BATCH = 8
 """Largest searched micro-batch in sequences."""
+EP = "parallelism.ep"
 KEYS = (
     *(f"parallelism.{degree}" for degree in DEGREES),
+    EP,
     "parallelism.pp_schedule",
     "training.micro_batch_size",
     "activation_checkpoint.mode",
@@ -72,9 +75,33 @@ class Candidate:
         )
 
     @property
+    def distinct_layers(self) -> int:
+        """Number of first layers that differ from the rest."""
+        spec = model_spec(self.experiment.model)
+        return 0 if spec is None else spec.distinct_layers
+
+    @property
     def shards(self) -> int:
         """Number of FSDP shards of parameters."""
         return self.parallelism.dp_shard * self.parallelism.cp
+
+    @cached_property
+    def experts(self) -> tuple[int, int, bool, bool] | None:
+        """Degrees `ep` and `etp`, and whether experts are sharded over other ranks than other weights, and over more
+        than one; None without experts.
+
+        Layouts that differ in it gather other weights, send other messages and copy other rows.
+        """
+        spec, parallelism = model_spec(self.experiment.model), self.parallelism
+        if spec is None or not spec.has_experts:
+            return None
+        shards = parallelism.dp_shard * parallelism.cp * parallelism.tp // (parallelism.ep * parallelism.etp)
+        return parallelism.ep, parallelism.etp, regroups_experts(parallelism), shards > 1
+
+    @property
+    def has_one_data_rank(self) -> bool:
+        """True if FSDP is not used, so that gradients are not reduced."""
+        return self.shards * self.parallelism.dp_replicate == 1
 
 
 @dataclass(frozen=True)
@@ -135,6 +162,8 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
     values: dict[str, Any] = {f"parallelism.{degree}": getattr(experiment.parallelism, degree) for degree in DEGREES}
     if experiment.parallelism.pp > 1:
         values["parallelism.pp_schedule"] = experiment.parallelism.pp_schedule
+    if candidate.experts is not None:
+        values[EP] = experiment.parallelism.ep
     values["training.micro_batch_size"] = experiment.training.micro_batch_size
     values["activation_checkpoint.mode"] = experiment.activation_checkpoint.mode
     values |= more
@@ -145,6 +174,7 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
 
 
 def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
+    experiment = resolve_kernels(experiment)
     parallelism, training = experiment.parallelism, experiment.training
     for degrees in _degrees(parallelism, gpus, fixed):
         schedules = (
@@ -157,13 +187,23 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
             else [size for size in divisors(rows) if size <= MAX_MICRO_BATCH]
         )
         modes = [experiment.activation_checkpoint.mode] if "activation_checkpoint.mode" in fixed else MODES
-        for schedule, size, mode in product(schedules, sizes, modes):
+        of_experts = _expert_degrees(experiment, degrees, fixed)
+        for schedule, size, mode, ep in product(schedules, sizes, modes, of_experts):
             yield replace(
                 experiment,
-                parallelism=replace(parallelism, **degrees, pp_schedule=schedule),
+                parallelism=replace(parallelism, **degrees, pp_schedule=schedule, ep=ep),
                 training=replace(training, micro_batch_size=size),
                 activation_checkpoint=replace(experiment.activation_checkpoint, mode=mode),
             )
+
+
+def _expert_degrees(experiment: Experiment, degrees: Mapping[str, int], fixed: Collection[str]) -> list[int]:
+    """Searched values of `parallelism.ep`: those that divide the regrouped ranks and the experts."""
+    spec = model_spec(experiment.model)
+    counts = [] if spec is None else [layer.router.moe.experts for layer in spec.layers if layer.router is not None]
+    if EP in fixed or not counts:
+        return [experiment.parallelism.ep]
+    return divisors(math.gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], *counts))
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:

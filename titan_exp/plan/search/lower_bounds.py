@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
 from titan_exp.plan.extrapolate.sample import Sample
 from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
@@ -16,6 +17,7 @@ from titan_exp.plan.search.layout_cost import safety_factor
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.segments import Segment, sum_costs
 
 BOUND_MARGIN = 0.985
@@ -80,17 +82,23 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
         left=max(0, int(forward.net.sum())),
         passing=passing,
-        kept=int(optimizer_steps.block.persistent.sum()),
+        kept=_master_bytes(optimizer_steps.block),
         gathered=max(0, grown),
-        first_kept=int(optimizer_steps.first.persistent.sum()),
+        first_kept=_master_bytes(optimizer_steps.first),
         first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
         reduced=_reduced(sample) if whole else OpCosts(),
     )
 
 
+def _master_bytes(totals: OptimizerStepTotals) -> int:
+    """Bytes of parameters and optimizer state, without compute weights: several data ranks gather these."""
+    return int(totals.persistent.sum()) - int(totals.persistent[CATEGORIES.index("gathered parameters")])
+
+
 def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
     stage = WHOLE if WHOLE in sample.layers else MIDDLE
-    return sample.joined(stage, micro, f"{kind} block", block=sample.layers[stage] // 2)
+    distinct = sample.distinct if stage == WHOLE else 0
+    return sample.joined(stage, micro, f"{kind} block", block=distinct + (sample.layers[stage] - distinct) // 2)
 
 
 def _outside(kind: str) -> tuple[str, str]:
@@ -158,6 +166,8 @@ class LowerBounds:
         rate = self._device.matmul_rate
         terms["block flops"] = profile.block.flops * tokens * other.tp / own.tp / rate
         terms["ends flops"] = profile.ends.flops * tokens * other.tp / own.tp / rate
+        if not _copies_fewer_rows(profile.candidate, candidate):
+            return terms
         terms |= self._communication(candidate, profile, tokens)
         if other.cp > own.cp:
             return terms
@@ -172,7 +182,7 @@ class LowerBounds:
             if comparable:
                 terms["passing"] = profile.passing * scale * factor
             if _has_fewer_operators(profile.candidate, candidate):
-                bandwidth = self._device.bandwidth_tbs * 1e12 * self._device.bandwidth_share
+                bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
                 terms["block bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
                 terms["ends bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms
@@ -180,7 +190,7 @@ class LowerBounds:
     def _communication(self, candidate: Candidate, profile: Profile, tokens: float) -> dict[str, float]:
         """Seconds of messages from one profile."""
         own, other, terms = candidate.parallelism, profile.candidate.parallelism, dict[str, float]()
-        smaller = min(1.0, other.tp / own.tp)
+        smaller, same_experts = min(1.0, other.tp / own.tp), profile.candidate.experts == candidate.experts
         for (axis, kind), size in profile.block.messages.items():
             factor, unit = 0.0, "block"
             if axis == "tp" and own.tp > 1:
@@ -190,11 +200,11 @@ class LowerBounds:
                 if axis == "cp_across":
                     # For two ranks, at least half of a ring's hops exist.
                     factor *= (own.cp // own.ulysses_degree) / (other.cp // other.ulysses_degree)
-            elif axis == "fsdp" and own.pp == 1 and kind == "all-gather":
+            elif axis == "fsdp" and own.pp == 1 and kind == "all-gather" and same_experts:
                 factor, unit = smaller, "behind"
             if factor:
                 terms[f"{unit} {axis} {kind}"] = size * factor * self._seconds_per_byte(candidate, axis, kind)
-        if own.pp == 1:
+        if own.pp == 1 and same_experts:
             terms["reduces"] = sum(
                 size * smaller * self._seconds_per_byte(candidate, axis, kind)
                 for (axis, kind), size in profile.reduced.messages.items()
@@ -223,11 +233,11 @@ class _RankLoad:
     """Sequences of a micro-batch."""
     micro_batches: int
     layers: int
-    """Layers of the rank with the most."""
+    """Like layers of the rank with the most; first layers that differ from the rest are left out."""
     first_layers: int
-    """Layers of the first pipeline rank."""
+    """Like layers of the first pipeline rank."""
     last_layers: int
-    """Layers of the last pipeline rank."""
+    """Like layers of the last pipeline rank."""
     in_flight: int
     """Blocks with simultaneous activations on the first rank."""
 
@@ -247,10 +257,12 @@ def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: in
 def _rank_load(candidate: Candidate) -> _RankLoad:
     layout, parallelism = candidate.layout, candidate.parallelism
     micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
-    by_rank = [layout.layers]
-    held = layout.layers
+    # The first layers may be smaller than the rest.
+    layers = layout.layers - candidate.distinct_layers
+    by_rank, held = [layers], layers
     if ranks > 1:
-        placed = list(zip(layout.stage_placement, layout.layer_counts, strict=True))
+        counts = [layout.layer_counts[0] - candidate.distinct_layers, *layout.layer_counts[1:]]
+        placed = list(zip(layout.stage_placement, counts, strict=True))
         by_rank = [sum(count for rank, count in placed if rank == number) for number in range(ranks)]
         own = tuple(count for rank, count in placed if rank == 0)
         held = in_flight(parallelism.pp_schedule, ranks, own, micro_batches)
@@ -270,16 +282,26 @@ def _parameter_bytes(profile: Profile, candidate: Candidate, load: _RankLoad) ->
     smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
     kept = smaller * profile.candidate.shards / candidate.shards
     terms = {"kept": profile.kept * kept}
-    if _same_lifetime(profile.candidate, candidate) and load.micro_batches > 1:
+    same = _same_lifetime(profile.candidate, candidate) and profile.candidate.experts == candidate.experts
+    if same and load.micro_batches > 1:
         terms["gathered"] = profile.gathered * smaller
         terms["first"] = profile.first_gathered * smaller + profile.first_kept * kept
     return terms
 
 
 def _same_lifetime(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if gathered weights have the same lifetime in two layouts; unsharded weights are never gathered."""
+    """True if gathered weights have the same lifetime in two layouts; unsharded weights are never gathered, and one
+    data rank reduces no gradients."""
     same_pipeline = (candidate.parallelism.pp > 1) == (sampled.parallelism.pp > 1)
-    return same_pipeline and (candidate.shards == 1) == (sampled.shards == 1)
+    same_ranks = candidate.has_one_data_rank == sampled.has_one_data_rank
+    return same_pipeline and same_ranks and (candidate.shards == 1) == (sampled.shards == 1)
+
+
+def _copies_fewer_rows(sampled: Candidate, candidate: Candidate) -> bool:
+    """True if a sampled layout copies no rows to and from experts that another does not."""
+    if sampled.experts is None or candidate.experts is None or sampled.experts == candidate.experts:
+        return True
+    return sampled.parallelism.ep == 1 and sampled.parallelism.etp == candidate.parallelism.etp
 
 
 def _grown_outside_blocks(sample: Sample) -> int:

@@ -251,6 +251,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
         parallelism.pp == 1,
         candidate.mode != "none",
         parallelism.cp,
+        parallelism.ep,
         # A layout with tensor-parallel messages comes first.
         parallelism.tp == 1,
         parallelism.tp,
@@ -266,6 +267,7 @@ def _key(candidate: Candidate) -> Key:
     return (
         parallelism.tp,
         parallelism.cp,
+        candidate.experts,
         candidate.mode,
         layout.micro_batch_size,
         pipeline,
@@ -283,6 +285,7 @@ def _distance(sampled: Candidate, candidate: Candidate) -> float:
     micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
     if (
         sampled.mode != candidate.mode
+        or sampled.experts != candidate.experts
         or (other.pp > 1) != (own.pp > 1)
         or (own.pp == 1 and micro_batches[0] != micro_batches[1])
         or other.tp > own.tp
@@ -291,6 +294,7 @@ def _distance(sampled: Candidate, candidate: Candidate) -> float:
         or (sizes[1] == 1 and sizes[0] > 1)
         # Unsharded parameters are never gathered.
         or (sampled.shards == 1) != (candidate.shards == 1)
+        or sampled.has_one_data_rank != candidate.has_one_data_rank
     ):
         return math.inf
     return own.tp / other.tp * own.cp / other.cp * max(sizes) / min(sizes)

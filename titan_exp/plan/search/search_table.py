@@ -101,12 +101,13 @@ def steps_for(training: TrainingConfig, tokens: int) -> int:
 
 def _table(result: SearchResult, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ["", "tokens/s/GPU", "GiB", "", *(key.removeprefix("dp_") for key in DEGREES), "schedule", "micro"]
+    degrees_shown = [*DEGREES, *(["ep"] if result.rows[0].candidate.experts is not None else [])]
+    columns = ["", "tokens/s/GPU", "GiB", "", *(key.removeprefix("dp_") for key in degrees_shown), "schedule", "micro"]
     for name in [*columns, "recompute", "bubble", *(["GPU-hours", "days"] if tokens else [])]:
         table.add_column(name, justify="left" if name in ("schedule", "recompute", "") else "right", no_wrap=True)
     for number, (row, front) in enumerate(zip(result.rows, result.front, strict=True), 1):
         candidate, parallelism = row.candidate, row.candidate.parallelism
-        degrees = [getattr(parallelism, name) for name in DEGREES]
+        degrees = [getattr(parallelism, name) for name in degrees_shown]
         cells = [
             *(number, f"{row.tokens_per_second:,.0f}", f"{row.peak_bytes / GIB:.1f}", "*" if front else "", *degrees),
             parallelism.pp_schedule if parallelism.pp > 1 else "",

@@ -4,23 +4,33 @@ Launch-bound kernels, host work with CPU offload, stragglers and congested netwo
 usually slower, rarely faster.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import numpy as np
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.layout.axes import AXES
+from titan_exp.config.layout.axes import AXES, EXPERT_AXES
 from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
+from titan_exp.plan.trace.kernel_classes import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    EXPERT_MATMULS,
+    KERNEL_CLASSES,
+    MEASURES,
+    STREAMS,
+)
 
-BEHIND_COMPUTE = ("fsdp", "dp_replicate")
+BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""
 
 CP_KINDS = ("send", "receive", "all-to-all")
@@ -66,24 +76,72 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
         else:
             exposed += seconds
     return RankTime(
-        (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate,
-        costs.bytes_moved / (device.bandwidth_tbs * 1e12 * device.bandwidth_share),
+        _matmul_seconds(costs, device),
+        _elementwise_seconds(costs, device),
         exposed,
         behind,
         costs.operators * device.operator_us / 1e6,
     )
 
 
+@dataclass(frozen=True)
+class ClassTime:
+    """Kernels of one class in a step."""
+
+    name: str
+    """One of `KERNEL_CLASSES`."""
+    launches: int
+    """Kernels; a multi-tensor operator is one."""
+    flops: int
+    """FLOPs of matmuls and attention."""
+    bytes: int
+    """Bytes moved by other kernels, and by experts' matmuls."""
+    seconds: float | None
+    """Estimated time; None if rates are unknown."""
+
+
+def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
+    """Kernels of a step by class, without empty classes. Seconds sum up to those of `rank_time`."""
+    found = []
+    for name in KERNEL_CLASSES:
+        flops, fp8, size, launches = (costs.kernels.get((name, measure), 0) for measure in MEASURES)
+        if launches:
+            moved = 0 if flops else size
+            part = OpCosts(flops=flops, fp8_flops=fp8, bytes_moved=moved, kernels=costs.kernels_of(name))
+            seconds = None if device is None else _matmul_seconds(part, device) + _elementwise_seconds(part, device)
+            found.append(ClassTime(name, launches, flops, size, seconds))
+    return found
+
+
+def _matmul_seconds(costs: OpCosts, device: Device) -> float:
+    seconds = (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate
+    for name, reach in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_reach, strict=True):
+        seconds += costs.kernels.get((name, "flops"), 0) / device.matmul_rate * (1 / reach - 1)
+    return seconds + _expert_weights_seconds(costs, device)
+
+
+def _expert_weights_seconds(costs: OpCosts, device: Device) -> float:
+    """Seconds by which reading and writing the operands of experts' matmuls exceeds their computation."""
+    flops, fp8, size, _ = (costs.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
+    return max(0.0, size / device.bandwidth - (flops - fp8) / device.matmul_rate - fp8 / device.fp8_rate)
+
+
+def _elementwise_seconds(costs: OpCosts, device: Device) -> float:
+    streamed = sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
+    return (costs.bytes_moved - streamed * (1 - 1 / device.stream_reach)) / device.bandwidth
+
+
 def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
     """Ranks of the first rank's process group, by mesh axis of its messages."""
-    shape = tuple(axis.degree(parallelism) for axis in AXES)
-    mesh = np.arange(int(np.prod(shape))).reshape(shape)
-    names, sharded = [axis.name for axis in AXES], {axis.name for axis in AXES if axis.shards_parameters}
-    groups = {}
+    meshes = [{axis.name: axis.degree(parallelism) for axis in axes} for axes in (AXES, EXPERT_AXES)]
+    sharded, groups = {axis.name for axis in AXES if axis.shards_parameters}, dict[str, list[int]]()
     for axis, _ in costs.messages:
-        along = sharded if "fsdp" in axis.split("=") else {axis.split("=")[0]}
-        at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
-        groups[axis] = mesh[at].flatten().tolist()
+        name = axis.split("=")[0]
+        along = sharded if "fsdp" in axis.split("=") else set(meshes[0]) if name == WORLD else {name}
+        degrees = next((mesh for mesh in meshes if along & set(mesh)), meshes[0])
+        ranks = np.arange(prod(degrees.values())).reshape(tuple(degrees.values()))
+        at = tuple(slice(None) if of in along else pipeline_rank if of == "pp" else 0 for of in degrees)
+        groups[axis] = ranks[at].flatten().tolist()
     return groups
 
 
@@ -106,13 +164,17 @@ def pipeline_bubble(layout: ResolvedLayout) -> float:
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
-    """Seconds of one rank's messages of one kind, with ring algorithms."""
+    """Seconds of one rank's messages of one kind: ring algorithms, and all-to-all straight to each rank."""
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # counted by the sender
-    nodes = len({rank // node for rank in ranks})
-    # Across nodes, the adapters of all ranks of the group work in parallel.
-    rate = device.link_gbs if nodes == 1 else min(device.link_gbs, device.network_gbs * len(ranks) / nodes)
-    rate *= 1e9 * device.link_share
-    others = (len(ranks) - 1) / len(ranks)
-    share = {"all-gather": others, "reduce-scatter": others, "all-to-all": others, "all-reduce": 2 * others}
-    return size * share.get(kind, 1.0) / rate
+    nodes = Counter(rank // node for rank in ranks)
+    rate, others = device.link_gbs, (len(ranks) - 1) / len(ranks)
+    if kind == "all-to-all":
+        # Through the links of the node and the adapter at once; ranks of the smallest part send the most outside.
+        outside = (len(ranks) - min(nodes.values())) / len(ranks)
+        return size * max((others - outside) / rate, outside / device.network_gbs) / 1e9 / device.link_share
+    if len(nodes) > 1:
+        # The adapters of all ranks of the group work in parallel.
+        rate = min(rate, device.network_gbs * len(ranks) / len(nodes))
+    share = {"all-gather": others, "reduce-scatter": others, "all-reduce": 2 * others}
+    return size * share.get(kind, 1.0) / (rate * 1e9 * device.link_share)

@@ -21,21 +21,26 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from titan_exp.ops.matmul_flops import GROUPED
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_groups import group_named
+from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.op_cache import CachedOp, OpCache
 from titan_exp.plan.trace.op_costs import (
-    GROUPED,
     MATMULS,
     SCALED_MATMULS,
+    count_bytes,
     count_flops,
     decomposed_workspace,
     parse_message,
     unknown_operator,
 )
+from titan_exp.plan.trace.received_rows import exchange_message, exchanged_rows
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
+WORLD = "world"
+"""Name of the group of all ranks, if no mesh axis has them all."""
 _DEVICE = torch.ops.prim.device.default
 _OP_CACHE = OpCache()
 """Op cache shared by all traces of the process."""
@@ -57,6 +62,12 @@ class OpCosts:
     """Message count by mesh axis and kind."""
     operators: int = 0
     """Number of operator calls."""
+    kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`."""
+
+    def kernels_of(self, name: str) -> dict[tuple[str, str], int]:
+        """Counts of the kernels of one class."""
+        return {key: count for key, count in self.kernels.items() if key[0] == name}
 
 
 class CostMode(TorchDispatchMode):
@@ -88,6 +99,9 @@ class CostMode(TorchDispatchMode):
             replacements = (
                 (torch.UntypedStorage, "resize_", self._resizing()),
                 (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._without_sharding_propagation()),
+                # Selective checkpointing counts the profiler's operators, of which FSDP2 calls some in one pass only.
+                (torch.autograd.profiler.record_function, "__enter__", lambda record: record),
+                (torch.autograd.profiler.record_function, "__exit__", lambda record, *_: None),
             )
             self._stack.enter_context(replaced_attributes(*replacements))
             with _disable_current_modes():
@@ -115,11 +129,19 @@ class CostMode(TorchDispatchMode):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
             return args[0].device if func is _DEVICE and type(args[0]) is FakeTensor else func(*args, **kwargs)
-        body = _python_body(func)
+        exchanged = exchanged_rows(func, args)
+        body = _python_body(func) if exchanged is None else None
         if body is not None:
             # Custom operators are opaque to the compiler; here the operators inside are recorded.
+            costs, before = self.costs, (self.costs.bytes_moved, self.costs.flops)
             with self, torch.no_grad():
-                return body(*args, **kwargs)
+                out = body(*args, **kwargs)
+            if before == (costs.bytes_moved, costs.flops):
+                # On fake tensors, a kernel of ours only allocates its results.
+                self.kernel(
+                    count_bytes(func, args, kwargs, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+                )
+            return out
         if func is torch.ops.aten._local_scalar_dense.default and self.tracker.category == "optimizer":
             # Optimizers read their step count; no size depends on it.
             return func(*args) if type(args[0]) is Tensor else 2.0
@@ -130,7 +152,7 @@ class CostMode(TorchDispatchMode):
             key = None if alone or not self.tracker.alone else _OP_CACHE.key(func, args, kwargs)
             if key is not None and (known := _OP_CACHE.get(key)) is not None:
                 return self._replay(func, args, known)
-            out = args[0].add_(args[1]) if alone else _call(func, args, kwargs)
+            out = args[0].add_(args[1]) if alone else _call(func, args, kwargs) if exchanged is None else exchanged
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise unknown_operator(str(func)) from error
         flops, bytes_moved = self._record(func, args, kwargs, out)
@@ -139,9 +161,10 @@ class CostMode(TorchDispatchMode):
         self._add_workspace(func, args)
         return out
 
-    def kernel(self, args: tuple[Any, ...]) -> None:
-        """Record a compiled kernel that reads and writes the tensors among these arguments."""
-        self.costs.bytes_moved += sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
+    def kernel(self, bytes_moved: int) -> None:
+        """Record a compiled kernel."""
+        self.costs.bytes_moved += bytes_moved
+        self._count_kernel(self.costs, "elementwise", 0, 0, bytes_moved)
 
     def _replay(self, func: Any, args: tuple[Any, ...], known: CachedOp) -> Any:
         """Create and record the results of a cached call."""
@@ -189,7 +212,7 @@ class CostMode(TorchDispatchMode):
             axis, kind, size = copied
             self.costs.messages[axis, kind] += size
             self.costs.calls[axis, kind] += 1
-        sent = parse_message(func, args, out)
+        sent = exchange_message(func, args) or parse_message(func, args, out)
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
@@ -203,17 +226,27 @@ class CostMode(TorchDispatchMode):
         flops = count_flops(func, args, kwargs, out)
         self._first_matmul(func)
         bytes_moved = 0
-        if not flops and not sent and not copied and not func.is_view and (new or func._schema.is_mutable):
-            bytes_moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        grouped = str(func._overloadpacket) in GROUPED
+        unbound = not flops and not sent and not copied and not func.is_view
+        if grouped or (unbound and (new or func._schema.is_mutable)):
+            bytes_moved = count_bytes(func, args, kwargs, outputs)
         self._count(costs, func, flops, bytes_moved)
         return flops, bytes_moved
 
-    @staticmethod
-    def _count(costs: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
+    def _count(self, costs: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
+        fp8 = flops if str(func._overloadpacket) in SCALED_MATMULS else 0
         costs.operators += 1
         costs.flops += flops
-        costs.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
-        costs.bytes_moved += bytes_moved
+        costs.fp8_flops += fp8
+        costs.bytes_moved += 0 if flops else bytes_moved
+        if flops or bytes_moved:
+            self._count_kernel(costs, kernel_kind(func, flops), flops, fp8, bytes_moved)
+
+    def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:
+        name = kernel_class(kind, self.tracker.where, self.tracker.outside_passes)
+        for measure, count in zip(MEASURES, (*counts, 1), strict=True):
+            if count:
+                costs.kernels[name, measure] += count
 
     def _is_buffer(self, kind: str, tensor: Tensor) -> bool:
         return kind in ("receive", "all-gather", "reduce-scatter") and self.tracker.is_tracked(tensor)
@@ -260,11 +293,14 @@ def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:
 def axes_by_group(mesh: Mesh) -> dict[str, str]:
     """Mesh axis by process group name; axes with the same ranks are joined, as in `fsdp=dp_shard`."""
     axes: dict[str, list[str]] = defaultdict(list)
-    for table in (mesh.world, mesh.sharding):
+    for table in filter(None, (mesh.world, mesh.sharding, mesh.experts)):
         for axis in table.mesh_dim_names or ():
             if table[axis].size() > 1:
                 name = table.get_group(axis).group_name
                 axes[name] += [axis] if axis not in axes[name] else []
+    # Counts of experts' tokens are summed over all ranks; a mesh axis may be that group too.
+    if dist.group.WORLD is not None and dist.group.WORLD.size() > 1:
+        axes.setdefault(dist.group.WORLD.group_name, [WORLD])
     return {name: "=".join(names) for name, names in axes.items()}
 
 

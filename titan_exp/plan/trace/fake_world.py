@@ -4,7 +4,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -44,11 +44,8 @@ class FakeRank:
 
     @property
     def preallocated(self) -> list[torch.Tensor]:
-        """Batch tensors allocated before the first step, with pipeline and context parallelism."""
-        if self.state.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
-            return []
-        values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
-        return [value for value in values if value is not None]
+        """Batch tensors, which a CPU holds for the whole step; CUDA holds copies of single micro-batches."""
+        return batch_tensors(batch for batch in self.batches if not isinstance(batch, _CopiedBatch))
 
     def step(self) -> None:
         """Run one optimizer step of the trainer."""
@@ -71,6 +68,14 @@ class FakeRank:
         )
 
 
+class _CopiedBatch(Batch):
+    """Micro-batch on the host of a GPU whose fake device is the CPU too, so that torch would not copy it."""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Allocate the batch on the device."""
+        return self.map(torch.empty_like)
+
+
 @contextmanager
 def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[FakeRank]:
     """Build a global rank of a resolved layout on fake tensors, for the `with` block.
@@ -88,7 +93,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
         with _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
             state = assemble(experiment, layout, device, fake_mode=mode)
             with mode:
-                yield FakeRank(experiment, state, fake_batches(layout, experiment.data))
+                yield FakeRank(experiment, state, fake_batches(layout, experiment.data, copied=device != GPU))
     finally:
         dist.destroy_process_group()
         # Cached shardings refer to this rank's process groups.
@@ -108,17 +113,27 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def fake_batches(layout: ResolvedLayout, data: DataConfig) -> list[Batch]:
-    """Micro-batches of one data-parallel rank, as from the loader."""
+def fake_batches(layout: ResolvedLayout, data: DataConfig, *, copied: bool = True) -> list[Batch]:
+    """Micro-batches of one data-parallel rank, as from the loader.
+
+    `copied` is False if the device of a GPU is another than the host's, so that torch copies them itself.
+    """
+    kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
     shape = (layout.micro_batch_size, layout.training.seq_len)
 
     def tokens() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
     return [
-        Batch(tokens(), tokens(), tokens() if data.reset_positions else None, tokens() if data.document_mask else None)
+        kind(tokens(), tokens(), tokens() if data.reset_positions else None, tokens() if data.document_mask else None)
         for _ in range(layout.gradient_accumulation)
     ]
+
+
+def batch_tensors(batches: Iterable[Batch]) -> list[torch.Tensor]:
+    """Tensors of all micro-batches."""
+    values = [getattr(batch, field.name) for batch in batches for field in fields(batch)]
+    return [value for value in values if value is not None]
 
 
 _MESH_METHODS = ("__getitem__", "get_group", "get_local_rank", "get_coordinate", "get_rank", "size", "_get_root_mesh")

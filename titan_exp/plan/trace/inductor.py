@@ -4,7 +4,7 @@ The wrapper allocates, reuses and frees buffers, so saved activations and memory
 decisions, for a CPU. On CUDA fusion may differ; the partition into forward and backward does not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +32,10 @@ def reset_dynamo() -> Iterator[None]:
 
 
 @contextmanager
-def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: torch.device) -> Iterator[None]:
+def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -> Iterator[None]:
     """Skip inductor's kernels in the `with` block, so that its code runs on fake tensors. Nothing is cached.
 
-    `called` gets the arguments of each skipped kernel; buffers are on `device`.
+    `called` gets the bytes read and written by each skipped kernel; buffers are on `device`.
 
     Raises:
         UserError: inductor fails to generate CPU code.
@@ -47,8 +47,17 @@ def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: tor
     from torch._inductor.exc import InductorError
     from torch._inductor.utils import fresh_cache
 
-    def kernel(*args: Any) -> None:
-        called(args)
+    def kernel(_: Any, types: Sequence[str], source: str) -> Callable[..., None]:
+        # Buffers that a kernel reads and overwrites are named so in its signature.
+        signature = source[source.index("kernel(") :].split(")", 1)[0].split(",")
+        uses = [2 if "in_out_ptr" in argument else 1 for argument in signature]
+        assert len(uses) == len(types), "one type per argument"
+
+        def skipped(*args: Any) -> None:
+            tensors = [(arg, times) for arg, times in zip(args, uses, strict=True) if isinstance(arg, Tensor)]
+            called(sum(times * arg.numel() * arg.element_size() for arg, times in tensors))
+
+        return skipped
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -62,7 +71,7 @@ def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: tor
         (cpp_builder, "is_msvc_cl", lambda: False),
         (guards, "_empty_strided_cpu", empty),
         (guards, "_reinterpret_tensor", _reinterpreted),
-        (AsyncCompile, "cpp_pybinding", lambda *_: kernel),
+        (AsyncCompile, "cpp_pybinding", kernel),
     )
     with inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:

@@ -72,6 +72,8 @@ class MemoryTracker:
     """Category of new storages, unless another is given."""
     where: str = "before the first step"
     """Phase of the step; set after `category`."""
+    outside_passes: str = ""
+    """Class of elementwise kernels outside a model's forward and backward passes; empty within."""
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
     events: list[Event] = field(default_factory=list)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.ops.matmul_flops import matmul_flops
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
 """Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
@@ -20,10 +21,12 @@ SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm")
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0])
 """Operators computed by cuBLAS."""
 
-GROUPED = ("titan_exp.grouped_rows", "titan_exp.grouped_outer", "aten._grouped_mm", "aten._scaled_grouped_mm")
-"""Grouped matmuls over experts. Every row counts, padding included."""
-
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
+
+_OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
+"""Operators that write their first argument without reading it."""
+_GATHERS = ("embedding", "gather", "index", "index_select")
+"""Operators that read as many elements of their first argument as they return."""
 
 _GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_", "barrier", "reduce_")
 _NAMES = {
@@ -56,17 +59,33 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     packet = operator._overloadpacket
     if packet in _ATTENTION:
         return _attention(args, _ATTENTION[packet])
-    if str(packet) in GROUPED and args[0].dim() == 2:
-        # Each row is multiplied by one expert's matrix, independent of the number of experts.
-        return 2 * args[0].numel() * args[1].shape[-1]
+    flops = matmul_flops(operator, args, kwargs, out)
+    if flops is not None:
+        return flops
     namespace, _, name = str(packet).partition(".")
-    # The in-place variant has the same FLOPs.
-    packet = getattr(_aten, name.rstrip("_"), packet) if namespace == "aten" and name.endswith("_") else packet
-    if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=out)
     if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
         raise unknown_operator(str(operator))
     return 0
+
+
+def count_bytes(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:
+    """Bytes read and written by a kernel that is bound by bytes; an allocation moves none."""
+    name = operator._schema.name.partition("::")[2]
+    if name.startswith(("empty", "new_empty")):
+        return 0
+    read, written = list[Tensor](), list[Tensor]()
+    for place, argument in enumerate(operator._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        # Gradients are declared as written by fused optimizers, which only read them.
+        writes = argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+        written += tensors if writes else []
+        read += [] if writes and (argument.is_out or (place == 0 and name in _OVERWRITING)) else tensors
+    moved = _bytes(read) + _bytes(outputs or written)
+    if name in _GATHERS and read:
+        table = read[0]
+        moved -= max(0, _bytes(table) - sum(out.numel() for out in outputs) * table.element_size())
+    return moved
 
 
 def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:

@@ -1,6 +1,6 @@
 """Phase of the step (forward or backward of a block, head and loss, optimizer), set on the memory tracker by hooks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
+from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, OPTIMIZER
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 
@@ -22,7 +23,10 @@ class Phases:
 
 @contextmanager
 def track_phases(
-    tracker: MemoryTracker, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    tracker: MemoryTracker,
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    compute_weights: Iterable[Tensor] = (),
 ) -> Iterator[Phases]:
     """Set a tracker's phase and categories by hooks on modules and the optimizer, for the `with` block."""
     hooks: list[Any] = []
@@ -31,17 +35,18 @@ def track_phases(
         tracker.set_category(part.parameters(), "parameters")
         tracker.set_category(part.buffers(), "other")
         hooks += _on_part(tracker, part)
+    tracker.set_category(compute_weights, "gathered parameters")
 
     def before(*_: Any) -> None:
         gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
         tracker.set_category(gradients, "gradients")
         phases.gradients = tracker.tracked_bytes(gradients)
-        tracker.category, tracker.where = "optimizer", "optimizer"
+        tracker.category, tracker.where, tracker.outside_passes = "optimizer", "optimizer", OPTIMIZER
 
     def after(*_: Any) -> None:
         state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
         tracker.set_category(state, "optimizer")
-        tracker.category, tracker.where = "other", "between steps"
+        tracker.category, tracker.where, tracker.outside_passes = "other", "between steps", COMPUTE_WEIGHTS
 
     hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     try:
@@ -58,7 +63,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
 
     def at(category: str, where: str) -> Callable[..., None]:
         def set_phase(*_: Any) -> None:
-            tracker.category, tracker.where = category, where
+            tracker.category, tracker.where, tracker.outside_passes = category, where, ""
 
         return set_phase
 

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
+from titan_exp.plan.trace.kernel_classes import EMBEDDING, GRADIENTS, LOSS, NORM
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Storage, local
 
 STEP = "the step"
@@ -185,13 +186,6 @@ class SegmentTracker(MemoryTracker):
             held[storage.category] += size
         return category_bytes(held)
 
-    def tracked_by_category(self, tensor: Tensor) -> CategoryBytes:
-        """Bytes of a tensor's storage; zeros if it is not tracked."""
-        if not self.is_tracked(tensor):
-            return category_bytes({})
-        storage, _ = self._alive[tensor.untyped_storage()._cdata]
-        return category_bytes({storage.category: storage.size})
-
     def _change(self, storage: Storage, delta: int) -> None:
         known = len(self.events)
         super()._change(storage, delta)
@@ -217,11 +211,32 @@ class _Cut(NamedTuple):
     """Costs of the step so far."""
 
 
-class SegmentObserver(StepObserver):
+class PhaseObserver(StepObserver):
+    """Sets the class of kernels outside passes on a tracker."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+
+    def action_begin(self, action: Action) -> None:
+        """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
+        self._tracker.outside_passes = {"F": EMBEDDING, "W": ""}.get(action.kind, LOSS)
+
+    def stage_reduction_begin(self, stage: int) -> None:
+        """Begin the gradient reduction of a stage."""
+        self._tracker.outside_passes = GRADIENTS
+
+    def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
+        """End the passes of the step."""
+        self._tracker.outside_passes = NORM
+
+
+class SegmentObserver(PhaseObserver):
     """Ends a segment at each start of a micro-batch, pipeline action, gradient reduction or optimizer step."""
 
+    _tracker: SegmentTracker
+
     def __init__(self, tracker: SegmentTracker) -> None:
-        self._tracker = tracker
+        super().__init__(tracker)
 
     def microbatch_begin(self, index: int) -> None:
         """Begin a micro-batch."""
@@ -229,6 +244,7 @@ class SegmentObserver(StepObserver):
 
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action."""
+        super().action_begin(action)
         self._tracker.cut(f"{ACTION} {action.stage}")
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
@@ -238,6 +254,7 @@ class SegmentObserver(StepObserver):
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""
+        super().stage_reduction_begin(stage)
         self._tracker.cut(f"{REDUCE} {stage}")
 
     def group_reduction_begin(self) -> None:
@@ -252,6 +269,7 @@ class SegmentObserver(StepObserver):
         """Begin the optimizer step, and record the storages of gradients."""
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
         self._tracker.cut(OPTIMIZER_STEP)
+        super().gradients_ready(parts)
 
 
 def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[str, int]:
@@ -272,6 +290,9 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
             if calls or costs.messages[key]:
                 total.messages[key] += times * costs.messages[key]
                 total.calls[key] += times * calls
+        for kernel, count in costs.kernels.items():
+            if count:
+                total.kernels[kernel] += times * count
     return total
 
 

@@ -1,14 +1,14 @@
 """Trace of one rank's step: memory over time, FLOPs, messages. The rank is fake or real."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from titan_exp.data.batch import Batch
+from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
 from titan_exp.plan.cuda.cpu_offload import GPU, HostAndGpuTracker, HostUsage
@@ -16,9 +16,10 @@ from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
+from titan_exp.plan.trace.kernel_classes import EMBEDDING
 from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
 from titan_exp.plan.trace.phases import track_phases
-from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker
+from titan_exp.plan.trace.segments import PhaseObserver, SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState
 
 
@@ -44,6 +45,8 @@ class Trace:
     """Allocations and releases in the step."""
     host: HostUsage | None = None
     """Memory and costs on the host, with offloaded parameters."""
+    saved_calls: tuple[str, ...] = ()
+    """Automatic lists of selective activation checkpointing, in words."""
 
 
 def trace_step(
@@ -52,7 +55,6 @@ def trace_step(
     *,
     warmup_step: Callable[[], object] | None = None,
     preallocated: Iterable[Tensor] = (),
-    batches: Sequence[Batch] = (),
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
@@ -61,9 +63,8 @@ def trace_step(
     """Run two steps and trace the second.
 
     The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
-    are tensors allocated before it, besides the model. Fields of `batches` (the micro-batches of a step) that it has
-    read are allocated for all micro-batches. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul
-    library keeps `matmul_workspace` bytes per calling thread. With `inductor`, compiled kernels are skipped.
+    are tensors allocated before it, besides the model. With `cuda`, sizes follow CUDA's kernels and allocator, and the
+    matmul library keeps `matmul_workspace` bytes per calling thread. With `inductor`, compiled kernels are skipped.
     `segments` is an empty tracker that cuts the step into segments.
 
     Raises:
@@ -79,13 +80,13 @@ def trace_step(
             state.built.pipeline.transport.sees_completion = False
     with (
         _no_garbage_collection(),
-        track_phases(tracker, state.model.parts, state.optimizer) as phases,
+        track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()) as phases,
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=host is not None) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
         reset_dynamo() if host is not None else nullcontext(),
         skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
-        nullcontext() if segments is None else observe_steps(SegmentObserver(segments)),
+        observe_steps(PhaseObserver(tracker) if segments is None else SegmentObserver(segments)),
     ):
         for tensor in preallocated:
             tracker.track(tensor, "other")
@@ -93,9 +94,8 @@ def trace_step(
             segments.read_costs_of(mode)
             segments.next_step()
         (warmup_step or step)()
-        for tensor in read_fields(tracker, batches):
-            tracker.track(tensor, "other")
         mode.costs, mode.host_costs = OpCosts(), OpCosts()
+        tracker.outside_passes = EMBEDDING
         tracker.begin_step()
         step()
         if segments is not None:
@@ -110,14 +110,8 @@ def trace_step(
             tracker.events[: tracker.begun],
             tracker.events[tracker.begun :],
             None if host is None else HostUsage(host.host.peak(), host.host.tensors(), mode.host_costs),
+            tuple(dict.fromkeys(str(saved) for part in state.model.parts for saved in saved_calls(part))),
         )
-
-
-def read_fields(tracker: MemoryTracker, batches: Sequence[Batch]) -> list[Tensor]:
-    """Tensors of all micro-batches, in the fields tracked for the first."""
-    values = [(field.name, getattr(batches[0], field.name)) for field in fields(Batch)] if batches else []
-    names = [name for name, value in values if value is not None and tracker.is_tracked(value)]
-    return [getattr(batch, name) for batch in batches for name in names]
 
 
 class _Streams:

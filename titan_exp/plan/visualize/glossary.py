@@ -32,7 +32,8 @@ CATEGORIES = {
     "gradients": "gradients of the weights, from the backward pass to the optimizer step.",
     "optimizer": "optimizer state of every weight (two moments for AdamW) and temporaries of the update.",
     "activations": "results of the forward pass that the backward pass needs, and temporaries.",
-    "gathered parameters": "unsharded weights of computing layers, gathered from all ranks.",
+    "gathered parameters": "weights in the compute dtype: of computing layers, gathered from all ranks; on one data "
+    "rank those of all layers, beside their fp32 masters.",
     "communication": "buffers of collectives and sends.",
     "loss": "tensors of the LM head and the loss, such as logits (one number per vocabulary entry).",
     "workspaces": "persistent buffers of kernel libraries, such as cuBLAS.",

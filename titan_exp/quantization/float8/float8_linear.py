@@ -5,15 +5,34 @@ layout.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_exp.ops.float8.cast import dual_amax, dual_cast
 from titan_exp.ops.needs_input_grad import needs_input_grad
-from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, AmaxReduce, cast, multiply, scale_of, scale_of_amax
+from titan_exp.quantization.float8.float8_tensor import (
+    E4M3,
+    E5M2,
+    AmaxReduce,
+    Float8Matrix,
+    amax_of,
+    cast,
+    multiply,
+    scale_of,
+    scale_of_amax,
+)
 from titan_exp.quantization.torchao import Float8TrainingTensor
+
+
+class Float8Weight(NamedTuple):
+    """A weight in float8 in both layouts, cast once per optimizer step."""
+
+    rows: Float8Matrix
+    """[outputs, inputs], for the forward pass."""
+    columns: Float8Matrix
+    """[outputs, inputs] in transposed memory, for the gradient of the input."""
 
 
 @dataclass(frozen=True)
@@ -40,65 +59,87 @@ class Float8:
         """Dtype of output gradients: e5m2's wide range if they share one scale."""
         return E4M3 if self.rowwise else E5M2
 
+    @property
+    def column_scales(self) -> bool:
+        """True if the weight has one scale per column for the gradient of the input; else one scale."""
+        return self.rowwise and not self.high_precision_weight_gradient
+
+    def scale_of_amax(self, amax: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None = None) -> Tensor:
+        """Scales from amax values of this rank."""
+        return scale_of_amax(amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=self.power_of_two)
+
     def quantize(
         self, tensor: Tensor, dtype: torch.dtype, over: int | None, amax_reduce: AmaxReduce | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Float8Matrix:
         """A matrix in float8, and its scales (see `scale_of`)."""
         scale = scale_of(tensor, dtype, over=over, power_of_two=self.power_of_two, amax_reduce=amax_reduce)
-        return cast(tensor, scale, dtype), scale
+        return Float8Matrix.of(cast(tensor, scale, dtype), scale)
 
     def quantize_dual(
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    ) -> tuple[Float8Matrix, Float8Matrix]:
         """A matrix [tokens, channels] in float8 with row scales, and with column scales in transposed memory.
 
         Both have the same numbers under one scale per matrix. `amax_reduce` covers ranks with other channels of these
         tokens.
         """
         tensor = tensor.contiguous()
-        of_rows, of_columns = dual_amax(tensor)
-        amax = of_rows if self.rowwise else of_rows.amax()
-        scales = scale_of_amax(
-            amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=self.power_of_two
-        )
-        columns = scale_of_amax(of_columns, dtype, power_of_two=self.power_of_two) if self.rowwise else scales
-        rows, transposed = dual_cast(tensor, scales, columns, dtype)
-        return (rows, scales), (transposed.t(), columns)
+        if self.rowwise:
+            of_rows, of_columns = dual_amax(tensor).split(list(tensor.shape))
+            row_scale = self.scale_of_amax(of_rows[:, None], dtype, amax_reduce)
+            column_scale = self.scale_of_amax(of_columns[None, :], dtype)
+        else:
+            row_scale = column_scale = self.scale_of_amax(amax_of(tensor, None), dtype, amax_reduce)
+        rows, transposed = dual_cast(tensor, row_scale, column_scale, dtype)
+        by_rows = Float8Matrix.of(rows, row_scale)
+        if not self.rowwise:
+            return by_rows, Float8Matrix(transposed.t(), by_rows.scale, by_rows.inverse)
+        return by_rows, Float8Matrix.of(transposed.t(), column_scale)
 
 
-def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8) -> Tensor:
+def float8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, quantized: Float8Weight | None = None
+) -> Tensor:
     """x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's if precomputed.
 
-    The weight may already be quantized by a float8 all-gather.
+    The weight may already be quantized: by a float8 all-gather, or as `quantized`, and then only its gradient is
+    `weight`'s.
     """
-    return _Float8Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
+    matrices = () if quantized is None else (*quantized.rows, *quantized.columns)
+    return _Float8Linear.apply(x, weight, scale, recipe, *matrices)  # type: ignore[return-value]  # a Tensor
 
 
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8) -> Tensor:
-        ctx.recipe = recipe
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, *quantized: Tensor
+    ) -> Tensor:
+        ctx.recipe, ctx.quantized = recipe, bool(quantized)
         rows = x.reshape(-1, x.shape[-1])
         over = -1 if recipe.rowwise else None
         # Tensor parallelism shards the scope of an input scale if it shards the contracted dim.
         kept: tuple[Tensor, ...] = (x,)
-        if recipe.dual_cast:
-            (left, left_scale), kept = recipe.quantize_dual(rows, E4M3, recipe.input_amax_reduce)
+        if recipe.dual_cast and not torch.compiler.is_compiling():
+            left, kept = recipe.quantize_dual(rows, E4M3, recipe.input_amax_reduce)
         else:
-            left, left_scale = recipe.quantize(rows, E4M3, over, recipe.input_amax_reduce)
-            kept = kept if recipe.rowwise else (left, left_scale)
-        if recipe.rowwise:
-            right, right_scale = recipe.quantize(weight, E4M3, -1, recipe.input_amax_reduce)
+            left = recipe.quantize(rows, E4M3, over, recipe.input_amax_reduce)
+            if not recipe.rowwise:
+                # Compiled backward casts again, in the kernel that recomputes the input.
+                kept = (x, left.scale, left.inverse) if torch.compiler.is_compiling() else left
+        if quantized:
+            right = Float8Matrix(*quantized[:3])
+        elif recipe.rowwise:
+            right = recipe.quantize(weight, E4M3, -1, recipe.input_amax_reduce)
         else:
-            right, right_scale = _whole(weight, scale, recipe)
-        ctx.save_for_backward(weight, scale, *kept)
-        output = multiply(left, left_scale, right.t(), right_scale.t(), x.dtype, emulated=recipe.emulated, fast=True)
+            right = _whole(weight, scale, recipe)
+        ctx.save_for_backward(*(quantized[3:] or (weight, scale, None)), *kept)
+        output = multiply(left, right.t(), x.dtype, emulated=recipe.emulated, fast=True)
         return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe: Float8 = ctx.recipe
-        weight, scale, x, *x_scale = ctx.saved_tensors
+        weight, scale, inverse, *x = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         by_rows = by_columns = None
         x_grad = weight_grad = None
@@ -108,39 +149,43 @@ class _Float8Linear(torch.autograd.Function):
         elif not recipe.rowwise:
             by_rows = by_columns = recipe.quantize(gradient, recipe.gradient_type, None, recipe.output_amax_reduce)
         if needs_x_grad:
-            x_grad = _gradient_of_input(gradient, by_rows, weight, scale, recipe)
+            left = by_rows or recipe.quantize(gradient, recipe.gradient_type, -1, recipe.output_amax_reduce)
+            if ctx.quantized:
+                right = Float8Matrix(weight, scale, inverse)
+            elif recipe.column_scales:
+                right = recipe.quantize(weight, E4M3, 0, recipe.output_amax_reduce)
+            else:
+                right = _whole(weight, scale, recipe)
+            x_grad = multiply(left, right, gradient.dtype, emulated=recipe.emulated)
             x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
         if needs_weight_grad:
-            weight_grad = _gradient_of_weight(gradient, by_columns, x.reshape(-1, x.shape[-1]), x_scale, recipe)
-        return x_grad, weight_grad, None, None
+            weight_grad = _gradient_of_weight(gradient, by_columns, x, recipe)
+        return x_grad, weight_grad, None, None, *(None,) * (6 * ctx.quantized)
 
 
-def _gradient_of_input(
-    gradient: Tensor, by_rows: tuple[Tensor, Tensor] | None, weight: Tensor, scale: Tensor | None, recipe: Float8
-) -> Tensor:
-    left, left_scale = by_rows or recipe.quantize(gradient, recipe.gradient_type, -1, recipe.output_amax_reduce)
-    if recipe.rowwise and not recipe.high_precision_weight_gradient:
-        right, right_scale = recipe.quantize(weight, E4M3, 0, recipe.output_amax_reduce)
-    else:
-        right, right_scale = _whole(weight, scale, recipe)
-    return multiply(left, left_scale, right, right_scale, gradient.dtype, emulated=recipe.emulated)
+def _gradient_of_weight(gradient: Tensor, by_columns: Float8Matrix | None, x: list[Tensor], recipe: Float8) -> Tensor:
+    """Weight gradient; contracts tokens, all of which this rank has.
 
-
-def _gradient_of_weight(
-    gradient: Tensor, by_columns: tuple[Tensor, Tensor] | None, x: Tensor, x_scale: list[Tensor], recipe: Float8
-) -> Tensor:
-    """Weight gradient; contracts tokens, all of which this rank has."""
+    `x` is the input, followed by a known scale and its inverse, or its `Float8Matrix`.
+    """
+    rows = x[0].reshape(-1, x[0].shape[-1])
     if recipe.high_precision_weight_gradient:
-        return torch.mm(gradient.t(), x)
-    left, left_scale = by_columns or recipe.quantize(gradient, recipe.gradient_type, 0, None)
-    right, right_scale = (x, x_scale[0]) if x_scale else recipe.quantize(x, E4M3, 0, None)
-    return multiply(left.t(), left_scale.t(), right, right_scale, gradient.dtype, emulated=recipe.emulated)
+        return torch.mm(gradient.t(), rows)
+    left = by_columns or recipe.quantize(gradient, recipe.gradient_type, 0, None)
+    if len(x) == 1:
+        right = recipe.quantize(rows, E4M3, 0, None)
+    elif rows.dtype == E4M3:
+        right = Float8Matrix(*x)
+    else:
+        # Another expression than in forward, whose result the compiler would keep beside its source.
+        right = Float8Matrix(cast(rows.t(), x[1], E4M3).t(), *x[1:])
+    return multiply(left.t(), right, gradient.dtype, emulated=recipe.emulated)
 
 
-def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> tuple[Tensor, Tensor]:
+def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> Float8Matrix:
     """The weight under one scale."""
     if isinstance(weight, Float8TrainingTensor):
-        return weight._data, weight._scale
+        return Float8Matrix.of(weight._data, weight._scale)
     if scale is not None:
-        return cast(weight, scale, E4M3), scale
+        return Float8Matrix.of(cast(weight, scale, E4M3), scale)
     return recipe.quantize(weight, E4M3, None, recipe.input_amax_reduce or recipe.output_amax_reduce)

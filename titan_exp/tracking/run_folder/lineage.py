@@ -94,15 +94,16 @@ def children(run_folder: Path) -> list[tuple[Path, Lineage]]:
     return found
 
 
-def read_history(run_folder: Path) -> list[dict[str, Any]]:
-    """Metric rows of a run, after those of its parents up to the steps at which it and they were continued.
+def read_history(run_folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Rows of a run's metrics, after those of its parents up to the steps at which it and they were continued.
 
-    A parent that is not on this machine has no rows. Raises UserError if a row is damaged.
+    `file` may be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row
+    is damaged.
     """
-    rows = read_metrics(run_folder / "metrics.jsonl")
+    rows: list[dict[str, Any]] = read_metrics(run_folder / file)
     for ancestor in ancestors(run_folder):
         if ancestor.folder is not None:
             step = ancestor.lineage.step
-            earlier = read_metrics(ancestor.folder / "metrics.jsonl")
+            earlier = read_metrics(ancestor.folder / file)
             rows = [*(row for row in earlier if (row["step"] or 0) <= step), *rows]
     return rows

@@ -7,16 +7,19 @@ mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScr
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.sinks.sink import Row, Value
+from titan_exp.tracking.sinks.sink import Value
 
 TAIL_BYTES = 16384
-"""Bytes read from the end of the file for the newest rows; they hold dozens."""
+"""Bytes read from the end of the file for the newest rows; they hold dozens, unless a row has many metrics."""
+
+TAIL_ROWS = 8
+"""Rows that are read at least, if there are as many."""
 
 
 class JsonlSink:
@@ -34,7 +37,7 @@ class JsonlSink:
         self._buffer = b""
         self._failed = False
 
-    def log(self, row: Row) -> None:
+    def log(self, row: Mapping[str, Value | Sequence[int]]) -> None:
         """Write the row, with this attempt's number if it has none."""
         encoded = {key: _encode(value) for key, value in row.items()}
         encoded.setdefault("attempt", self._attempt)
@@ -93,9 +96,7 @@ def read_last_values(path: Path) -> dict[str, Value]:
     """Latest value of every key, read from the end of the file alone."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")
+            lines = _last_lines(file)
     except FileNotFoundError:
         return {}
     values: dict[str, Value] = {}
@@ -103,6 +104,17 @@ def read_last_values(path: Path) -> dict[str, Value]:
         row = _parse(line)  # None if reading began within a line
         values |= {} if row is None else {key: value for key, value in row.items() if value is not None}
     return values
+
+
+def _last_lines(file: BinaryIO) -> list[bytes]:
+    """At least the last `TAIL_ROWS` lines, if there are as many; the first may be torn."""
+    size, length = file.seek(0, os.SEEK_END), TAIL_BYTES
+    while True:
+        file.seek(max(0, size - length))
+        lines = file.read().split(b"\n")
+        if len(lines) > TAIL_ROWS or length >= size:
+            return lines
+        length *= 4
 
 
 def decode(row: Mapping[str, Any]) -> dict[str, Value]:
@@ -149,8 +161,8 @@ def _parse(line: bytes) -> dict[str, Value] | None:
     return decode(row)
 
 
-def _encode(value: Value) -> Value | str:
-    if value is None or math.isfinite(value):
+def _encode(value: Value | Sequence[int]) -> Value | Sequence[int] | str:
+    if value is None or isinstance(value, Sequence) or math.isfinite(value):
         return value
     if math.isnan(value):
         return "NaN"

@@ -53,6 +53,8 @@ class RunFolder:
         """Last heartbeat of rank 0."""
         self.metrics = self.path / "metrics.jsonl"
         """One row per logged step."""
+        self.expert_load = self.path / "expert_load.jsonl"
+        """Tokens per expert of about 500 steps; absent without experts."""
         self.logs = self.path / "logs"
         """Output of the ranks, one folder per attempt."""
         self.roofline = self.path / "roofline.json"

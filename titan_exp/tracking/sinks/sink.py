@@ -20,6 +20,12 @@ Row = Mapping[str, Value]
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
 | `validation_loss/NAME` | per source of a mixture, when evaluated |
 | `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
+| `experts/load_max` | tokens of the busiest expert over the mean, of the worst layer |
+| `experts/entropy` | entropy of the load, mean over layers; 1 is balanced |
+| `experts/dead` | experts without a token in the global batch, sum over layers |
+| `experts/bias_range` | max − min of the router biases, largest of the layers |
+| `experts/balance_loss`, `experts/z_loss` | sum over layers, with their factors; `loss` is without them |
+| `experts/layer_3/NAME` | the same of one layer |
 | `epoch`, `epoch/NAME` | passes over the training documents so far; per source of a mixture |
 """
 

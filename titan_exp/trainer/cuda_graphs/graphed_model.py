@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.batch import Batch
-from titan_exp.parallel.fsdp.single_rank_precision import SingleRankPrecision
+from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.cuda_graphs.capture import Recorder, Recording
@@ -23,16 +23,16 @@ WARMUP_STEPS = 3
 
 
 class GraphedModel(EagerModel):
-    """A model on one rank with plain tensors as parameters, computing in `dtype`.
+    """A model on one rank with plain tensors as parameters; compute weights keep their sums of gradients `fixed`.
 
     Micro-batches of another shape than the first, and evaluation, run without the graph.
     """
 
     def __init__(
-        self, module: nn.Module, objective: Objective, mesh: Mesh, recorder: Recorder, *, dtype: torch.dtype
+        self, module: nn.Module, objective: Objective, mesh: Mesh, weights: ComputeWeights, recorder: Recorder
     ) -> None:
-        super().__init__(module, objective, mesh)
-        self._recorder, self._weights = recorder, SingleRankPrecision(module, dtype)
+        super().__init__(module, objective, mesh, weights)
+        self._recorder = recorder
         self._tokens, self._sums = loss_divisor(1, mesh.device), MetricSums(objective, mesh.device)
         self._inputs: Batch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -46,19 +46,15 @@ class GraphedModel(EagerModel):
         Raises:
             UserError: the optimizer has moved weights to other addresses.
         """
-        self._restore_gradients()
-        self._require_same_addresses()
-        self._tokens.copy_(loss_divisor(tokens, self._mesh.device))
-        self._sums.reset()
-        for batch in batches:
-            self._one_pass(batch)
+        with self.weights.training():
+            self._restore_gradients()
+            self._require_same_addresses()
+            self._tokens.copy_(loss_divisor(tokens, self._mesh.device))
+            self._sums.reset()
+            for batch in batches:
+                self._one_pass(batch)
         # Replays of the next step overwrite the originals.
         return {name: value.clone() for name, value in self._sums.values.items()}
-
-    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
-        """Run micro-batches in order, without replay."""
-        with self._weights.in_use():
-            return super().loss_sum(batches)
 
     def _one_pass(self, batch: Batch) -> None:
         if self._inputs is None:
@@ -87,13 +83,12 @@ class GraphedModel(EagerModel):
 
     def _compute(self, inputs: Batch) -> None:
         """Captured work: accumulate gradients and metrics in their buffers."""
-        with self._weights.in_use():
-            loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
-            loss.backward()
+        loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
+        loss.backward()
         self._sums.add(metrics)
 
     def _restore_gradients(self) -> None:
-        """Attach the gradient buffers again, which the optimizer has detached, and zero them."""
+        """Attach the gradient buffers again, which the last step has detached, and zero them."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         if self._gradients:

@@ -1,5 +1,6 @@
 """Build the objective that `training.objective` names."""
 
+from dataclasses import replace
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
@@ -13,8 +14,15 @@ from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 
-def build_objective(training: TrainingConfig, compile_: CompileConfig, vocab_shard: VocabShard | None) -> Objective:
+def build_objective(
+    training: TrainingConfig,
+    compile_: CompileConfig,
+    vocab_shard: VocabShard | None,
+    automatic_chunk: int | None = None,
+) -> Objective:
     """Build `language_modeling`, or a class of the user's by its import path.
+
+    `automatic_chunk` is the chunk of `training.loss_chunk_tokens=auto`, for objectives that compute a loss in chunks.
 
     That class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
 
@@ -23,6 +31,8 @@ def build_objective(training: TrainingConfig, compile_: CompileConfig, vocab_sha
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind = _own_class(training) if is_dotted(name) else LanguageModeling
+    if training.loss_chunk_tokens == "auto":
+        training = replace(training, loss_chunk_tokens=None if _overrides_loss(kind) else automatic_chunk)
     options = revealed(training.objective_options, "training.objective_options")
     objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
     if training.loss_chunk_tokens is not None and _overrides_loss(kind):

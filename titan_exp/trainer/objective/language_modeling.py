@@ -1,7 +1,7 @@
 """Language modeling: token cross-entropy plus z-loss, on whole logits or in chunks of tokens."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, loss_sum
-from titan_exp.ops.loss.linear_cross_entropy import ChunkLoss, chunk_loss, linear_loss_sum
+from titan_exp.ops.loss.linear_cross_entropy import ChunkFunctions, linear_loss_sum
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Loss, Reduction
 
@@ -28,7 +28,7 @@ class LanguageModeling:
     """This rank's shard of the logits under loss parallelism."""
     loss_sum: Callable[..., LossSum] = loss_sum
     """Loss of whole logits, compiled or eager."""
-    chunk_loss: Callable[..., ChunkLoss] = chunk_loss
+    chunk_functions: ChunkFunctions = field(default_factory=ChunkFunctions)
     """Loss and gradient of a chunk's logits, compiled or eager."""
 
     @classmethod
@@ -41,7 +41,9 @@ class LanguageModeling:
         **options: Any,
     ) -> Self:
         """Build from the training group; `options` are fields of a subclass."""
-        objective = cls(config.loss_chunk_tokens, config.z_loss, vocab_shard, **options)
+        chunk_tokens = config.loss_chunk_tokens
+        assert chunk_tokens != "auto", "resolved by build_objective"
+        objective = cls(chunk_tokens, config.z_loss, vocab_shard, **options)
         return objective if compile_backend is None else objective.compiled(compile_backend)
 
     def compiled(self, backend: str) -> Self:
@@ -50,7 +52,7 @@ class LanguageModeling:
         Shapes are static, with one graph per chunk length, because a dynamic graph would slow full chunks down.
         """
         compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
-        return replace(self, loss_sum=compile_(self.loss_sum), chunk_loss=compile_(self.chunk_loss))
+        return replace(self, loss_sum=compile_(self.loss_sum), chunk_functions=self.chunk_functions.compiled(compile_))
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
@@ -75,7 +77,7 @@ class LanguageModeling:
                     chunk_tokens=self.chunk_tokens,
                     z_loss=self.z_loss,
                     shard=self.vocab_shard,
-                    chunk_fn=self.chunk_loss,
+                    functions=self.chunk_functions,
                 ),
             )
         )

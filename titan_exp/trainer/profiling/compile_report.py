@@ -8,6 +8,8 @@ from typing import NamedTuple
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.profiling.compile_cache import VARIABLE
 
+TUNING_PHASES = ("_template_precompiling", "_template_autotuning")
+"""Endings of inductor's names for compiling and timing candidate kernels of a matmul."""
 MAX_WARNINGS = 3
 """Maximum number of warnings per run."""
 
@@ -42,6 +44,9 @@ class CompileReport:
         total = f" of {time.perf_counter() - self._since:.1f} s" if phase == "step" else ""
         # Backends without code generation have no cache.
         found = f"; {cached} of {graphs} graphs were found in {os.environ.get(VARIABLE)}" if graphs else ""
+        if tuned := now.tuned - self._before.tuned:
+            timed = now.tuning_seconds - self._before.tuning_seconds
+            found += f"; {tuned} matmuls were autotuned, in {timed:.1f} s of it"
         get_logger().info("first %s: compilation took %.1f s%s%s", phase, seconds, total, found)
 
     def _warn(self, phase: str, step: int, seconds: float) -> None:
@@ -62,18 +67,22 @@ class _Counters(NamedTuple):
     seconds: float = 0.0
     graphs: int = 0
     cached: int = 0
+    tuned: int = 0
+    tuning_seconds: float = 0.0
 
     @staticmethod
     def read() -> "_Counters":
         # Importing the compiler takes seconds: if it is not imported, nothing was compiled.
         if "torch._dynamo.utils" not in sys.modules:
             return _Counters()
-        from torch._dynamo.utils import calculate_time_spent, counters
+        from torch._dynamo.utils import calculate_time_spent, compilation_time_metrics, counters
 
         seconds = calculate_time_spent()["total_wall_time"]
         inductor = counters["inductor"]
         cached, compiled = inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
-        return _Counters(seconds, cached + compiled + inductor["fxgraph_cache_bypass"], cached)
+        graphs, tuned = cached + compiled + inductor["fxgraph_cache_bypass"], inductor["select_algorithm_autotune"]
+        tuning = sum(sum(times) for name, times in compilation_time_metrics.items() if name.endswith(TUNING_PHASES))
+        return _Counters(seconds, graphs, cached, tuned, tuning)
 
 
 def _reasons(since: float) -> str:

@@ -1,6 +1,6 @@
 """Memory breakdown of a rank: weights, gradients, optimizer state and the rest, with the largest tensors of each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -53,11 +53,15 @@ class MemoryBreakdown:
 
 
 def memory_breakdown(
-    device: torch.device, parts: Sequence[nn.Module] = (), optimizer: torch.optim.Optimizer | None = None
+    device: torch.device,
+    parts: Sequence[nn.Module] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    compute_weights: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> MemoryBreakdown:
     """Break down this rank's memory. Without `parts`, before the model is built, weights count as the rest."""
     named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     states: dict[str, Tensor] = {}
+    copies = {f"{name}: compute weight": (compute_weights or {}).get(weight) for name, weight in named.items()}
     if optimizer is not None:
         names = {id(parameter): name for name, parameter in named.items()}
         for parameter, state in optimizer.state.items():
@@ -66,8 +70,8 @@ def memory_breakdown(
                     states[f"{names.get(id(parameter), 'unnamed parameter')}: {key}"] = value
     buffers = {name: buffer for part in parts for name, buffer in part.named_buffers()}
     known = [
-        _category("weights", {**named, **buffers}, device),
-        _category("gradients", {name: p.grad for name, p in named.items() if p.grad is not None}, device),
+        _category("weights", {**named, **_present(copies), **buffers}, device),
+        _category("gradients", _present({name: weight.grad for name, weight in named.items()}), device),
         _category("optimizer state", states, device),
     ]
     used, reserved, capacity = _in_use(device)
@@ -79,6 +83,10 @@ def memory_breakdown(
     return MemoryBreakdown(
         device.type, used, reserved, capacity, tuple(sorted(known, key=lambda category: -category.size))
     )
+
+
+def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _category(name: str, tensors: dict[str, Tensor], device: torch.device) -> MemoryCategory:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
@@ -34,12 +34,13 @@ class MemorySnapshot:
         step: int,
         parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
+        compute_weights: Mapping[nn.Parameter, Tensor],
         peak: Callable[[], Mapping[str, float | None]],
     ) -> None:
         """Called after each step; `peak` returns peaks in GiB."""
         if step != self._step:
             return
-        memory = memory_breakdown(self._device, parts, optimizer)
+        memory = memory_breakdown(self._device, parts, optimizer, compute_weights)
         try:
             written = write_breakdown(memory, self._folder, f"step-{step:08d}", self._rank, _peak_line(peak()))
             get_logger().info("memory after step %d: %s", step, written)

@@ -1,6 +1,6 @@
 """Out-of-memory report: the largest categories, and the options that would lower them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,8 +45,11 @@ def explain_oom(
         if not is_out_of_memory(error):
             raise
         built = trainer()
-        parts: Sequence[torch.nn.Module] = built.model.parts if built is not None else ()
-        memory = memory_breakdown(device, parts, built.optimizer if built is not None else None)
+        memory = (
+            memory_breakdown(device)
+            if built is None
+            else memory_breakdown(device, built.model.parts, built.optimizer, built.model.weights.copies)
+        )
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             written = f"\nDetails: {write_breakdown(memory, traces, 'full', rank)}"
@@ -90,7 +93,7 @@ def remedies(category: MemoryCategory, experiment: Experiment, device: str) -> l
         return [*(lower if keeps_fp32_moments(experiment.optimizer) else []), more, *offload]
     found = []
     rows = ResolvedLayout.of(experiment).micro_batch_size
-    if training.loss_chunk_tokens is None:
+    if not training.has_given_chunks:
         found.append("training.loss_chunk_tokens=2048")
     if rows > 1:
         found.append(f"training.micro_batch_size={rows // 2}")

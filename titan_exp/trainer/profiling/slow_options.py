@@ -80,7 +80,7 @@ def _optimizer(optimizer: OptimizerConfig, *, cuda: bool) -> Iterator[str]:
     if optimizer.state_precision != "fp32":
         faster = "optimizer.state_precision=fp32 has a fused kernel"
         if optimizer.state_precision == "bf16" and cuda:
-            faster += ", and so has optimizer.implementation=triton with bf16 moments"
+            faster += ", and so has optimizer.implementation=auto with bf16 moments"
         yield (
             f"optimizer.state_precision={optimizer.state_precision} updates parameters one by one, in several passes "
             f"over memory; {faster}"
@@ -88,7 +88,7 @@ def _optimizer(optimizer: OptimizerConfig, *, cuda: bool) -> Iterator[str]:
     elif optimizer.implementation != "fused":
         yield (
             f"optimizer.implementation={optimizer.implementation} takes several passes over memory; "
-            "optimizer.implementation=fused takes one"
+            "optimizer.implementation=auto takes one"
         )
 
 

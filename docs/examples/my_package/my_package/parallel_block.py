@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.transformer import Attention, FeedForward, RMSNorm
+from titan_exp.models.blocks.feed_forward import FeedForward
+from titan_exp.models.blocks.transformer import Attention, RMSNorm
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.ops.attention.sdpa import AttentionBackend
 

@@ -13,13 +13,10 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules.rule import Refuse, rules
 
 
-def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Expert-parallel degrees are 1 (reserved keys)."""
-    for key in ("ep", "etp"):
-        degree = getattr(parallelism, key)
-        if degree != 1:
-            remedy = f"parallelism.{key}=1; spread over ranks with parallelism.dp_shard={degree}"
-            yield Violation(f"parallelism.{key}", degree, "this version trains without expert parallelism", remedy)
+def auto_finds_what_is_there(cluster: ClusterConfig, unusable_cuda: tuple[str, str] | None) -> Iterator[Violation]:
+    """`auto` does not fall back to the CPU beside a GPU or driver that torch cannot use."""
+    if cluster.device == "auto" and unusable_cuda is not None:
+        yield Violation("cluster.device", "auto", *unusable_cuda)
 
 
 def ranks_have_gpus(
@@ -47,7 +44,6 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
 
 
 RULES = (
-    *rules(expert_degrees_are_one),
     *rules(
         Refuse(
             "cluster.device",
@@ -74,6 +70,7 @@ RULES = (
             "cluster=local is this machine alone",
             "cluster.nodes=1",
         ),
+        auto_finds_what_is_there,
         ranks_have_gpus,
         when=lambda cluster: not cluster.is_remote,
     ),

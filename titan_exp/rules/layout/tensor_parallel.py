@@ -39,7 +39,7 @@ def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig
 def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every rank has equal outputs of a column-parallel linear: head groups or feed-forward channels."""
     degree = parallelism.tp
-    unsharded = next((name for name, linear in spec.linears() if linear.tp is None), None)
+    unsharded = next((name for name, linear in spec.linears() if linear.tp is None and linear.experts == 1), None)
     if unsharded is not None:
         yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
     for style in dict.fromkeys(style for _, style in _colwise(spec) if style.units):
@@ -90,9 +90,9 @@ def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[V
 
 
 def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
-    """Distinct column-parallel linears, with their sharding."""
+    """Distinct column-parallel linears, with their sharding; those of experts have rules of their own."""
     linears = dict.fromkeys(linear for layer in spec.layers for linear in layer.linears)
-    return [(linear, linear.tp) for linear in linears if isinstance(linear.tp, Colwise)]
+    return [(linear, linear.tp) for linear in linears if linear.experts == 1 and isinstance(linear.tp, Colwise)]
 
 
 RULES = (
@@ -111,7 +111,7 @@ RULES = (
         shards_divide,
         Refuse(
             "training.loss_chunk_tokens",
-            lambda parallelism, training: training.loss_chunk_tokens is not None and not parallelism.loss_parallel,
+            lambda parallelism, training: training.has_given_chunks and not parallelism.loss_parallel,
             "in chunks, tensor-parallel ranks compute the loss from their own parts of the vocabulary, and "
             "parallelism.loss_parallel is false",
             "parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",

@@ -1,0 +1,1 @@
+"""Measurements, each a script of its own; results are recorded in benchmarks/log."""

@@ -1,0 +1,1 @@
+"""Parts of `make gpu`: packages, tests, speed, memory and the dated report."""

@@ -1,0 +1,100 @@
+"""Packages for a GPU machine without a network: wheels gathered on another machine travel with the checkout.
+
+`python benchmarks/gpu/packages.py` gathers them in `.wheels`; `make gpu` installs them from there. Needs only pip.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEELS = ROOT / ".wheels"
+"""Gathered wheels."""
+PACKAGES = ROOT / ".gpu-packages"
+"""Packages installed from them."""
+LISTS = (ROOT / "benchmarks" / "gpu" / "wheels.txt", ROOT / "benchmarks" / "versus" / "requirements.txt")
+"""Requirements."""
+SOURCE_ONLY = "antlr4-python3-runtime==4.9.3"
+"""Requirement of omegaconf that is published without a wheel."""
+GLIBC = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
+"""Minor versions of glibc 2 whose wheels are accepted; pip matches them exactly."""
+
+
+def gather(python: str, target: Path = WHEELS) -> int:
+    """Download wheels for Linux on x86-64 and a version of Python; returns pip's exit code."""
+    target.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+    words = [*pip, "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    words += [word for platform in platforms for word in ("--platform", platform)]
+    words += [word for path in LISTS for word in ("--requirement", str(path))]
+    for command in (
+        [*words, "--dest", str(target)],
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(target), SOURCE_ONLY],
+    ):
+        if code := subprocess.run(command, check=False).returncode:
+            return code
+    wheels = sorted(target.glob("*.whl"))
+    size = sum(wheel.stat().st_size for wheel in wheels) / 2**20
+    print(
+        f"{len(wheels)} wheels, {size:.0f} MiB, in {target}. Copy the checkout with this folder; there, run make gpu."
+    )
+    return 0
+
+
+def install(wheels: Path = WHEELS, target: Path = PACKAGES) -> Path | None:
+    """Install the wheels that this Python cannot import already; returns their folder, or None without wheels.
+
+    Raises RuntimeError with pip's message.
+    """
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        return None
+    stamp = target / ".installed"
+    names = hashlib.sha256("\n".join([sys.version, *(wheel.name for wheel in found)]).encode()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == names:
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    words += ["--disable-pip-version-check", "--no-cache-dir", "--target", str(target), *map(str, found)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the wheels of {wheels} cannot be installed:\n{done.stderr.strip()[-2000:]}")
+    stamp.write_text(names)
+    return target
+
+
+def environment(needed: Sequence[str]) -> dict[str, str]:
+    """Environment of the report's processes: this checkout, torchtitan, and the wheels if a needed package is missing.
+
+    Raises RuntimeError if the wheels cannot be installed.
+    """
+    folder = install() if any(importlib.util.find_spec(name) is None for name in needed) else None
+    peer = ROOT / ".peer"
+    path = [ROOT, *([] if folder is None else [folder]), *([peer] if (peer / "torchtitan").is_dir() else [])]
+    given = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, path), *([given] if given else [])]),
+        "PYTHONUNBUFFERED": "1",
+        "TITAN_EXP_LOCAL": "none",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+    }
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Packages of a list that this Python cannot import, nor find among the installed ones."""
+    return [name for name in names if importlib.util.find_spec(name) is None and not (PACKAGES / name).exists()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default="3.12", help="version of Python on the GPU machine, 3.12 without")
+    sys.exit(gather(parser.parse_args().python))

@@ -1,0 +1,153 @@
+"""Cases of the comparison: the six rows for both sides, the peer's measured values, and options of ours."""
+
+import dataclasses
+from typing import Any
+
+PEER = "0.2.2"
+"""Reference version of torchtitan."""
+SEQ_LEN, SEQUENCES = 8192, 2
+"""Tokens of a sequence, and sequences of a step."""
+MEMORY_GOAL = 0.85
+"""Maximum ratio of our reserved memory to torchtitan's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Row of the table, for both sides."""
+
+    title: str
+    """Label in the table."""
+    model: tuple[str, ...]
+    """Our model overrides."""
+    peer_model: dict[str, Any]
+    """Equivalent torchtitan model arguments."""
+    ours: tuple[str, ...] = ()
+    """Our other overrides."""
+    peer: tuple[str, ...] = ()
+    """torchtitan options."""
+    goal: float | None = None
+    """Minimum ratio of our tokens/s to torchtitan's."""
+    peer_speed: float | None = None
+    """torchtitan's tokens/s on one H200 with torch 2.11.0+cu130 (2026-11-20)."""
+    peer_memory: float | None = None
+    """torchtitan's reserved GiB in that run."""
+
+
+# torchtitan always applies Llama 3.1 RoPE scaling and never ties the LM head to the embedding.
+LLAMA_8B = (
+    ("model=llama3_1_8b", "model.layers=8"),
+    {"dim": 4096, "n_layers": 8, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+)
+LLAMA_1B = (
+    ("model=llama3_2_1b", "model.tied_embeddings=false", "model.rope.factor=8"),
+    {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
+)
+COMPILE = (("compile=all",), ("--compile.enable",))
+SELECTIVE = (
+    ("activation_checkpoint=selective",),
+    ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+)
+
+
+def _float8(recipe: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Our and torchtitan's settings of a recipe, compiled; both exclude the LM head."""
+    converter = ("--model.converters=quantize.linear.float8", f"--quantize.linear.float8.recipe_name={recipe}")
+    named = (*converter, "--quantize.linear.float8.filter_fqns=output")
+    return (*COMPILE[0], f"quantization=float8_{recipe}"), (*COMPILE[1], *named)
+
+
+CASES = {
+    "8b_bf16_compile": Case("8B×8 bf16 compile", *LLAMA_8B, *COMPILE, goal=1.10, peer_speed=35600, peer_memory=62.1),
+    "8b_float8_tensorwise": Case(
+        "8B×8 float8 tensorwise, compile",
+        *LLAMA_8B,
+        *_float8("tensorwise"),
+        goal=1.18,
+        peer_speed=45000,
+        peer_memory=54.3,
+    ),
+    "8b_bf16_eager": Case("8B×8 bf16 eager", *LLAMA_8B, goal=1.15, peer_speed=32140, peer_memory=89.2),
+    "8b_float8_rowwise": Case(
+        "8B×8 float8 rowwise, compile",
+        *LLAMA_8B,
+        *_float8("rowwise"),
+        goal=1.20,
+        peer_speed=40950,
+        peer_memory=53.9,
+    ),
+    "8b_bf16_selective": Case(
+        "8B×8 bf16 compile, selective AC (op)",
+        *LLAMA_8B,
+        (*COMPILE[0], *SELECTIVE[0]),
+        (*COMPILE[1], *SELECTIVE[1]),
+        goal=1.12,
+        peer_speed=32850,
+        peer_memory=49.6,
+    ),
+    "1b_bf16_compile": Case("1B bf16 compile", *LLAMA_1B, *COMPILE, goal=1.20, peer_speed=52400, peer_memory=46.8),
+}
+"""The six rows, the most important first."""
+
+OPTIONS = (
+    "8b_bf16_compile+compile.cuda_graphs=true",
+    "1b_bf16_compile+compile.cuda_graphs=true",
+    "8b_bf16_compile+optimizer.implementation=fused",
+    "8b_bf16_compile+optimizer.implementation=triton",
+    "8b_bf16_compile+training.loss_chunk_tokens=2048",
+    "8b_bf16_compile+activation_checkpoint=full",
+    "8b_float8_tensorwise+quantization.fused_casts=true",
+    "8b_float8_tensorwise+quantization.precomputed_scales=true",
+    "8b_float8_rowwise+quantization.fused_casts=true",
+    "8b_float8_rowwise+quantization.recipe=float8_rowwise_gw_hp",
+)
+"""Rows of single options of ours, as a case and overrides; torchtitan's side is the case's."""
+
+
+def case_of(row: str) -> Case:
+    """Case of a row, `CASE` or `CASE+OVERRIDE+...`, with the overrides on our side.
+
+    Raises ValueError about an unknown case.
+    """
+    name, *overrides = row.split("+")
+    if name not in CASES:
+        raise ValueError(f"--rows {row}: unknown row. Rows are all, options, {', '.join(CASES)}, or CASE+OVERRIDE")
+    case = CASES[name]
+    return dataclasses.replace(
+        case,
+        title=", ".join([case.title, *overrides]),
+        ours=(*case.ours, *overrides),
+        goal=None if overrides else case.goal,
+    )
+
+
+def rows_named(words: str) -> list[str]:
+    """Rows of a comma-separated list, in which `all` is the six and `options` are those of `OPTIONS`.
+
+    Raises ValueError about an unknown row.
+    """
+    groups = {"all": list(CASES), "options": list(OPTIONS)}
+    rows = [row for word in words.split(",") for row in groups.get(word, [word])]
+    for row in rows:
+        case_of(row)
+    return list(dict.fromkeys(rows))
+
+
+def tiny(case: Case) -> Case:
+    """Case at tiny shapes in fp32 for a CPU: two layers, and graphs traced but not compiled to kernels."""
+    sizes = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_dim": 256, "vocab_size": 512}
+    kept = [word for word in case.model if not word.startswith("model.layers=")]
+    compiled, float8 = "compile=all" in case.ours, any("float8" in word for word in case.ours)
+    # torchtitan emulates float8 only without a compiler.
+    peer = [word for word in case.peer if not (float8 and word == "--compile.enable")]
+    backend = ["--compile.backend=aot_eager"] if "--compile.enable" in peer else []
+    emulation = ["--quantize.linear.float8.emulate"] if float8 else []
+    return dataclasses.replace(
+        case,
+        model=(*kept, *(f"model.{key}={value}" for key, value in sizes.items())),
+        peer_model={**case.peer_model, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 64},
+        ours=(*case.ours, "training.mixed_precision=fp32", *(["compile.backend=aot_eager"] if compiled else [])),
+        peer=(*peer, *backend, *emulation, "--training.mixed_precision_param=float32"),
+        goal=None,
+        peer_speed=None,
+        peer_memory=None,
+    )

@@ -1,0 +1,141 @@
+"""torchtitan's side: its trainer with a model of the case's shape, our batches, and a clock around its step."""
+
+import dataclasses
+import os
+import socket
+import tempfile
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.versus.cases import SEQUENCES
+from benchmarks.versus.clock import Clock
+from benchmarks.versus.job import LR, Job
+from titan_exp.data.train_loader import TrainLoader
+
+
+def peer_options(job: Job, dump: str) -> list[str]:
+    """torchtitan's command line for a job."""
+    loaded = [
+        *("--checkpoint.enable", "--checkpoint.load_only", f"--checkpoint.initial_load_path={job.weights}"),
+        *("--checkpoint.initial_load_in_hf", f"--model.hf_assets_path={job.weights}"),
+    ]
+    case = job.case
+    return [
+        *("--model.name=versus", "--model.flavor=versus", f"--job.dump_folder={dump}"),
+        *(f"--training.seq_len={job.seq_len}", f"--training.local_batch_size={SEQUENCES}", "--training.max_norm=1.0"),
+        *(f"--training.steps={job.steps}", "--metrics.log_freq=1000000"),
+        *("--optimizer.name=AdamW", f"--optimizer.lr={LR}", "--optimizer.weight_decay=0.1"),
+        *("--optimizer.beta1=0.9", "--optimizer.beta2=0.95", "--optimizer.eps=1e-8"),
+        # Constant learning rate: no warm-up, and a decay to 100 %.
+        *("--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1.0"),
+        *([] if job.weights is None else loaded),
+        *([] if "--activation_checkpoint.mode=selective" in case.peer else ["--activation_checkpoint.mode=none"]),
+        *case.peer,
+    ]
+
+
+def batches(job: Job) -> Iterator[Any]:
+    """Batches of our run, for both trainers."""
+    run = job.experiment()
+    yield from TrainLoader(
+        run.data,
+        run.training,
+        run.experiment.seed,
+        dp_rank=0,
+        dp_degree=1,
+        micro_batch_size=run.training.global_batch_size,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def peer(job: Job) -> dict[str, Any]:
+    """Train with torchtitan; returns the clock's result."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    if job.tiny:
+        _let_torchtitan_use_the_cpu()
+    from torchtitan.config import ConfigManager  # type: ignore[import-not-found]
+    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec  # type: ignore[import-not-found]
+    from torchtitan.protocols.train_spec import register_train_spec  # type: ignore[import-not-found]
+    from torchtitan.train import Trainer  # type: ignore[import-not-found]
+
+    clock, model = Clock(job.warmup), job.experiment().model
+    shape = TransformerModelArgs(**job.case.peer_model, rope_theta=500000, vocab_size=model.vocab_size)
+
+    class Loader:
+        """Our batches in torchtitan's format; its state is never saved."""
+
+        def __iter__(self) -> Iterator[Any]:
+            return (({"input": batch.tokens}, batch.labels) for batch in batches(job))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Timed(Trainer):
+        """torchtitan's trainer with a clock."""
+
+        def forward_backward_step(self, **arguments: Any) -> Any:
+            loss = super().forward_backward_step(**arguments)
+            self.last_loss = loss.detach()
+            return loss
+
+        def train_step(self, data_iterator: Any) -> None:
+            clock.begin_step()
+            super().train_step(data_iterator)
+            clock.end_step(self.last_loss)
+
+    spec = dataclasses.replace(
+        get_train_spec(),
+        model_args={"versus": shape},
+        build_dataloader_fn=lambda **_: Loader(),
+        build_tokenizer_fn=None,
+        build_validator_fn=None,
+    )
+    register_train_spec("versus", spec)
+    with tempfile.TemporaryDirectory() as dump:
+        trainer = Timed(ConfigManager().parse_args(peer_options(job, dump)))
+        trainer.train()
+        found = clock.result(SEQUENCES * job.seq_len)
+        trainer.close()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def _let_torchtitan_use_the_cpu() -> None:
+    """Give torchtitan the functions of a device module that torch.cpu lacks, and float8 emulation with a recipe.
+
+    torchtitan takes a machine without an accelerator for one with CUDA.
+    """
+    import torch._utils
+    from torchao.float8 import Float8LinearConfig
+
+    nothing = types.SimpleNamespace(
+        set_device=lambda device: None,
+        current_device=lambda: 0,
+        synchronize=lambda *_: None,
+        get_device_name=lambda device: "CPU",
+        get_device_properties=lambda device: types.SimpleNamespace(total_memory=2**34),
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+        memory_stats=lambda device: {},
+    )
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda device_type: nothing
+    from_recipe_name = Float8LinearConfig.from_recipe_name
+    Float8LinearConfig.from_recipe_name = lambda recipe_name: dataclasses.replace(
+        from_recipe_name(recipe_name), emulate=True
+    )

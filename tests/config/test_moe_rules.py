@@ -1,0 +1,46 @@
+"""Rules about experts: their number, groups and width, and the ranks that expert parallelism takes."""
+
+import pytest
+
+from tests.config.composing import experiment
+from titan_exp.rules import violations
+
+BASE = ("model=qwen3_moe_debug", "cluster.device=cpu", "training.seq_len=64", "training.global_batch_size=24")
+"""8 experts, of which a token uses 3."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        ([], "", ""),
+        (["model.moe.active_experts=8"], "", ""),
+        (["model.moe.active_experts=9"], "model.moe.active_experts", "at most model.moe.active_experts=8"),
+        (["model.moe.ffn_dim=100"], "model.moe.ffn_dim", "model.moe.ffn_dim=96 or 128"),
+        (["model.moe.groups=3"], "model.moe.groups", "model.moe.groups=1, 2 or 4"),
+        (["model.moe.active_groups=2"], "model.moe.active_groups", "at most model.moe.active_groups=1"),
+        (["model.moe.groups=4", "model.moe.active_groups=5"], "model.moe.active_groups", "active_groups=4"),
+        (["model.moe.groups=4", "model.moe.active_groups=1"], "model.moe.active_groups", "active_groups=2, 3 or 4"),
+        (["model.moe.groups=4", "model.moe.active_groups=2"], "", ""),
+        (["model.moe.groups=8", "model.moe.group_score=top2_sum"], "model.moe.group_score", "group_score=max"),
+        (["model.moe.balance.bias_rate=1e-3"], "model.moe.balance.bias_rate", "model.moe.router_bias=true"),
+        (["model.moe.balance.loss=none"], "model.moe.balance.coefficient", "model.moe.balance.loss=sequence"),
+        (["model.moe.balance.loss=none", "model.moe.balance.coefficient=0"], "", ""),
+        (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1; or parallelism.dp_shard=2"),
+        (["parallelism.ep=2", "parallelism.tp=2"], "", ""),
+        (["parallelism.ep=2", "parallelism.dp_replicate=2"], "parallelism.ep", "parallelism.dp_shard=2"),
+        (
+            ["parallelism.ep=8", "parallelism.tp=2", "parallelism.dp_shard=2"],
+            "parallelism.ep",
+            "parallelism.dp_shard=4",
+        ),
+        (["parallelism.ep=3", "parallelism.dp_shard=3"], "parallelism.ep", "nearest: parallelism.ep=1"),
+        (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1; or parallelism.tp=2"),
+        (["parallelism.etp=4", "parallelism.tp=2"], "parallelism.etp", "etp=1 or 2; or parallelism.tp=4"),
+        (["parallelism.etp=2", "parallelism.tp=2", "parallelism.ep=2"], "parallelism.ep", "parallelism.dp_shard=2"),
+        (["parallelism.etp=2", "parallelism.tp=2", "model.moe.ffn_dim=32"], "parallelism.etp", "model.moe.ffn_dim=64"),
+    ],
+)
+def test_experts(overrides: list[str], field: str, remedy: str):
+    found = violations(experiment(*BASE, *overrides))
+    assert [violation.field for violation in found] == ([field] if field else []), found
+    assert remedy in "".join(violation.remedy for violation in found)

@@ -1,0 +1,46 @@
+"""Generation with latent attention: heads are split among tensor-parallel ranks, cached latents are not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.deepseek_shapes import LITE, V3
+from tests.models.test_deepseek import noisy_model
+from tests.ranks import run_ranks
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.torch_file import TorchFileReader
+from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.inference.generate import generate, tensor_parallel_experiment
+
+PROMPTS = ["import ", "def main("]
+OPTIONS = GenerateOptions(temperature=0.0, tokens=24)
+MODELS = {
+    name: replace(shape, vocab_size=257, dense_layers=shape.layers) for name, shape in {"lite": LITE, "v3": V3}.items()
+}
+
+
+def on_rank(path: str, options: GenerateOptions) -> list[str]:
+    from titan_exp.parallel.mesh import build_mesh
+    from titan_exp.trainer.distributed import joined_process_group
+
+    source, device = open_checkpoint(Path(path)), torch.device("cpu")
+    with joined_process_group(device):
+        mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
+        return generate(source, options, PROMPTS, window=48, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", [pytest.param("lite", marks=pytest.mark.night), "v3"])
+def test_tensor_parallel_text_equals_that_of_one_device(tmp_path: Path, name: str):
+    config = MODELS[name]
+    weights = {key: 2 * tensor.detach() for key, tensor in noisy_model(config).state_dict().items()}
+    special = {"bos_token_id": 256, "eos_token_id": 256}
+    source = OpenCheckpoint(Path("memory"), "torch", config, TorchFileReader(weights), "bytes", special)
+    export_weights(source, tmp_path / "export", ExportOptions("dcp"))
+    expected = generate(open_checkpoint(tmp_path / "export"), OPTIONS, PROMPTS, window=48)
+    assert len(set(expected)) == 2
+    assert generate(open_checkpoint(tmp_path / "export"), replace(OPTIONS, cache=False), PROMPTS, window=48) == expected
+    for texts in run_ranks(2, on_rank, str(tmp_path / "export"), replace(OPTIONS, tp=2)):
+        assert texts == expected

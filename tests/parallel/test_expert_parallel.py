@@ -1,0 +1,162 @@
+"""Expert parallelism: groups of ranks, placement of weights, order of exchanged rows, ranks without tokens."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.config.composing import experiment
+from tests.ranks import run_ranks
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.build import build_model
+from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.expert_parallel.token_exchange import RowOrder, TokenExchange
+from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.trainer.distributed import joined_process_group
+
+CPU = torch.device("cpu")
+
+
+def groups(*layout: str) -> dict[str, list[int]]:
+    """Ranks of this rank's group along each axis of the experts."""
+    with joined_process_group(CPU):
+        mesh = build_mesh(experiment(*layout).parallelism, CPU, experts=True)
+        assert mesh.experts is not None
+        dist.barrier()  # none leaves before all have joined
+        return {axis: dist.get_process_group_ranks(mesh.experts.get_group(axis)) for axis in ("efsdp", "ep", "etp")}
+
+
+def test_experts_take_ranks_of_tp_then_of_dp_shard():
+    first = run_ranks(4, groups, "parallelism.dp_shard=2", "parallelism.tp=2", "parallelism.ep=2")[0]
+    assert first == {"efsdp": [0, 2], "ep": [0, 1], "etp": [0]}
+    first = run_ranks(4, groups, "parallelism.dp_shard=2", "parallelism.tp=2", "parallelism.ep=2", "parallelism.etp=2")[
+        0
+    ]
+    assert first == {"efsdp": [0], "ep": [0, 2], "etp": [0, 1]}
+    last = run_ranks(4, groups, "parallelism.dp_replicate=2", "parallelism.dp_shard=2", "parallelism.ep=2")[3]
+    assert last == {"efsdp": [3], "ep": [2, 3], "etp": [3]}
+
+
+def placements(*layout: str) -> dict[str, object]:
+    """Sharded dim by axis, and local shape, of the experts' weights."""
+    made = experiment("model=qwen3_moe_debug", "parallelism.dp_shard=1", *layout)
+    with joined_process_group(CPU):
+        with torch.device("meta"):
+            model = build_model(made.model, seq_len=16, attention_backend="math")
+        mesh = build_mesh(made.parallelism, CPU, experts=True)
+        parallelize(model, mesh, ResolvedLayout.of(made), made.activation_checkpoint, made.compile)
+        found = {}
+        for name, weight in model.named_parameters():
+            if "experts" in name:
+                assert isinstance(weight, DTensor)
+                dims = zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True)
+                found[name.split(".")[-2]] = (
+                    {axis: None if place.is_replicate() else getattr(place, "dim", None) for axis, place in dims},
+                    tuple(weight.to_local().shape),
+                )
+        dist.barrier()  # none leaves before all have joined
+        return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "gate_up", "down"),
+    [
+        # 8 experts of 64 channels, width 64: gate_up [8, 128, 64], down [8, 64, 64].
+        ("dp_shard=4", ({"fsdp": 0}, (2, 128, 64)), ({"fsdp": 0}, (2, 64, 64))),
+        ("dp_shard=4 ep=2", ({"efsdp": 0, "ep": 0}, (2, 128, 64)), ({"efsdp": 0, "ep": 0}, (2, 64, 64))),
+        ("dp_shard=4 ep=4", ({"efsdp": 0, "ep": 0}, (2, 128, 64)), ({"efsdp": 0, "ep": 0}, (2, 64, 64))),
+        ("tp=2 dp_shard=2", ({"efsdp": 0}, (2, 128, 64)), ({"efsdp": 0}, (2, 64, 64))),
+        ("tp=2 ep=2", ({"ep": 0}, (4, 128, 64)), ({"ep": 0}, (4, 64, 64))),
+        ("tp=2 dp_shard=2 etp=2", ({"efsdp": 0, "etp": 1}, (4, 64, 64)), ({"efsdp": 0, "etp": 2}, (4, 64, 32))),
+        # Two experts of a rank are not divided evenly among four: channels are.
+        (
+            "dp_shard=4 ep=2 experts=2 active_experts=1",
+            ({"efsdp": 1, "ep": 0}, (1, 64, 64)),
+            ({"efsdp": 1, "ep": 0}, (1, 32, 64)),
+        ),
+        ("dp_shard=3 experts=4 active_experts=1", ({"fsdp": 0}, (2, 128, 64)), ({"fsdp": 0}, (2, 64, 64))),
+    ],
+)
+def test_experts_are_sharded_by_experts_first(layout: str, gate_up: object, down: object):
+    keys = [f"{'model.moe' if 'experts' in word else 'parallelism'}.{word}" for word in layout.split()]
+    made = experiment("model=qwen3_moe_debug", "parallelism.dp_shard=1", *keys)
+    world = ResolvedLayout.of(made).world_size
+    found = run_ranks(world, placements, *keys)[0]
+    assert found == {"gate_up": gate_up, "down": down}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_are_sorted_by_expert_then_rank_then_token(ranks: int):
+    counts = torch.randint(0, 4, (ranks, 5), generator=torch.Generator().manual_seed(ranks))
+    counts[0, 2] = counts[-1, 4] = 0
+    labels = [
+        (expert, rank, token)
+        for rank in range(ranks)
+        for expert in range(5)
+        for token in range(int(counts[rank, expert]))
+    ]
+    order = RowOrder.by_expert(counts, len(labels))
+    rows = torch.tensor(labels).reshape(-1, 3).float().requires_grad_()
+    found = order.apply(rows)
+    assert [tuple(int(value) for value in row) for row in found] == sorted(labels)
+    assert torch.equal(order.undo(found), rows)
+    (gradient,) = torch.autograd.grad(found, rows, found.detach() * 2)
+    assert torch.equal(gradient, rows * 2)
+
+
+def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows that this rank received, their ends, what came back, and the gradient of the rows."""
+    with joined_process_group(CPU):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        assert dist.group.WORLD is not None
+        own = torch.tensor(counts[rank])
+        rows = (100 * rank + torch.arange(int(own.sum()))).float()[:, None].requires_grad_()
+        exchange = TokenExchange.of(own.cumsum(0, dtype=torch.int32), ranks, dist.group.WORLD.group_name)
+        received, order = exchange.dispatch(rows)
+        back = exchange.give_back(received * (rank + 1), order, rows.shape[0])
+        (gradient,) = torch.autograd.grad(back, rows, torch.ones_like(back))
+        return received.detach()[:, 0], exchange.ends, back.detach()[:, 0], gradient[:, 0]
+
+
+def test_rows_go_to_their_experts_and_back():
+    """Expert 1 has no rows, rank 1 sends none, and all of rank 0's go to others."""
+    counts = [[0, 0, 2, 1], [0, 0, 0, 0]]
+    first, second = run_ranks(2, exchanged, counts)
+    assert first[0].numel() == 0
+    assert first[1].tolist() == [0, 0]
+    assert second[0].tolist() == [0, 1, 2]
+    assert second[1].tolist() == [2, 3]
+    assert first[2].tolist() == [0, 2, 4]
+    assert first[3].tolist() == [2, 2, 2]
+    assert second[3].numel() == 0
+    first, second = run_ranks(2, exchanged, [[1, 0, 2, 1], [2, 0, 0, 3]])
+    assert first[0].tolist() == [0, 100, 101]
+    assert first[1].tolist() == [3, 3]
+    assert second[0].tolist() == [1, 2, 3, 102, 103, 104]
+    assert second[1].tolist() == [2, 6]
+    assert first[2].tolist() == [0, 2, 4, 6]
+    assert second[2].tolist() == [100, 101, 204, 206, 208]
+
+
+def split_and_joined(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of the tokens, all of them after a product with the rank, and the gradient."""
+    with joined_process_group(CPU):
+        assert dist.group.WORLD is not None
+        ranks = TokenGroup(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
+        x = torch.arange(2 * length).float().view(2, length, 1).requires_grad_()
+        part = ranks.split(x)
+        joined = ranks.join(part * (ranks.rank + 1), length)
+        (gradient,) = torch.autograd.grad(joined, x, torch.ones_like(joined))
+        return part.detach()[..., 0], joined.detach()[..., 0], gradient[..., 0]
+
+
+@pytest.mark.parametrize("length", [6, 5, 1])
+def test_each_rank_takes_a_part_of_the_tokens(length: int):
+    factor = torch.arange(length) // -(-length // 3) + 1.0
+    results = run_ranks(3, split_and_joined, length)
+    assert torch.equal(torch.cat([part for part, _, _ in results], 1), torch.arange(2.0 * length).view(2, length))
+    for _, joined, gradient in results:
+        assert torch.equal(joined, torch.arange(2.0 * length).view(2, length) * factor)
+        assert torch.equal(gradient, factor.expand(2, -1))

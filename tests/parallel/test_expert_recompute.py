@@ -1,0 +1,148 @@
+"""Recomputation of blocks with experts: tokens are exchanged once, choices stay, and nothing is kept over steps."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.config.composing import experiment
+from tests.ranks import run_ranks
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.blocks.router import Router
+from titan_exp.models.build import build_model, init_specs
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
+from titan_exp.trainer.distributed import joined_process_group
+
+CPU = torch.device("cpu")
+LAYERS, STEPS = 2, 3
+MODEL = [
+    "model=qwen3_moe_debug",
+    f"model.layers={LAYERS}",
+    "model.moe.router_bias=true",
+    "model.moe.groups=4",
+    "model.moe.active_groups=2",
+    "parallelism.dp_shard=2",
+    "parallelism.ep=2",
+]
+COMPILED = "compile=blocks compile.backend=aot_eager"
+
+
+@dataclass
+class Steps:
+    """Passes of a model with recomputation."""
+
+    forward: list[int]
+    """Messages of rows and counts in each forward pass."""
+    backward: list[int]
+    """Those in each backward pass."""
+    kept: list[int]
+    """Received tensors that are still held after each step."""
+    gradients: dict[str, Tensor]
+    """Sums over steps."""
+    counts: list[Tensor]
+    """Tokens per expert."""
+
+
+def steps(*words: str) -> Steps:
+    """Train a model for some steps; the word `shift` changes the biases between forward and backward."""
+    layout, shift = [word for word in words if word != "shift"], "shift" in words
+    with joined_process_group(CPU), messages() as sent:
+        model = parallel_model(*layout)
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        found = Steps([], [], [], {}, [])
+        gc.collect()
+        gc.disable()
+        for step in range(STEPS):
+            tokens = (torch.arange(64).view(2, 32) * (7 + step) + 31 * dist.get_rank()) % 320
+            before = len(sent)
+            loss = model(tokens).float().square().mean()
+            found.forward.append(len(sent) - before)
+            if shift:
+                for router in routers:
+                    router.bias.copy_(torch.arange(8.0).roll(step))
+            loss.backward()
+            del loss
+            found.backward.append(len(sent) - before - found.forward[-1])
+            for router in routers:
+                router.bias.zero_()
+            found.kept.append(sum(not storage.expired() for storage in sent))
+        found.gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found.counts = [router.counts.clone() for router in routers]
+        return found
+
+
+def parallel_model(*layout: str) -> nn.Module:
+    """The model of this rank with its initial weights."""
+    made = experiment(*MODEL, *layout)
+    mesh = build_mesh(made.parallelism, CPU, experts=True)
+    with torch.device("meta"):
+        model = build_model(made.model, seq_len=32, attention_backend="math")
+    specs = init_specs(model)
+    assert specs is not None
+    parallelize(model, mesh, ResolvedLayout.of(made), made.activation_checkpoint, made.compile)
+    materialize_parameters(model, CPU)
+    init_weights(model, specs, 0)
+    model.reset_buffers()  # type: ignore[operator]  # the decoder's own
+    return model
+
+
+@contextmanager
+def messages() -> Iterator[list[StorageWeakRef]]:
+    """Received tensors of the token exchange's messages in the `with` block."""
+    sent: list[StorageWeakRef] = []
+    original = dist.all_to_all_single
+
+    def all_to_all_single(received: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(StorageWeakRef(received.untyped_storage()))
+        return original(received, *args, **kwargs)
+
+    dist.all_to_all_single = all_to_all_single
+    yield sent
+    dist.all_to_all_single = original
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Steps]:
+    return run_ranks(2, steps)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("activation_checkpoint=full", marks=pytest.mark.day),
+        *(
+            pytest.param(layout, marks=pytest.mark.night)
+            for layout in (
+                "activation_checkpoint=full compile=blocks compile.backend=eager",
+                "activation_checkpoint=every_n activation_checkpoint.every=1",
+                "activation_checkpoint=selective activation_checkpoint.save=[auto]",
+                "activation_checkpoint=selective activation_checkpoint.save=[aten.mm/2]",
+                "activation_checkpoint=none compile=blocks compile.backend=aot_eager",
+                f"activation_checkpoint=full {COMPILED}",
+                "activation_checkpoint=full compile=blocks compile.backend=inductor",
+                f"activation_checkpoint=budget activation_checkpoint.budget=0 {COMPILED}",
+                f"activation_checkpoint=budget activation_checkpoint.budget=0.5 {COMPILED}",
+                f"activation_checkpoint=selective activation_checkpoint.save=[auto] {COMPILED}",
+            )
+        ),
+    ],
+)
+def test_recomputation_neither_chooses_nor_exchanges_again(plain: list[Steps], layout: str):
+    results = run_ranks(2, steps, *layout.split(), "shift", limit=300)
+    for found, expected in zip(results, plain, strict=True):
+        assert found.forward == expected.forward == [3 * LAYERS] * STEPS
+        assert found.backward == expected.backward == [2 * LAYERS] * STEPS
+        assert found.kept == expected.kept == [0] * STEPS
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(found.gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+        assert all(map(torch.equal, found.counts, expected.counts))

@@ -1,0 +1,91 @@
+"""Mutations of latent attention in tensor and context parallelism, each of which the parity tests must notice.
+
+python -m pytest tests/parity/deepseek_mutations.py -m "night or not night"
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.runs import assert_same_curve, remembered, train
+from tests.parity.test_deepseek import EXPERIMENTS
+from tests.patching import patch
+
+TENSOR = "titan_exp.parallel.tensor_parallel"
+CONTEXT = "titan_exp.parallel.context_parallel"
+
+
+def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
+    from torch import nn
+
+    patch(
+        f"{TENSOR}.apply._mark_partial",
+        lambda original: lambda module: None if isinstance(module, nn.Linear) else original(module),
+    )
+
+
+def gradients_of_latent_norms_are_taken_for_whole_ones() -> None:
+    patch(
+        f"{TENSOR}.apply._mark_partial",
+        lambda original: lambda module: None if module.weight.numel() == 32 else original(module),
+    )
+
+
+def gradients_of_latents_are_one_ranks() -> None:
+    patch(f"{TENSOR}.layers.GatheredTokens.forward", lambda _: lambda self, x: x)
+
+
+def gradients_of_gathered_latents_are_one_ranks() -> None:
+    def make(_: Any) -> Any:
+        def backward(ctx: Any, gradient: Any) -> Any:
+            import torch.distributed as dist
+
+            from titan_exp.parallel.process_groups import group_named
+
+            return gradient.chunk(ctx.degree, dim=1)[dist.get_rank(group_named(ctx.group))].contiguous(), None, None
+
+        return staticmethod(backward)
+
+    patch(f"{CONTEXT}.latents._GatherLatents.backward", make)
+
+
+def scores_have_the_usual_scale_in_parts() -> None:
+    def make(original: Any) -> Any:
+        return lambda self, backend, method, group, device, _: original(self, backend, method, group, device)
+
+    patch(f"{CONTEXT}.attention.ContextAttention.__init__", make)
+
+
+def latents_are_rotated_by_the_positions_of_the_part() -> None:
+    def make(original: Any) -> Any:
+        return lambda self, seq, positions: original(self, seq, None)
+
+    patch("titan_exp.ops.attention.rope.RotaryEmbedding.forward", make)
+
+
+NOTICED: list[tuple[str, str, Callable[[], None]]] = [
+    ("dense", "parallelism.tp=2", gradients_of_replicated_linears_are_taken_for_whole_ones),
+    ("dense", "parallelism.tp=2", gradients_of_latent_norms_are_taken_for_whole_ones),
+    ("lite", "parallelism.tp=2 parallelism.sequence_parallel=false", gradients_of_latents_are_one_ranks),
+    ("lite", "parallelism.cp=2 parallelism.cp_method=allgather", gradients_of_gathered_latents_are_one_ranks),
+    ("lite", "parallelism.cp=2 parallelism.cp_method=ring", scores_have_the_usual_scale_in_parts),
+    ("lite", "parallelism.cp=2 parallelism.cp_method=ulysses", latents_are_rotated_by_the_positions_of_the_part),
+]
+"""Experiment, layout and mutation."""
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "layout", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", str(case))
+)
+def test_mutation_is_noticed(tmp_path: Path, one_device, experiment: str, layout: str, mutate: Callable[[], None]):
+    words = [*EXPERIMENTS[experiment].split(), *layout.split(), "training.stop_on_nonfinite=false"]
+    found = train(tmp_path / "many", *words, mutate=mutate)
+    with pytest.raises(AssertionError):
+        assert_same_curve(found, one_device(experiment))

@@ -1,0 +1,132 @@
+"""Mutations of routing and balance, each of which the parity tests must notice: bugs that trainers of others had.
+
+python -m pytest tests/parity/expert_mutations.py -m "night or not night"
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.runs import assert_same_curve, remembered, train
+from tests.parity.test_qwen3_moe import EXPERIMENTS
+from tests.patching import patch
+
+ROUTER = "titan_exp.models.blocks.router"
+Mutation = Callable[[], None]
+
+
+def the_balance_is_that_of_a_ranks_tokens() -> None:
+    patch(f"{ROUTER}.Router.set_batch", lambda original: lambda self, rows, ranks, _: original(self, rows, 1, None))
+
+
+def the_balance_is_that_of_a_micro_batch() -> None:
+    def make(original: Any) -> Any:
+        def loss(self: Any, scores: Any, choices: Any, length: int) -> Any:
+            self.previous_load = choices.sum(0) * (self.moe.experts / choices.sum())
+            return original(self, scores, choices, length)
+
+        return loss
+
+    patch(f"{ROUTER}.Router._balance_loss", make)
+
+
+def the_balance_is_averaged_over_micro_batches_again() -> None:
+    patch(
+        "titan_exp.trainer.experts.global_counts.ExpertLoad.__init__",
+        lambda original: (
+            lambda self, model, parts, rows, mesh: original(self, model, parts, rows // mesh.dp_degree, mesh)
+        ),
+    )
+
+
+def z_loss_is_that_of_a_ranks_tokens() -> None:
+    patch(f"{ROUTER}.Router.set_batch", lambda original: lambda self, rows, _, total: original(self, rows, 1, total))
+
+
+def counts_stay_on_their_rank() -> None:
+    patch("titan_exp.trainer.experts.global_counts.dist", lambda _: _OneRank)
+
+
+def counts_are_of_all_steps() -> None:
+    def make(original: Any) -> Any:
+        def finish(self: Any, counts: torch.Tensor) -> None:
+            kept = self.counts.clone()
+            original(self, counts)
+            self.counts.copy_(kept)
+
+        return finish
+
+    patch(f"{ROUTER}.Router.finish_step", make)
+
+
+def recomputation_counts_again() -> None:
+    patch("titan_exp.ops.moe.balance.is_recomputing", lambda _: lambda: False)
+
+
+def biases_never_change() -> None:
+    patch("titan_exp.trainer.experts.global_counts.ExpertLoad.update", lambda _: lambda self: None)
+
+
+def the_bias_weighs_too() -> None:
+    patch(
+        f"{ROUTER}.expert_weights",
+        lambda original: (
+            lambda scores, experts, **options: original(scores + 0.05 * (experts[..., :1] == 0), experts, **options)
+        ),
+    )
+
+
+def the_router_gets_no_gradient_of_the_balance() -> None:
+    patch(f"{ROUTER}.attach_loss", lambda _: lambda x, loss: x)
+
+
+def the_norm_leaves_experts_out() -> None:
+    def make(original: Any) -> Any:
+        return lambda parameters, group: original([weight for weight in parameters if weight.ndim != 3], group)
+
+    patch("titan_exp.trainer.train_step.global_grad_norm", make)
+
+
+class _OneRank:
+    @staticmethod
+    def get_world_size() -> int:
+        return 1
+
+
+TWO_PARTS = ["parallelism.cp=2"]
+MICRO = ["training.micro_batch_size=2"]
+SHARDS = ["parallelism.dp_shard=2"]
+
+NOTICED: list[tuple[str, list[str], Mutation]] = [
+    ("sequence", TWO_PARTS, the_balance_is_that_of_a_ranks_tokens),
+    ("global", MICRO, the_balance_is_that_of_a_micro_batch),
+    ("sequence", SHARDS, the_balance_is_averaged_over_micro_batches_again),
+    ("global", TWO_PARTS, z_loss_is_that_of_a_ranks_tokens),
+    ("sequence", SHARDS, counts_stay_on_their_rank),
+    ("global", SHARDS, counts_stay_on_their_rank),
+    ("global", SHARDS, counts_are_of_all_steps),
+    ("sequence", ["activation_checkpoint=full"], recomputation_counts_again),
+    ("sequence", SHARDS, biases_never_change),
+    ("sequence", SHARDS, the_bias_weighs_too),
+    ("global", SHARDS, the_router_gets_no_gradient_of_the_balance),
+    ("global", SHARDS, the_norm_leaves_experts_out),
+]
+"""Experiment, layout and mutation."""
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "layout", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", str(case))
+)
+def test_mutation_is_noticed(tmp_path: Path, one_device, experiment, layout, mutate):
+    words = [*EXPERIMENTS[experiment].split(), *layout, "training.stop_on_nonfinite=false"]
+    found = train(tmp_path, *words, mutate=mutate)
+    with pytest.raises(AssertionError):
+        assert_same_curve(found, one_device(experiment))

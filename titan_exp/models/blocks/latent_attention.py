@@ -1,0 +1,104 @@
+"""Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads expanded from one latent per token."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from titan_exp.models.blocks.linear import linear
+from titan_exp.models.blocks.transformer import norm
+from titan_exp.models.spec.latent_attention import LatentAttentionSpec
+from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.models.spec.tp_plan import GatherTokens, TPStyle
+from titan_exp.ops.attention.latent_cache import LatentCache
+from titan_exp.ops.attention.rope import rotate, rotate_tail
+from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
+from titan_exp.ops.local_tensor import local_tensor
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms over latents, in every published model and independent of the other norms'."""
+
+
+class TokenGather(nn.Identity):
+    """Identity, which tensor parallelism replaces by a gather of tokens."""
+
+    tp_style = GatherTokens()
+
+
+class LatentGather(nn.Identity):
+    """Identity, which context parallelism may replace by a gather of the whole sequence's latents."""
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention from latents: queries with or without a latent of their own.
+
+    Rows of `q.weight` are ordered by head (own features, rotated features), those of `kv_b.weight` by head (own
+    features of its key, its value), and those of `kv_a.weight` are the latent, then the key rotated for all heads.
+    """
+
+    def __init__(self, layer: LayerSpec, backend: AttentionBackend) -> None:
+        super().__init__()
+        spec = layer.attention
+        assert isinstance(spec, LatentAttentionSpec), "the layer has latent attention"
+        self._plan, self.spec = layer.tp_plan("attention"), spec
+        has_query_latent = layer.vector("attention.q_a_norm") is not None
+        self.q_a = linear(layer, "attention.q_a") if has_query_latent else None
+        self.q_a_norm = norm(layer, "attention.q_a_norm", LATENT_NORM_EPS) if has_query_latent else None
+        self.q = linear(layer, "attention.q")
+        self.kv_a = linear(layer, "attention.kv_a")
+        self.kv_a_norm = norm(layer, "attention.kv_a_norm", LATENT_NORM_EPS)
+        self.gather = TokenGather()
+        self.latent_gather = LatentGather()
+        self.kv_b = linear(layer, "attention.kv_b")
+        self.out = linear(layer, "attention.out")
+        self.core = CausalAttention(backend, spec.scale)
+        self.cache: LatentCache | None = None
+        """Latents of earlier tokens, in generation."""
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the linears: expansions by heads, latents replicated."""
+        return self._plan
+
+    def enable_cache(self, length: int) -> LatentCache:
+        """Keep the latents of at most `length` tokens from now on."""
+        assert self.spec.scale is not None, "latent attention names its scale"
+        own_dim = self.spec.qk_dim - self.spec.rope_dim
+        self.cache = LatentCache(length, own_dim=own_dim, v_dim=self.spec.v_dim, scale=self.spec.scale)
+        return self.cache
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch part dim"],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        mask: Any,
+    ) -> Float[Tensor, "batch part dim"]:
+        """Attend to earlier positions that `mask` (from the core) lets through.
+
+        With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
+        """
+        of_query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        query = rotate_tail(self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim)), *rope).transpose(1, 2)
+        widths = (self.spec.latent_dim, self.spec.rope_dim)
+        latent, shared = self.kv_a(x).split(widths, dim=-1)
+        # One message under tensor parallelism.
+        latent, shared = self.gather(torch.cat((self.kv_a_norm(latent), shared), dim=-1)).split(widths, dim=-1)
+        shared = rotate(shared[:, :, None], *rope)[:, :, 0]
+        if type(self.latent_gather) is not LatentGather:
+            latent, shared = self.latent_gather(torch.cat((latent, shared), dim=-1)).split(widths, dim=-1)
+        if self.cache is not None and self.cache.append(latent, shared):
+            heads = self.cache.attend(query, local_tensor(self.kv_b.weight))
+        else:
+            heads = self.core(query, *self._expand(latent, shared), mask)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+    def _expand(
+        self, latent: Float[Tensor, "batch seq latent"], shared: Float[Tensor, "batch seq rope"]
+    ) -> tuple[Float[Tensor, "batch heads seq qk"], Float[Tensor, "batch heads seq v"]]:
+        """Keys and values of this rank's heads."""
+        own_dim = self.spec.qk_dim - self.spec.rope_dim
+        own, value = (
+            self.kv_b(latent).unflatten(-1, (-1, own_dim + self.spec.v_dim)).split((own_dim, self.spec.v_dim), -1)
+        )
+        key = torch.cat((own, shared[:, :, None].expand(*own.shape[:-1], -1)), dim=-1)
+        return key.transpose(1, 2), value.transpose(1, 2)

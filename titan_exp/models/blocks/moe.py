@@ -1,0 +1,106 @@
+"""Mixture of experts in place of a feed-forward layer: router, experts, shared experts."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxtyping import Float, Int32
+from torch import Tensor, nn
+
+from titan_exp.models.blocks.feed_forward import FeedForward
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+from titan_exp.models.blocks.router import Router
+from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
+from titan_exp.ops.moe.routing import Routing
+from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
+from titan_exp.ops.recompute import recompute_input
+from titan_exp.ops.swiglu import swiglu
+
+
+class Experts(nn.Module):
+    """SwiGLU of every expert, on rows sorted by expert."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        self.gate_up = _grouped(layer, "feed_forward.experts.gate_up")
+        self.down = _grouped(layer, "feed_forward.experts.down")
+        self.count = self.gate_up.experts
+        """Experts of the layer."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a recipe rounds what is projected down."""
+        return type(self.down.linear_impl) is not GroupedLinearImpl
+
+    def forward(
+        self,
+        rows: Float[Tensor, "rows dim"],
+        ends: Int32[Tensor, " experts"],
+        weights: Float[Tensor, " rows"] | None = None,
+    ) -> Float[Tensor, "rows dim"]:
+        """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given.
+
+        `ends` are the ends of the experts' rows.
+        """
+        return recompute_input(
+            swiglu if weights is None else lambda fused: weighted_swiglu(fused, weights),
+            self.gate_up(rows, ends),
+            lambda hidden: self.down(hidden, ends),
+        )
+
+
+Dispatch = Callable[[Tensor, Routing, Experts], Tensor]
+"""Outputs [tokens, dim] of the experts that tokens [tokens, dim] are routed to, weighted and summed."""
+
+
+class TokenSplit(Protocol):
+    """Split of each sequence among ranks that all have its tokens."""
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's part [batch, part, dim] of [batch, seq, dim]."""
+        ...
+
+    def join(self, part: Tensor, length: int) -> Tensor:
+        """The whole sequences of `length` tokens from the ranks' parts."""
+        ...
+
+
+class MoEFeedForward(nn.Module):
+    """Router and experts; `dispatch` brings tokens to experts, which expert parallelism replaces."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        assert layer.router is not None, "the layer has a router"
+        self.router = Router(layer.router)
+        self.experts = Experts(layer)
+        has_shared = layer.router.moe.shared_experts > 0
+        self.shared = FeedForward(layer, "feed_forward.shared") if has_shared else None
+        self.dispatch: Dispatch = dispatch_locally
+        self.token_split: TokenSplit | None = None
+        """Split of tokens that several ranks have; None if this rank routes all of its tokens."""
+
+    def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
+        """Weighted sum of the routed experts, plus the shared ones."""
+        part = x if self.token_split is None else self.token_split.split(x)
+        found = self.dispatch(part.flatten(0, 1), self.router(part), self.experts).view_as(part)
+        if self.token_split is not None:
+            found = self.token_split.join(found, x.shape[1])
+        return found if self.shared is None else found + self.shared(x)
+
+
+def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """Dispatch to experts that are all on this rank."""
+    order, inverse, ends = sort_by_expert(routing.experts, experts.count)
+    # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
+    # a recipe rounds would then differ from what other ranks' experts round.
+    weights = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
+    rows = recompute_input(
+        lambda tokens: permute(tokens, order, inverse), tokens, lambda rows: experts(rows, ends, weights)
+    )
+    return combine(rows, order, inverse, routing.weights if weights is None else None)
+
+
+def _grouped(layer: LayerSpec, name: str) -> GroupedLinear:
+    spec = layer.linear(name)
+    return GroupedLinear(spec.experts, spec.inputs, spec.outputs, spec.std)

@@ -1,0 +1,41 @@
+"""Config fields that every decoder has whatever its attention, and its spec."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.types import PositiveFloat
+from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+from titan_exp.models.spec.rope import PlainRope
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """Fields of a decoder."""
+
+    norm_eps: PositiveFloat
+    """Added to the mean square in RMSNorm."""
+    tied_embeddings: bool
+    """The output head uses the embedding's weight."""
+    rope: PlainRope
+    """Rotary position embedding."""
+    init_std: PositiveFloat
+    """Standard deviation of initial weights. Llama scales residual outputs down by sqrt(2 · layers)."""
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    """Kernel behind attention. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
+    FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention. The log says which one runs."""
+
+
+def decoder_spec(config: DecoderConfig, layers: tuple[LayerSpec, ...], *, rope: PlainRope, rope_dim: int) -> ModelSpec:
+    """Spec of a decoder with these layers, which rotates `rope_dim` features of a head."""
+    return ModelSpec(
+        layers,
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        tied=config.tied_embeddings,
+        norm_eps=config.norm_eps,
+        embedding_std=config.init_std,
+        rope=rope,
+        rope_dim=rope_dim,
+        attention_backend=config.attention_backend,
+    )

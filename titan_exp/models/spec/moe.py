@@ -1,0 +1,92 @@
+"""Mixture of experts of one layer: config of router, experts and load balance, which families share."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+
+TRAINING_BUFFERS = frozenset({"previous_load"})
+"""Persistent buffers, by their name in the module, that only training reads: state of the load balance."""
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """Load balance of experts, defined over sequences or the global batch, so that no layout changes it."""
+
+    loss: Literal["none", "switch", "sequence", "global_batch"]
+    """Auxiliary loss, summed over layers. With f the share of choices and P the mean score of an expert: `switch` is
+    E · Σ f · P over each sequence, f per token (Fedus et al. 2021; balanced: active_experts). `sequence` is the same
+    with f per choice and scores divided by their sum (DeepSeek V3; balanced: 1). `global_batch` is `sequence` with f of
+    the whole global batch of the step before (Qiu et al. 2025)."""
+    coefficient: NonNegativeFloat
+    """Factor of the auxiliary loss."""
+    z_loss: NonNegativeFloat
+    """Factor of the router z-loss, the mean of logsumexp(logits)² over tokens (Zoph et al. 2022)."""
+    bias_rate: NonNegativeFloat
+    """Change of an expert's bias per step, up if it had fewer tokens than the mean and down if more (Wang et al. 2024).
+    0 keeps the biases."""
+    centered_bias: bool
+    """True removes the mean of the change, so that biases keep mean 0; choices stay the same."""
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts in place of a feed-forward layer."""
+
+    experts: Annotated[int, Ge(2)]
+    """Routed experts per layer."""
+    active_experts: PositiveInt
+    """Experts of each token (top k)."""
+    ffn_dim: PositiveInt
+    """Width of an expert's SwiGLU; a multiple of 32."""
+    shared_experts: Count
+    """Experts of every token, as one SwiGLU of `shared_experts` · `ffn_dim`, without a gate."""
+    score: Literal["softmax", "sigmoid"]
+    """Scores of the router's logits, in fp32."""
+    fp32_router: bool
+    """True computes the logits in fp32, False in the compute dtype."""
+    router_bias: bool
+    """True adds a bias per expert to the scores for the choice, not for the weights (DeepSeek V3)."""
+    normalized: bool
+    """True divides the weights of the chosen experts by their sum."""
+    scale: PositiveFloat
+    """Factor of the weights."""
+    groups: PositiveInt
+    """Groups of experts, of which a token chooses from a few; 1 is no grouping."""
+    active_groups: PositiveInt
+    """Groups that a token chooses from."""
+    group_score: Literal["max", "top2_sum"]
+    """Score of a group: its highest score (DeepSeek V2), or the sum of its two highest (V3)."""
+    balance: BalanceConfig
+    """Load balance."""
+
+    @property
+    def channels_per_token(self) -> int:
+        """Feed-forward channels that one token uses, shared experts included."""
+        return (self.active_experts + self.shared_experts) * self.ffn_dim
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Linear layer from a token to the logits of its experts; neither quantized nor sharded."""
+
+    name: str
+    """Module path inside the block (`feed_forward.router`)."""
+    inputs: int
+    """Input features."""
+    std: float
+    """Standard deviation of initial weights."""
+    moe: MoEConfig
+    """Experts that it chooses from."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights; the bias is no parameter."""
+        return self.inputs * self.moe.experts
+
+    @property
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each persistent fp32 buffer that outputs depend on, by its name in the module."""
+        return {"bias": (self.moe.experts,)} if self.moe.router_bias else {}

@@ -1,0 +1,81 @@
+"""Spec of a mixture-of-experts feed-forward, and shape rules of its config."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.models.spec.model_spec import LinearSpec
+from titan_exp.models.spec.moe import MoEConfig
+from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
+
+
+def moe_linears(config: MoEConfig, dim: int, *, std: float, out_std: float) -> tuple[LinearSpec, ...]:
+    """Linears of all experts of a layer, and of its shared experts."""
+    key = "model.moe.ffn_dim"
+    routed = swiglu_linears(
+        "feed_forward.experts",
+        dim,
+        config.ffn_dim,
+        std=std,
+        out_std=out_std,
+        key=key,
+        experts=config.experts,
+        active=config.active_experts,
+    )
+    if not config.shared_experts:
+        return routed
+    channels = config.shared_experts * config.ffn_dim
+    return (*routed, *swiglu_linears("feed_forward.shared", dim, channels, std=std, out_std=out_std, key=key))
+
+
+def moe_violations(config: MoEConfig, key: str = "model.moe") -> Iterator[Violation]:
+    """Numbers of experts, groups and channels that do not belong together."""
+    if config.active_experts > config.experts:
+        yield Violation(
+            f"{key}.active_experts",
+            config.active_experts,
+            f"there are {config.experts} experts ({key}.experts)",
+            f"at most {key}.active_experts={config.experts}",
+        )
+    yield from swiglu_violations(config.ffn_dim, f"{key}.ffn_dim")
+    if config.experts % config.groups:
+        yield Violation(
+            f"{key}.groups",
+            config.groups,
+            f"it does not divide the {config.experts} experts ({key}.experts)",
+            f"nearest: {key}.groups={listed(nearest_numbers(config.groups, divisors(config.experts)))}",
+        )
+    elif config.active_groups > config.groups:
+        yield Violation(
+            f"{key}.active_groups",
+            config.active_groups,
+            f"{'there is 1 group' if config.groups == 1 else f'there are {config.groups} groups'} ({key}.groups)",
+            f"at most {key}.active_groups={config.groups}",
+        )
+    elif config.active_groups * (config.experts // config.groups) < config.active_experts <= config.experts:
+        fewest = -(-config.active_experts * config.groups // config.experts)
+        yield Violation(
+            f"{key}.active_groups",
+            config.active_groups,
+            f"{config.active_groups} of {config.groups} groups of {config.experts // config.groups} experts cannot "
+            f"hold {config.active_experts} active experts",
+            f"{key}.active_groups={listed(range(fewest, config.groups + 1))}",
+        )
+    elif config.group_score == "top2_sum" and config.groups > 1 and config.experts // config.groups < 2:
+        yield Violation(
+            f"{key}.group_score", config.group_score, "its groups have one expert", f"{key}.group_score=max"
+        )
+    if config.balance.bias_rate and not config.router_bias:
+        yield Violation(
+            f"{key}.balance.bias_rate",
+            config.balance.bias_rate,
+            "the router has no bias to change",
+            f"{key}.router_bias=true, or {key}.balance.bias_rate=0",
+        )
+    if config.balance.coefficient and config.balance.loss == "none":
+        yield Violation(
+            f"{key}.balance.coefficient",
+            config.balance.coefficient,
+            "without a loss it changes nothing",
+            f"{key}.balance.loss=sequence, or {key}.balance.coefficient=0",
+        )

@@ -1,0 +1,55 @@
+"""Latent cache of multi-head latent attention, for generation: one latent and one rotated key per token, no heads.
+
+Later tokens attend to latents directly: the expansion of keys is absorbed into the query, and that of values into the
+output (DeepSeek-AI 2024), so that cached tokens are never expanded.
+"""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class LatentCache(nn.Module):
+    """Cache while one sequence of at most `length` tokens grows.
+
+    A head has `own_dim` features of its own and a value of `v_dim`; `scale` is the factor of the scores.
+    """
+
+    def __init__(self, length: int, *, own_dim: int, v_dim: int, scale: float) -> None:
+        super().__init__()
+        self.length, self.own_dim, self.v_dim, self.scale = length, own_dim, v_dim, scale
+        self.filled = 0
+        """Number of cached tokens."""
+        self._latents: Tensor | None = None
+        self._shared: Tensor | None = None
+
+    def reset(self) -> None:
+        """Start another sequence."""
+        self.filled = 0
+
+    def append(self, latent: Float[Tensor, "batch new latent"], shared: Float[Tensor, "batch new rope"]) -> bool:
+        """Cache new tokens; True if there are earlier ones, to which `attend` must be called.
+
+        The first call takes several tokens, later ones take one each.
+        """
+        first, self.filled = self.filled, self.filled + latent.shape[1]
+        assert self.filled <= self.length, "the sequence is longer than the cache"
+        assert first == 0 or latent.shape[1] == 1, "later calls take one token"
+        if self._latents is None or self._shared is None:
+            batch = latent.shape[0]
+            self._latents = latent.new_empty(batch, self.length, latent.shape[-1])
+            self._shared = shared.new_empty(batch, self.length, shared.shape[-1])
+        self._latents[:, first : self.filled], self._shared[:, first : self.filled] = latent, shared
+        return first > 0
+
+    def attend(
+        self, query: Float[Tensor, "batch heads 1 qk"], weight: Float[Tensor, "rows latent"]
+    ) -> Float[Tensor, "batch heads 1 v"]:
+        """Attention of the last token to all cached ones; `weight` expands latents, by head to own key and value."""
+        assert self._latents is not None, "append comes first"
+        assert self._shared is not None
+        latents, shared = self._latents[:, None, : self.filled], self._shared[:, None, : self.filled]
+        of_key, of_value = weight.unflatten(0, (query.shape[1], -1)).split((self.own_dim, self.v_dim), dim=1)
+        own, rotated = query.split((self.own_dim, query.shape[-1] - self.own_dim), dim=-1)
+        scores = (own @ of_key) @ latents.mT + rotated @ shared.mT
+        shares = (scores.float() * self.scale).softmax(-1).to(query.dtype)
+        return (shares @ latents) @ of_value.mT

@@ -1,0 +1,203 @@
+"""Permutation of tokens to rows sorted by expert, and the weighted sum back, in one fixed order.
+
+Sums gather, so results and gradients are deterministic: scattering sums needs atomics on a GPU. Uncompiled on CUDA,
+each direction is one Triton kernel over tokens that reads or writes a token once and its rows once.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from titan_exp.ops.runs_kernel import runs_kernel
+
+BLOCK = 1024
+"""Columns per kernel program."""
+TILE = 4096
+"""Numbers of each operand that a program of `combine`'s backward holds."""
+_NARROW = 2**15
+"""Number of experts whose indices fit int16, which a radix sort orders in a quarter of the passes."""
+
+
+def sort_by_expert(
+    experts: Int64[Tensor, "tokens k"], count: int
+) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, "tokens k"], Int32[Tensor, " count"]]:
+    """Order of the choices by expert then token, its inverse, and the end of each expert's rows.
+
+    Row i is choice `order[i]`, of token `order[i] // k`; `inverse` is the row of each choice. Choices of expert `count`
+    or above come after the last end.
+    """
+    flat = experts.flatten().to(torch.int16 if count < _NARROW else torch.int64)
+    by_expert, order = flat.sort(stable=True)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    expert = torch.arange(count, device=order.device, dtype=flat.dtype)
+    ends = torch.searchsorted(by_expert, expert, right=True, out_int32=True)
+    return order, inverse.view_as(experts), ends
+
+
+def permute(
+    x: Float[Tensor, "tokens dim"], order: Int64[Tensor, " rows"], inverse: Int64[Tensor, "tokens k"]
+) -> Float[Tensor, "rows dim"]:
+    """Copy each token's row to each of its choices, sorted by `sort_by_expert`."""
+    return _Permute.apply(x, order, inverse)  # type: ignore[return-value]  # a Tensor
+
+
+def combine(
+    rows: Float[Tensor, "rows dim"],
+    order: Int64[Tensor, " rows"],
+    inverse: Int64[Tensor, "tokens k"],
+    weights: Float[Tensor, "tokens k"] | None,
+) -> Float[Tensor, "tokens dim"]:
+    """Weighted sum of each token's rows, in fp32 and in the order of its choices; plain sum if `weights` is None.
+
+    Backward keeps `rows` for the gradient of `weights`, nothing for a plain sum (see `ops.moe.weighted_swiglu`).
+    """
+    return _Combine.apply(rows, order, inverse, weights)  # type: ignore[return-value]  # a Tensor
+
+
+def permute_weights(
+    weights: Float[Tensor, "tokens k"], order: Int64[Tensor, " rows"], inverse: Int64[Tensor, "tokens k"]
+) -> Float[Tensor, " rows"]:
+    """Weight of each row."""
+    return _PermuteWeights.apply(weights, order, inverse)  # type: ignore[return-value]  # a Tensor
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        if torch.compiler.is_compiling():
+            # Reads k times what the kernel reads, but the partitioner may recompute it instead of keeping it.
+            return x[order // inverse.shape[1]]
+        return _copy_tokens(x.contiguous(), inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return _sum_rows(gradients[0], inverse, None), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows if weights is not None else None, inverse, weights)
+        return _sum_rows(rows, inverse, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, inverse, weights = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        if weights is None:
+            return _copy_tokens(gradient, inverse), None, None, None
+        rows_grad, weights_grad = _combine_backward(rows.contiguous(), gradient, inverse, weights)
+        return rows_grad, None, None, weights_grad
+
+
+class _PermuteWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return weights.flatten()[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0][inverse], None, None
+
+
+def _sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of each token's rows. The compiler fuses torch's operators into one kernel with those around them."""
+    if torch.compiler.is_compiling():
+        return _sum_choices(rows, inverse, weights)
+    return _sum_rows_kernel(rows.contiguous(), inverse, weights)
+
+
+def _sum_choices(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    total: Tensor | None = None
+    for choice in range(inverse.shape[1]):
+        part = rows[inverse[:, choice]].to(_sum_dtype(rows))
+        part = part if weights is None else part * weights[:, choice, None]
+        total = part if total is None else total + part
+    assert total is not None, "a token has at least one expert"
+    return total.to(rows.dtype)
+
+
+def _sum_dtype(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+@torch.library.custom_op("titan_exp::copy_tokens", mutates_args=())
+def _copy_tokens(x: Tensor, inverse: Tensor) -> Tensor:
+    rows = _empty_copies(x, inverse)
+    if runs_kernel(x):
+        _launch("copy_tokens_kernel", x, inverse, rows, choices=inverse.shape[1], block=BLOCK)
+        return rows
+    for choice in range(inverse.shape[1]):
+        rows.index_copy_(0, inverse[:, choice], x)
+    return rows
+
+
+@torch.library.custom_op("titan_exp::sum_rows", mutates_args=())
+def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    out = _empty_sums(rows, inverse, weights)
+    if runs_kernel(rows):
+        operands = rows, rows if weights is None else weights.contiguous()
+        choices = {"choices": inverse.shape[1], "weighted": weights is not None}
+        _launch("sum_rows_kernel", out, inverse, *operands, **choices, block=BLOCK)
+        return out
+    if not rows.is_cuda and rows.dtype == _sum_dtype(rows) and (weights is None or weights.dtype == rows.dtype):
+        # One pass on a CPU, choices in order. Narrower rows it would sum in their dtype.
+        return F.embedding_bag(inverse, rows, mode="sum", per_sample_weights=weights)
+    total = torch.zeros_like(out, dtype=_sum_dtype(rows))
+    for choice in range(inverse.shape[1]):
+        part = rows.index_select(0, inverse[:, choice])
+        total = total.add_(part) if weights is None else total.addcmul_(part, weights[:, choice, None])
+    return out.copy_(total)
+
+
+@torch.library.custom_op("titan_exp::combine_backward", mutates_args=())
+def _combine_backward(rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weights from that of the sum."""
+    rows_grad, weights_grad = results = _empty_gradients(rows, gradient, inverse, weights)
+    if runs_kernel(rows):
+        choices = inverse.shape[1]
+        padded = 1 << (choices - 1).bit_length()
+        sizes = {"choices": choices, "padded": padded, "block": max(1, TILE // padded)}
+        _launch("combine_backward_kernel", gradient, inverse, rows, weights.contiguous(), *results, **sizes)
+        return rows_grad, weights_grad
+    wide = gradient.to(_sum_dtype(rows))
+    for choice in range(inverse.shape[1]):
+        chosen = inverse[:, choice]
+        rows_grad.index_copy_(0, chosen, (wide * weights[:, choice, None]).to(rows.dtype))
+        torch.sum(wide * rows.index_select(0, chosen), dim=-1, out=weights_grad[:, choice])
+    return rows_grad, weights_grad
+
+
+@_copy_tokens.register_fake
+def _empty_copies(x: Tensor, inverse: Tensor) -> Tensor:
+    return x.new_empty(inverse.numel(), x.shape[1])
+
+
+@_sum_rows_kernel.register_fake
+def _empty_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+@_combine_backward.register_fake
+def _empty_gradients(rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), weights.new_empty(weights.shape)
+
+
+def _launch(name: str, of_tokens: Tensor, inverse: Tensor, *others: Tensor, **constants: int | bool) -> None:
+    """Launch a kernel of `permutation_kernels` per token, and per block of columns unless it loops over them."""
+    tokens, width = of_tokens.shape
+    if isinstance(of_tokens, FakeTensor) or of_tokens.numel() == 0:
+        return
+    from titan_exp.ops.moe import permutation_kernels
+
+    blocks = 1 if "padded" in constants else -(-width // constants["block"])
+    launch: Any = getattr(permutation_kernels, name)[tokens, blocks]
+    launch(of_tokens, inverse.contiguous(), *others, width, **constants)

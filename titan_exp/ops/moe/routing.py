@@ -1,0 +1,78 @@
+"""Routing of tokens to experts: scores, group-limited top k with the lowest index at ties, weights."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+TINY = 1e-20
+"""Added to the sum of the chosen scores, which sigmoids may round to 0."""
+
+
+class Routing(NamedTuple):
+    """Experts of each token, best first, and their weights."""
+
+    experts: Int64[Tensor, "tokens k"]
+    """Chosen experts."""
+    weights: Float32[Tensor, "tokens k"]
+    """Factors of their outputs."""
+
+
+def choose_experts(
+    scores: Float32[Tensor, "*tokens experts"],
+    k: int,
+    *,
+    groups: int = 1,
+    active_groups: int = 1,
+    top2_groups: bool = False,
+) -> Int64[Tensor, "*tokens k"]:
+    """The k experts of the highest scores, in `active_groups` of `groups` equal groups of neighbours.
+
+    A group's score is its maximum (DeepSeek V2), or the sum of its two highest with `top2_groups` (V3). Among equal
+    scores the lowest index wins. Has no gradient.
+    """
+    scores = scores.detach()
+    if active_groups < groups:
+        grouped = scores.unflatten(-1, (groups, -1))
+        of_groups = grouped.topk(2, dim=-1).values.sum(-1) if top2_groups else grouped.amax(-1)
+        chosen = topk_lowest_index(of_groups, active_groups)
+        closed = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, chosen, False)
+        scores = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+    return topk_lowest_index(scores, k)
+
+
+@torch.library.custom_op("titan_exp::topk_lowest_index", mutates_args=())
+def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k highest scores of each row, descending, lowest index first among equals.
+
+    An operator of its own, since `torch.topk` leaves the order of equals open, and so that activation checkpointing
+    keeps the choice by its name.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+@topk_lowest_index.register_fake
+def _empty_choice(scores: Tensor, k: int) -> Tensor:
+    return scores.new_empty(*scores.shape[:-1], k, dtype=torch.int64)
+
+
+def expert_weights(
+    scores: Float32[Tensor, "*tokens experts"], experts: Int64[Tensor, "*tokens k"], *, normalized: bool, scale: float
+) -> Float32[Tensor, "*tokens k"]:
+    """Scores of the chosen experts, divided by their sum if `normalized`, times `scale`."""
+    weights = scores.gather(-1, experts)
+    if normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return weights if scale == 1 else weights * scale
+
+
+def choices_per_expert(experts: Int64[Tensor, "rows choices"], count: int) -> Int64[Tensor, "rows count"]:
+    """Number of times that each expert is chosen in each row, without a device sync or atomics."""
+    edges = torch.arange(count + 1, device=experts.device).expand(experts.shape[0], -1).contiguous()
+    return torch.searchsorted(experts.sort(-1).values, edges).diff(dim=-1)
+
+
+def router_scores(logits: Float[Tensor, "*tokens experts"], *, sigmoid: bool) -> Float32[Tensor, "*tokens experts"]:
+    """Softmax or sigmoid of the logits, in fp32."""
+    return logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)

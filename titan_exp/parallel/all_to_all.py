@@ -1,0 +1,89 @@
+"""All-to-all of equal parts, and of rows with other numbers for each rank, as differentiable custom ops.
+
+A custom op is opaque to the compiler, which would otherwise break the graph at the message. Activation checkpointing
+keeps the results of the two that exchange tokens by their names.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from titan_exp.parallel.process_groups import group_named
+
+
+@torch.library.custom_op("titan_exp::all_to_all", mutates_args=())
+def all_to_all(parts: Tensor, group: str) -> Tensor:
+    """Send `parts[r]` of [degree, ...] to rank r and receive its part for this rank at index r."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts.contiguous(), group=group_named(group))
+    return received
+
+
+@all_to_all.register_fake
+def _(parts: Tensor, group: str) -> Tensor:
+    return torch.empty_like(parts)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    _, ctx.group = inputs
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return all_to_all(gradient.contiguous(), ctx.group), None
+
+
+all_to_all.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("titan_exp::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Send `counts[r]` of int64 [degree, n] to rank r; returns what is received by rank, and sums on the CPU.
+
+    These [2, degree] are of the counts sent to and received from each rank: NCCL takes numbers of rows from the host.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group_named(group))
+    return received, torch.stack([counts.sum(1), received.sum(1)]).cpu()
+
+
+@exchange_counts.register_fake
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(counts), counts.new_empty(2, counts.shape[0], device="cpu")
+
+
+@torch.library.custom_op("titan_exp::all_to_all_rows", mutates_args=())
+def all_to_all_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
+    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on; receive by rank.
+
+    `sent` and `received` are counts on the CPU. `size` is the sum of `received`, or None if unknown.
+    """
+    counts = received.tolist()
+    found = rows.new_empty((sum(counts), *rows.shape[1:]))
+    dist.all_to_all_single(found, rows.contiguous(), counts, sent.tolist(), group=group_named(group))
+    return found
+
+
+@all_to_all_rows.register_fake
+def _(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
+    if size is None:
+        # The compiler gets an unknown number; where sizes are plain numbers, as many as are sent stand for it.
+        symbolic = isinstance(rows, FakeTensor) and rows.fake_mode.shape_env is not None
+        size = torch.library.get_ctx().new_dynamic_size() if symbolic else rows.shape[0]  # type: ignore[assignment]
+    return rows.new_empty((size, *rows.shape[1:]))  # type: ignore[arg-type]
+
+
+def _save_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str], output: Tensor) -> None:
+    rows, sent, received, _, ctx.group = inputs
+    ctx.size = rows.shape[0]
+    ctx.save_for_backward(sent, received)
+
+
+def _backward_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    sent, received = ctx.saved_tensors
+    return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
+
+
+all_to_all_rows.register_autograd(_backward_rows, setup_context=_save_rows)

@@ -1,0 +1,173 @@
+"""Compute weights: bf16 copies of the fp32 master weights, on one data rank, where nothing is sharded.
+
+Modules keep the masters as parameters, so names, checkpoints and optimizers see these; during a pass the copies take
+their places. Copies stay at the same addresses and change only when the masters do: after an optimizer step or a load.
+Numbers equal FSDP2's: weights are rounded to nearest, and gradients of several micro-batches are summed in fp32.
+
+A weight that is only looked up has no copy: its rows are rounded when they are read. Nor has one that its matmuls keep
+in float8: a placeholder of one number, with the weight's shape and dtype, receives its gradient.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.fp32_modules import matching_modules
+from titan_exp.parallel.fsdp.model_ends import lookup_tables
+
+_MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
+"""Function that makes the parameter in a master's place."""
+
+
+class ComputeWeights:
+    """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None.
+
+    Modules that match `fp32_modules` compute with their masters. `accumulate` sums gradients of several backward passes
+    in the masters' dtype, else gradients of the only pass stay in `dtype`; `fixed` keeps the sums at their addresses.
+    `unread` modules use shape and dtype of their weight only.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module] = (),
+        dtype: torch.dtype | None = None,
+        *,
+        fp32_modules: tuple[str, ...] = (),
+        accumulate: bool = False,
+        fixed: bool = False,
+        unread: Collection[nn.Module] = (),
+    ) -> None:
+        self._accumulate, self._fixed = accumulate, fixed
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._leaves: dict[nn.Parameter, nn.Parameter] = {}
+        """Parameter that a pass computes with, and whose gradient it leaves, by master."""
+        self._dtype = dtype
+        self._uses: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._partial: set[nn.Parameter] = set()
+        if dtype is None:
+            return
+        for part in parts:
+            matching = matching_modules(part, fp32_modules)
+            in_fp32 = {parameter for module in matching for parameter in module.parameters()}
+            for module in matching:
+                _compute_in_fp32(module, dtype)
+            tables = {module for module in lookup_tables(part) if in_fp32.isdisjoint(module.parameters())}
+            for module in tables:
+                module.row_dtype = dtype  # type: ignore[assignment]  # a plain attribute
+            # First the modules that read their parameters: a tied weight has one leaf.
+            for module in sorted(part.modules(), key=lambda module: module in unread):
+                make = _no_copy if module in tables else _placeholder if module in unread else _copy
+                self._add(module, dtype, in_fp32, make)
+        self.refresh()
+
+    @property
+    def copies(self) -> Mapping[nn.Parameter, Tensor]:
+        """Compute weight of each master that has one; a tied weight has one, lookup tables and placeholders none."""
+        return self._copies
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Dtype of a parameter's gradient after a step's backward passes."""
+        in_place = parameter not in self._leaves or self._accumulate or parameter in self._partial
+        return parameter.dtype if in_place or self._dtype is None else self._dtype
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters into their copies; called after every change of the masters."""
+        if self._copies:
+            masters = [local_tensor(master) for master in self._copies]
+            torch._foreach_copy_([local_tensor(copy) for copy in self._copies.values()], masters)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute with copies and placeholders in the `with` block."""
+        for module, name, master in self._uses:
+            module._parameters[name] = self._leaves[master]
+        try:
+            yield
+        finally:
+            for module, name, master in self._uses:
+                module._parameters[name] = master
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Compute with the copies, recomputation included, then give the masters the gradients of the step."""
+        if not self._fixed:
+            self._sums.clear()
+        elif self._sums:
+            torch._foreach_zero_([local_tensor(total) for total in self._sums.values()])
+        with self.in_use():
+            yield
+        for master, leaf in self._leaves.items():
+            gradient, leaf.grad = self._sums.get(leaf, leaf.grad), None
+            if gradient is not None and master in self._partial:
+                gradient = gradient.to(master.dtype)
+            master.grad = gradient
+        if not self._fixed:
+            self._sums.clear()
+
+    def _add(self, module: nn.Module, dtype: torch.dtype, in_fp32: set[nn.Parameter], make: _MakeLeaf) -> None:
+        for name, master in module.named_parameters(recurse=False, remove_duplicate=False):
+            if master in in_fp32 or master.dtype == dtype or not master.is_floating_point():
+                continue
+            if master not in self._leaves:
+                leaf = self._leaves[master] = make(master, dtype)
+                if make is _copy:
+                    self._copies[master] = leaf
+                if self._accumulate and leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(self._add_gradient)
+                # The gradient may have the compute dtype.
+                master.grad_dtype = None  # type: ignore[attr-defined]  # torch's stubs lack it
+            self._uses.append((module, name, master))
+            # Tensor-parallel ranks sum these gradients, in fp32 as after FSDP's reduction.
+            if getattr(module, "gradients_are_partial", False):
+                self._partial.add(master)
+
+    @torch.no_grad()
+    def _add_gradient(self, leaf: Any) -> None:
+        """Add a micro-batch's gradient to the sum in fp32, and free it."""
+        gradient, leaf.grad = leaf.grad, None
+        if leaf in self._sums:
+            local_tensor(self._sums[leaf]).add_(local_tensor(gradient))
+        else:
+            self._sums[leaf] = gradient.to(torch.float32)
+
+
+def _copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(master, dtype=dtype), master.requires_grad)
+
+
+def _no_copy(master: nn.Parameter, _: torch.dtype) -> nn.Parameter:
+    return master
+
+
+def _placeholder(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Tensor of a master's shape that takes the memory of one number: NaN, which shows where it is read after all."""
+    local = local_tensor(master)
+    found = local.new_full((), torch.nan, dtype=dtype).expand(local.shape)
+    if isinstance(master, DTensor):
+        whole: dict[str, Any] = {"shape": master.shape, "stride": master.stride()}
+        found = DTensor.from_local(found, master.device_mesh, master.placements, run_check=False, **whole)
+    return nn.Parameter(found, master.requires_grad)
+
+
+def _compute_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's inputs to fp32 and its outputs to `dtype`, as FSDP2's policy of such a module does."""
+
+    def cast(values: Any, to: torch.dtype) -> Any:
+        def one(value: Any) -> Any:
+            return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tree_map(one, values)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda _, args, output: cast(output, dtype))

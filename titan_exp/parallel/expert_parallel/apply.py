@@ -1,0 +1,54 @@
+"""Expert parallelism: each rank of a group keeps other experts, and tokens are sent to them (Lepikhin et al. 2020).
+
+Tensor-parallel ranks route other tokens each, also where experts are not split: so a router's gradient is partial.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.moe import MoEFeedForward
+from titan_exp.parallel.expert_parallel.dispatch import ExpertParallelDispatch
+from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
+from titan_exp.parallel.mesh import Mesh
+
+
+def apply_expert_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
+    """Shard experts and replace the dispatch of tokens, in place; parameter names stay.
+
+    Does nothing if experts are sharded over the same ranks as other weights.
+    """
+    axes = mesh.experts
+    if axes is None:
+        return
+    tp = mesh.sharding["tp"]
+    tokens = TokenGroup(tp.get_group().group_name, tp.size(), tp.get_local_rank()) if tp.size() > 1 else None
+    ep = axes["ep"]
+    for module in mixtures(model):
+        module.dispatch = ExpertParallelDispatch(
+            ep.get_group().group_name,
+            ep.size(),
+            tokens if axes["etp"].size() > 1 else None,
+        )
+        _shard(module.experts.gate_up, axes, channels=1)
+        _shard(module.experts.down, axes, channels=2)
+        if tokens is not None:
+            module.router.gradients_are_partial = True  # type: ignore[assignment]
+            module.token_split = None if sequence_parallel else tokens
+
+
+def mixtures(model: nn.Module) -> list[MoEFeedForward]:
+    """Mixtures of experts of a model or pipeline stage, in order."""
+    return [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+
+
+def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
+    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels."""
+    placements = {name: shard for name, shard in (("ep", Shard(0)), ("etp", Shard(channels))) if axes[name].size() > 1}
+    if placements:
+        # src_data_rank=None: each rank slices its own copy, without communication.
+        weight = distribute_tensor(
+            linear.weight.detach(), axes[tuple(placements)], list(placements.values()), src_data_rank=None
+        )
+        linear.weight = nn.Parameter(weight)

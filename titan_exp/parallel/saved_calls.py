@@ -1,0 +1,314 @@
+"""Automatic list of selective activation checkpointing: operator calls with the fewest bytes per recomputed FLOP.
+
+One block is traced on fake tensors, with the inputs and weights of its first forward pass, so the list follows from the
+operators that it executes. Shapes alone decide, so all ranks of a layout, and the planner, choose the same.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.activation_checkpoint import AutomaticSave
+from titan_exp.ops.matmul_flops import matmul_flops
+from titan_exp.parallel.routing_cache import ROUTING
+
+Call = tuple[str, int]
+"""Operator call: name with overload, and index among the block's calls of this operator."""
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """Operator call whose output may be saved."""
+
+    call: Call
+    """Position in the block."""
+    module: str
+    """Path of the calling module in the block."""
+    bytes: int
+    """Bytes of the outputs."""
+    flops: int
+    """FLOPs of a matmul."""
+    always: bool
+    """True if it is never recomputed: attention, collectives that do not grow their input, top-k routing."""
+    reached: bool
+    """True if the call precedes the last tensor that backward reads: without a compiler, all these are repeated."""
+    read: bool
+    """True if a tensor that backward reads is computed from the output: with a compiler, only these are repeated."""
+
+
+@dataclass(frozen=True)
+class SavedCalls:
+    """Calls of a block whose outputs are saved, within a budget."""
+
+    traced: tuple[TracedCall, ...]
+    """Calls that may be saved, in order of execution."""
+    automatic: AutomaticSave
+    """Share of blocks that save one call more."""
+    budget: float
+    """Bytes of saved matmuls as a share of all that backward needs."""
+    compiled: bool
+    """True if a compiler leaves out calls that nothing reads."""
+
+    @cached_property
+    def always(self) -> tuple[TracedCall, ...]:
+        """Calls that are never recomputed."""
+        return tuple(call for call in self.traced if call.always and call.reached)
+
+    @cached_property
+    def ranked(self) -> tuple[TracedCall, ...]:
+        """Matmuls that would be repeated, by bytes per FLOP; the smaller one first among equals."""
+        matmuls = [call for call in self.traced if (call.read if self.compiled else call.reached) and not call.always]
+        return tuple(sorted(matmuls, key=lambda call: (call.bytes / call.flops, call.bytes)))
+
+    @cached_property
+    def _room(self) -> float:
+        return self.budget * sum(call.bytes for call in self.traced if call.read and not call.always)
+
+    @cached_property
+    def _prefix(self) -> int:
+        """Number of ranked calls that fit into the budget of every block."""
+        size = 0
+        for count, call in enumerate(self.ranked):
+            size += call.bytes
+            if size > self._room:
+                return count
+        return len(self.ranked)
+
+    @property
+    def matmuls(self) -> tuple[TracedCall, ...]:
+        """Matmuls that every block saves."""
+        return self.ranked[: self._prefix]
+
+    @property
+    def more(self) -> TracedCall | None:
+        """Matmul that every n-th block saves in addition; None if the budget of n blocks has no room for it."""
+        every, rest = self.automatic.every, self.ranked[self._prefix :]
+        if every == 1 or not rest:
+            return None
+        size = every * sum(call.bytes for call in self.matmuls) + rest[0].bytes
+        return rest[0] if size <= every * self._room else None
+
+    def of_block(self, number: int) -> tuple[Call, ...]:
+        """Calls saved in the block of this layer number."""
+        saved = [*self.always, *self.matmuls]
+        more, turn = self.automatic.more, (number + 1) % self.automatic.every == 0
+        if self.more is not None and (turn if more is None else more):
+            saved.append(self.more)
+        return tuple(call.call for call in saved)
+
+    @property
+    def bytes(self) -> float:
+        """Mean bytes saved per block, without its input."""
+        more = 0.0 if self.more is None else self.more.bytes / self.automatic.every
+        return sum(call.bytes for call in (*self.always, *self.matmuls)) + more
+
+    @property
+    def recomputed(self) -> float:
+        """Mean share of a forward pass's matmul FLOPs that backward recomputes."""
+        saved = sum(call.flops for call in self.matmuls)
+        saved += 0 if self.more is None else self.more.flops / self.automatic.every
+        return (sum(call.flops for call in self.ranked) - saved) / max(1, sum(call.flops for call in self.traced))
+
+    def __str__(self) -> str:
+        saved = ", ".join(f"{name} {size / 2**20:,.4g} MiB" for name, size in _by_module(self.always + self.matmuls))
+        if self.more is not None:
+            more = f"{self.more.module} {self.more.bytes / 2**20:,.4g} MiB"
+            saved += f"{'; ' if saved else ''}every {_ordinal(self.automatic.every)} block also {more}"
+        return (
+            f"selective activation checkpointing saves {self.bytes / 2**20:,.4g} MiB per block besides its input "
+            f"({saved or 'nothing'}) and recomputes {self.recomputed:.0%} of its matmul FLOPs"
+        )
+
+
+def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[TracedCall, ...]:
+    """Trace a block's forward pass on fake tensors; nothing of it remains.
+
+    Raises:
+        UserError: an operator of the block cannot be traced.
+    """
+    for module in block.modules():
+        # Nested FSDP units (training.fp32_modules) are gathered once per step, here a little earlier.
+        if module is not block and isinstance(module, FSDPModule):
+            module.unshard()
+    example = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    mode = example.fake_mode if isinstance(example, FakeTensor) else _fake_mode()
+    recorder = _Recorder()
+    # Modes of a caller, such as the planner's, do not see this trace.
+    with _disable_current_modes(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        fakes: dict[int, Tensor] = {}
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(example, FakeTensor):
+                return value
+            if id(value) not in fakes:
+                fakes[id(value)] = mode.from_tensor(value.detach(), static_shapes=True)
+                fakes[id(value)].requires_grad_(value.requires_grad)
+            return fakes[id(value)]
+
+        copy = _fake_copy(block, fake, recorder, {})
+        args, kwargs = tree_map(fake, (args, dict(kwargs)))
+        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
+        try:
+            with mode, hooks, recorder:
+                type(block).forward(copy, *args, **kwargs)
+        except RuntimeError as error:
+            raise UserError(
+                "This run cannot choose what it recomputes.",
+                [
+                    Violation(
+                        "activation_checkpoint.save",
+                        "[auto]",
+                        f"{type(block).__name__} is traced without data to choose from its operators, which failed: "
+                        f"{str(error).splitlines()[0]}",
+                        "a list by hand, as in activation_checkpoint.save='[aten.mm/2]'; or activation_checkpoint=full",
+                    )
+                ],
+            ) from error
+    return recorder.calls()
+
+
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records calls that may be saved, and the last call before backward's last saved tensor."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: list[tuple[str, bool]] = []
+        """Paths of the running modules, each with True if it has parameters of its own."""
+        self._calls: list[TracedCall] = []
+        self._counts: Counter[str] = Counter()
+        self._sources: dict[int, frozenset[int]] = {}
+        """Indices of the matmuls that a storage is computed from, up to calls that are always saved."""
+        self._tensors: list[Any] = []
+        """Traced tensors, so that no storage's address is used twice."""
+        self._reached, self._read = 0, set[int]()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Hook on a tensor that autograd saves."""
+        self._reached = len(self._calls)
+        self._read |= self._sources_of(tensor)
+        return tensor
+
+    def calls(self) -> tuple[TracedCall, ...]:
+        """Recorded calls."""
+        return tuple(
+            replace(call, reached=index < self._reached, read=index in self._read)
+            for index, call in enumerate(self._calls)
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call the operator and record it if its output may be saved."""
+        out = func(*args, **(kwargs or {}))
+        name, sources = str(func), self._sources_of((args, kwargs))
+        always = is_attention(name) or "topk" in name or name.startswith(ROUTING) or _reduces(name, args, out)
+        flops = 0 if always else matmul_flops(func, args, kwargs or {}, out) or 0
+        if always or flops:
+            call = (name, self._counts[name])
+            sources = frozenset() if always else sources | {len(self._calls)}
+            self._calls.append(TracedCall(call, self._module(name), _bytes(out), flops, always, True, True))
+        self._counts[name] += 1
+        self._tensors.append(out)
+        # An output may be an input that the call has written to, or a view of one.
+        self._sources |= dict.fromkeys(_storages(out), sources)
+        return out
+
+    def _sources_of(self, values: Any) -> frozenset[int]:
+        return frozenset().union(*(self._sources.get(storage, ()) for storage in _storages(values)))
+
+    def _module(self, name: str) -> str:
+        """Innermost module with parameters of its own, else the innermost one, else the operator."""
+        owner = next((path for path, has_parameters in reversed(self.modules) if has_parameters), None)
+        return owner or (self.modules[-1][0] if self.modules else name)
+
+
+def is_attention(name: str) -> bool:
+    """True for an operator that computes attention."""
+    return "attention" in name
+
+
+def _reduces(name: str, args: tuple[Any, ...], out: Any) -> bool:
+    """True for collectives whose result is no larger than their input; an all-gather is repeated in backward."""
+    is_collective = name.startswith("_c10d_functional.") or "all_to_all" in name
+    return is_collective and "wait_tensor" not in name and _bytes(out) <= _bytes(args)
+
+
+def _storages(values: Any) -> Iterator[int]:
+    for leaf in tree_leaves(values):
+        if is_traceable_wrapper_subclass(leaf):
+            yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            yield leaf.untyped_storage()._cdata
+
+
+def _bytes(values: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _fake_copy(
+    module: nn.Module, fake: Callable[[Any], Any], recorder: _Recorder, copies: dict[int, nn.Module], path: str = ""
+) -> nn.Module:
+    """Copy of a module with fake parameters and buffers, whose forward leaves the module's attributes as they are."""
+    if id(module) in copies:
+        return copies[id(module)]
+    copy = copies[id(module)] = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    parameters = {name: fake(parameter) for name, parameter in module._parameters.items()}
+    buffers = {name: fake(buffer) for name, buffer in module._buffers.items()}
+    children = {
+        name: child and _fake_copy(child, fake, recorder, copies, f"{path}.{name}" if path else name)
+        for name, child in module._modules.items()
+    }
+    vars(copy).update(_parameters=parameters, _buffers=buffers, _modules=children)
+    if not path:
+        return copy
+    before: dict[int, Any] = {} if isinstance(module, FSDPModule) else dict(module._forward_pre_hooks)
+    after: dict[int, Any] = {} if isinstance(module, FSDPModule) else dict(module._forward_hooks)
+    vars(copy).update(_forward_pre_hooks=before, _forward_hooks=after)
+    if isinstance(module, FSDPModule):
+        _cast_like_fsdp(copy, module)
+    has_parameters = any(parameter is not None for parameter in parameters.values())
+    before[-1] = lambda *_: recorder.modules.append((path, has_parameters))
+    after[-1] = lambda *_: recorder.modules.pop() and None
+    return copy
+
+
+def _cast_like_fsdp(copy: nn.Module, module: FSDPModule) -> None:
+    """Cast inputs and outputs of a nested FSDP unit as its hooks do."""
+    policy = module._get_fsdp_state()._mp_policy
+
+    def cast(values: Any, dtype: torch.dtype | None) -> Any:
+        return tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) and dtype else leaf, values)
+
+    if policy.cast_forward_inputs:
+        copy._forward_pre_hooks[-2] = lambda _, args: cast(args, policy.param_dtype)
+    copy._forward_hooks[-2] = lambda _, args, out: cast(out, policy.output_dtype)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _by_module(calls: Iterable[TracedCall]) -> list[tuple[str, int]]:
+    sizes: Counter[str] = Counter()
+    for call in calls:
+        sizes[call.module] += call.bytes
+    return list(sizes.items())
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,0 +1,1 @@
+"""Rules of the layout: degrees of the mesh, and what each axis divides."""

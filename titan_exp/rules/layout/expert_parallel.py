@@ -1,0 +1,140 @@
+"""Expert parallelism rules: degrees that regroup the ranks, experts and channels that they divide."""
+
+import math
+from collections.abc import Iterator
+
+from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.models.spec.lookup import has_experts
+from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
+from titan_exp.models.spec.tp_plan import Colwise
+from titan_exp.rules.rule import Refuse, check_multiple, rules
+
+EP, ETP, TP = "parallelism.ep", "parallelism.etp", "parallelism.tp"
+
+
+def degree_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Expert-parallel ranks are taken from those of tp, cp and dp_shard, and each has as many experts."""
+    ep, etp, ranks = parallelism.ep, _etp(parallelism), _ranks(parallelism)
+    if not _regroups(ep, parallelism):
+        needed = f"{ETP} · ep = {etp * ep}" if etp > 1 else "it"
+        reason = f"it takes its ranks from parallelism.dp_shard · cp · tp = {ranks}, which {needed} does not divide"
+        step = ep * etp // math.gcd(ep * etp, parallelism.cp * parallelism.tp)
+        shards = "" if _rest(spec, ep) else f"; or parallelism.dp_shard={-(-parallelism.dp_shard // step) * step}"
+        remedy = f"{_nearest(spec, parallelism)}{shards}"
+        yield Violation(EP, ep, reason, remedy)
+    elif rest := _rest(spec, ep):
+        reason = f"{rest[0]} experts cannot be divided evenly among {ep} ranks"
+        yield Violation(EP, ep, reason, _nearest(spec, parallelism))
+
+
+def channels_are_whole_or_tensor_parallel(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Experts' channels are whole, or divided among all tensor-parallel ranks."""
+    tp, etp = parallelism.tp, parallelism.etp
+    if etp not in (1, tp):
+        reason = f"it is 1 (experts are whole on a rank) or equal to {TP}={tp}"
+        yield Violation(ETP, etp, reason, f"{ETP}={listed(sorted({1, tp}))}; or {TP}={etp}")
+        return
+    for style in dict.fromkeys(linear.tp for linear in spec.expert_linears):
+        if isinstance(style, Colwise) and not style.divides(etp):
+            more = f"; or {style.key}={listed(multiples_near(style.units * style.width, style.width * etp))}"
+            reason = f"{style.described} cannot be divided evenly among {etp} ranks, in groups of {style.width}"
+            yield Violation(ETP, etp, reason, f"nearest: {ETP}=1{more}")
+
+
+def expert_shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """FSDP can shard the experts' weights evenly by a dim, if expert parallelism shards them too."""
+    if uneven := _uneven(spec, parallelism, parallelism.ep):
+        shards = _ranks(parallelism) // (parallelism.ep * _etp(parallelism))
+        reason = f"{shards} shards divide neither the experts of a rank nor the channels of {listed(uneven, 'and')}"
+        yield Violation(EP, parallelism.ep, reason, f"{_nearest(spec, parallelism)}; or another parallelism.dp_shard")
+
+
+def tokens_of_experts_divide(
+    spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig
+) -> Iterator[Violation]:
+    """Tensor-parallel ranks route as many tokens of each sequence, with or without sequence parallelism."""
+    degree = math.lcm(parallelism.sequence_chunks, parallelism.cp * parallelism.tp)
+    if not parallelism.sequence_parallel and training.seq_len % parallelism.sequence_chunks == 0:
+        reason = f"parallelism.tp={parallelism.tp} ranks each route an equal part of its tokens to experts"
+        yield from check_multiple("training.seq_len", training.seq_len, degree, reason)
+
+
+def _etp(parallelism: ParallelismConfig) -> int:
+    """Degree of the experts' channels; 1 if refused."""
+    return parallelism.etp if parallelism.etp == parallelism.tp else 1
+
+
+def _ranks(parallelism: ParallelismConfig) -> int:
+    """Ranks that experts are divided among."""
+    return parallelism.dp_shard * parallelism.cp * parallelism.tp
+
+
+def _regroups(ep: int, parallelism: ParallelismConfig) -> bool:
+    """True if the degree divides these ranks."""
+    return _ranks(parallelism) % (ep * _etp(parallelism)) == 0
+
+
+def _rest(spec: ModelSpec, ep: int) -> list[int]:
+    """Numbers of experts that the degree does not divide."""
+    return [linear.experts for linear in spec.expert_linears if linear.experts % ep]
+
+
+def _uneven(spec: ModelSpec, parallelism: ParallelismConfig, ep: int) -> list[str]:
+    """Experts' linears of which no dim is divided evenly by FSDP; others than DTensors need not be."""
+    etp = _etp(parallelism)
+    if ep * etp == 1 or not _regroups(ep, parallelism) or _rest(spec, ep):
+        return []
+    shards = _ranks(parallelism) // (ep * etp)
+    return [
+        linear.name for linear in spec.expert_linears if all(size % shards for size in _local_sizes(linear, ep, etp))
+    ]
+
+
+def _nearest(spec: ModelSpec, parallelism: ParallelismConfig) -> str:
+    """Nearest degrees that work, or advice."""
+    works = [
+        ep
+        for ep in range(1, _ranks(parallelism) + 1)
+        if _regroups(ep, parallelism) and not _rest(spec, ep) and not _uneven(spec, parallelism, ep)
+    ]
+    return f"nearest: {EP}={listed(nearest_numbers(parallelism.ep, works))}" if works else f"{ETP}=1"
+
+
+def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> tuple[int, ...]:
+    """Shape of a rank's part of a stacked weight, before FSDP."""
+    by_rows = isinstance(linear.tp, Colwise)
+    outputs, inputs = linear.outputs // (etp if by_rows else 1), linear.inputs // (1 if by_rows else etp)
+    return linear.experts // ep, outputs, inputs
+
+
+def _routes_tokens(model: ModelConfig) -> bool:
+    return has_experts(model)
+
+
+RULES = (
+    *rules(
+        Refuse(
+            EP,
+            lambda model, parallelism: parallelism.ep > 1 and not has_experts(model),
+            "{model.name} has no experts",
+            "parallelism.ep=1, spread over ranks with parallelism.dp_shard={parallelism.ep}; or a model with experts",
+        ),
+        Refuse(
+            ETP,
+            lambda model, parallelism: parallelism.etp > 1 and not has_experts(model),
+            "{model.name} has no experts",
+            "parallelism.etp=1; parallelism.tp divides the channels of feed-forward layers",
+        ),
+    ),
+    *rules(
+        channels_are_whole_or_tensor_parallel,
+        tokens_of_experts_divide,
+        when=_routes_tokens,
+    ),
+)
+
+LAYOUT_RULES = rules(degree_divides, expert_shards_divide, when=_routes_tokens)

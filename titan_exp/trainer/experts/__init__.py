@@ -1,0 +1,1 @@
+"""Experts of a run: tokens per expert of the global batch, and their metrics."""

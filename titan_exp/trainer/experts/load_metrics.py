@@ -1,0 +1,113 @@
+"""Load metrics of experts: imbalance, dead experts, entropy, range of the router biases, balance losses.
+
+Logged as `experts/NAME` over all layers and `experts/LAYER/NAME` per layer. Load of an expert is its tokens in the
+global batch over those of a perfectly balanced one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titan_exp.models.blocks.router import Router
+from titan_exp.tracking.expert_load import load_statistics
+from titan_exp.tracking.sinks.sink import Value
+from titan_exp.trainer.experts.global_counts import ExpertLoad, routers_of
+from titan_exp.trainer.objective.base import Reduction
+
+TOTALS = {
+    "load_max": max,
+    "dead": sum,
+    "entropy": lambda values: sum(values) / len(values),
+    "bias_range": max,
+    "balance_loss": sum,
+    "z_loss": sum,
+}
+"""Value over all layers of each metric, from those of the layers."""
+
+
+class ExpertMetrics:
+    """Metrics of the last step from `load`: each rank's tensors for the one message, and the row that follows.
+
+    `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
+    """
+
+    def __init__(self, load: ExpertLoad | None, model: nn.Module, parts: Sequence[nn.Module]) -> None:
+        self._load = load
+        self._routers = dict(router for part in parts for router in routers_of(part))
+        self._layers = {name: layer_label(name) for name, _ in routers_of(model)}
+        self.reductions: dict[str, Reduction] = {
+            f"{self._layers[name]}/{metric}": reduction
+            for name, router in routers_of(model)
+            for metric, reduction in _reductions(router).items()
+        }
+        """Reduction over ranks of the metrics that only some ranks know, by name."""
+
+    def __bool__(self) -> bool:
+        """True if the model has experts."""
+        return bool(self._layers)
+
+    def shares(self) -> dict[str, Tensor]:
+        """This rank's share of each metric: a scalar for a sum, sum and count [2] for a mean."""
+        found: dict[str, Tensor] = {}
+        for name, router in self._routers.items():
+            assert self._load is not None, "a model with routers has their load"
+            layer = self._layers[name]
+            losses = self._load.losses.get(name, router.losses)
+            values = {"balance_loss": losses[0], "z_loss": losses[1]}
+            if router.moe.router_bias:
+                width = router.bias.max() - router.bias.min()
+                # Each rank that has the layer has the same biases.
+                values["bias_range"] = torch.stack((width, torch.ones_like(width)))
+            found |= {f"{layer}/{metric}": values[metric] for metric in _reductions(router)}
+        return found
+
+    def counts(self) -> dict[str, list[int]]:
+        """Tokens per expert of the last global batch, by layer. Waits for the device."""
+        if self._load is None or not self._load.counts:
+            return {}
+        sizes = [len(counts) for counts in self._load.counts.values()]
+        flat = torch.cat([*self._load.counts.values()]).cpu()
+        return {
+            self._layers[name]: counts.tolist()
+            for name, counts in zip(self._load.counts, flat.split(sizes), strict=True)
+        }
+
+    def row(self, counts: Mapping[str, Sequence[int]], reduced: Mapping[str, float]) -> dict[str, Value]:
+        """All metrics, totals first, from the counts and the reduced shares, by logged name."""
+        layers: dict[str, dict[str, float]] = {}
+        for layer, loads in counts.items():
+            found = load_statistics(loads)._asdict()
+            own = {metric: reduced[key] for metric in TOTALS if (key := f"experts/{layer}/{metric}") in reduced}
+            layers[layer] = {**found, **own}
+        totals = {
+            metric: total(values)
+            for metric, total in TOTALS.items()
+            if (values := [found[metric] for found in layers.values() if metric in found])
+        }
+        return {
+            **{f"experts/{metric}": value for metric, value in totals.items()},
+            **{
+                f"experts/{layer}/{metric}": value for layer, found in layers.items() for metric, value in found.items()
+            },
+        }
+
+
+def layer_label(router: str) -> str:
+    """Short label of a router's layer: `layer_3` of a block of the skeleton, else the path without its last parts."""
+    match = re.match(r"blocks\.(\d+)\.", router)
+    if match:
+        return f"layer_{match[1]}"
+    return router.removesuffix(".router").removesuffix(".feed_forward").replace(".", "_")
+
+
+def _reductions(router: Router) -> dict[str, Reduction]:
+    """Metrics of a router that are not computed from counts."""
+    moe = router.moe
+    present: dict[str, tuple[bool, Reduction]] = {
+        "bias_range": (moe.router_bias, "mean"),
+        "balance_loss": (moe.balance.coefficient > 0 and moe.balance.loss != "none", "sum"),
+        "z_loss": (moe.balance.z_loss > 0, "sum"),
+    }
+    return {metric: reduction for metric, (has, reduction) in present.items() if has}

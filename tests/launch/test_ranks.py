@@ -11,6 +11,9 @@ from tests.launch.launching import Launch, launch, ranks_of, seen
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
 from titan_exp.launch.state import exit_status
 
+KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
+"""One after the other: the kernel counts out-of-memory kills of the whole machine."""
+
 
 def test_rank_environment_of_ranks(tmp_path: Path) -> None:
     run = Launch(tmp_path, "succeed", "parallelism.dp_shard=2", CUDA_VISIBLE_DEVICES="GPU-1234,3")
@@ -88,6 +91,7 @@ def test_first_failure_is_the_cause(tmp_path: Path) -> None:
     assert "ConnectionError" not in err + out  # rank 0's own traceback is in its log only
 
 
+@KERNEL_COUNTER
 def test_killed_rank_is_reported(tmp_path: Path) -> None:
     run = Launch(tmp_path, "killed_on_rank_1", "parallelism.dp_shard=2")
     code, _, err = run.finish()
@@ -117,6 +121,7 @@ def memory_cgroup() -> Iterator[Path]:
     pytest.skip("no control group of memory can be created here")
 
 
+@KERNEL_COUNTER
 def test_out_of_memory_kill_says_so(tmp_path: Path, memory_cgroup: Path) -> None:
     """By the kernel's own kill."""
     run = Launch(tmp_path, "out_of_memory_on_rank_1", "parallelism.dp_shard=2", MEMORY_CGROUP=str(memory_cgroup))

@@ -174,7 +174,7 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
 def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every layer with a router has the module whose dispatch expert parallelism replaces."""
     found = {name for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
-    for number, layer in enumerate(spec.layers):
+    for number, layer in enumerate(spec.blocks):
         name = f"blocks.{number}.{'' if layer.router is None else layer.router.name.rpartition('.')[0]}"
         if layer.router is not None and name not in found:
             key = "ep" if parallelism.ep > 1 else "tp"
@@ -200,7 +200,7 @@ def _pipeline(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violat
     """The model names the children of the first and the last stage, and its blocks by number."""
     field, kind = "parallelism.pp", type(model).__name__
     blocks = getattr(model, "blocks", None)
-    numbers = [str(number) for number in range(len(spec.layers))]
+    numbers = [str(number) for number in range(len(spec.blocks))]
     plan = model.pp_plan() if hasattr(model, "pp_plan") else None  # type: ignore[operator]  # a method
     if not isinstance(blocks, nn.ModuleDict) or list(blocks) != numbers:
         yield Violation(field, degree, f"{kind}.blocks is no ModuleDict with the keys 0 to {len(numbers) - 1}", BLOCKS)

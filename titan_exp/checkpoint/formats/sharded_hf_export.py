@@ -136,7 +136,7 @@ class ShardedHFExporter:
     def _is_shared(self, name: str) -> bool:
         """True for a parameter of several pipeline stages."""
         spec = model_spec(self._model)
-        return spec is not None and name.partition(".")[0] in spec.pipeline.shared
+        return spec is not None and name.partition(".")[0] in spec.pipeline.copied
 
     def _publish(self, partial: Path, target: Path) -> None:
         sync_all(partial)

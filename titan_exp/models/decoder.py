@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         documents: Int[Tensor, "batch seq"] | None = None,
         loss: LogitsLoss | None = None,
         further: Int[Tensor, "depth batch seq"] | None = None,
-    ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum:
+    ) -> Float[Tensor, "depths_and_batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum | tuple[LossSum, ...]:
         """Logits of the next token, or their loss; hidden states if another stage has the head.
 
         `x` are token ids, or the hidden states of the previous pipeline stage, with sequence parallelism this rank's

@@ -5,7 +5,7 @@ their two best.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import Violation
@@ -49,7 +49,7 @@ class Config(LatentAttentionConfig):
     """Width of the feed-forward of dense layers; a multiple of 32."""
     moe: MoEConfig
     """Experts of the other layers."""
-    mtp: MTPConfig = MTPConfig()
+    mtp: MTPConfig = field(default_factory=MTPConfig)
     """Multi-token prediction."""
 
 

@@ -37,6 +37,7 @@ def module_violations(
 ) -> Iterator[Violation]:
     """Violations of an unsharded model on the meta device; `spec` is None for a plain class."""
     yield from _forward(model, layout)
+    yield from _further_predictions(model, spec)
     yield from _buffers(model)
     yield from _blocks(model, checkpointing, compilation)
     yield from _tied_weights(model, layout)
@@ -72,6 +73,16 @@ def _forward(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
             reason = f"{kind}.forward takes no `loss`, which it would call with the last hidden states and the head"
             remedy = "training.loss_chunk_tokens=null, or forward as in titan_exp/models/decoder.py"
             yield Violation("training.loss_chunk_tokens", chunk, reason, remedy)
+
+
+def _further_predictions(model: nn.Module, spec: ModelSpec | None) -> Iterator[Violation]:
+    """`forward` takes the ids of the tokens ahead where the spec has modules of multi-token prediction."""
+    if spec is not None and spec.mtp_layers and "further" not in inspect.signature(model.forward).parameters:
+        reason = (
+            f"{type(model).__name__}.forward takes no `further`, and the spec has modules of multi-token prediction"
+        )
+        remedy = "forward as in titan_exp/models/decoder.py, or a spec without mtp_layers"
+        yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
 def computes_loss(model: nn.Module, spec: ModelSpec | None) -> bool:

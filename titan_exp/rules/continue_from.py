@@ -21,7 +21,7 @@ from titan_exp.config.schema.typed_config import read_values
 from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "checkpoint.continue_from"
-MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context")
+MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context", "model.mtp.weight")
 """Keys of the model that change no weight."""
 
 

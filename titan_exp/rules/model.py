@@ -49,6 +49,12 @@ RULES = (
             "it is longer than the context of {model.name}, {model.context} tokens",
             "at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
         ),
+        Refuse(
+            "model.mtp.depth",
+            lambda spec, training: spec.mtp_layers and len(spec.mtp_layers) >= training.seq_len,
+            "a sequence has training.seq_len={training.seq_len} tokens, and its last module predicts none of them",
+            "model.mtp.depth=1, as DeepSeek V3, or longer sequences",
+        ),
     ),
     *rules(
         Refuse(

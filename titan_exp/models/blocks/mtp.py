@@ -1,4 +1,4 @@
-"""Module of multi-token prediction (DeepSeek-AI 2024, V3, section 2.2): a transformer block that sees one token ahead."""
+"""Module of multi-token prediction (DeepSeek-AI 2024, V3, section 2.2): a block that sees a token ahead."""
 
 from typing import Any
 

@@ -31,8 +31,8 @@ def build_objective(
     That class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
 
     Raises:
-        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks, or the
-            class cannot compute the loss of further predictions.
+        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks, or
+            the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind = _own_class(training) if is_dotted(name) else LanguageModeling

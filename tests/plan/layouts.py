@@ -257,7 +257,7 @@ def _alone(path: str) -> list[int]:
         layout = ResolvedLayout.of(experiment)
         state = assemble(experiment, layout, DEVICE)
         state.built.init_weights()
-        fake = FakeRank(experiment, state, fake_batches(layout, experiment.data))
+        fake = FakeRank(experiment, state, fake_batches(experiment))
         fake.step()
         found.append(allocated_by(fake.step, Path(path)))
         dist.destroy_process_group()

@@ -43,9 +43,11 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to every tensor of the batch."""
-        optional = (None if tensor is None else function(tensor) for tensor in (self.positions, self.documents))
+        positions, documents = (
+            None if tensor is None else function(tensor) for tensor in (self.positions, self.documents)
+        )
         further = tuple(batch.map(function) for batch in self.further)
-        return Batch(function(self.tokens), function(self.labels), *optional, further)
+        return Batch(function(self.tokens), function(self.labels), positions, documents, further)
 
     def with_further(self, depth: int) -> "Batch":
         """The same batch of whole rows with the tokens up to `depth` places ahead.

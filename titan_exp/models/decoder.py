@@ -57,13 +57,13 @@ class Decoder(nn.Module):
         mask = self._mask(documents)
         embedded: Sequence[Tensor] = ()
         # The last stage of a tied model holds the embedding too, for its head.
-        if not x.is_floating_point() and further is None:
-            x = self.embed(x)
-        elif not x.is_floating_point():
+        if further is not None and not x.is_floating_point():
             # One lookup, for which FSDP gathers the weight once.
             x, *embedded = self.embed(torch.cat((x, *further))).chunk(1 + len(further))
         elif further is not None:
             embedded = self.embed(further.flatten(0, 1)).chunk(len(further))
+        elif not x.is_floating_point():
+            x = self.embed(x)
         for block in self._blocks(mtp=False):
             x = block(x, rope, mask)
         if self.norm is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.linear import linear
 from titan_exp.models.blocks.transformer import TransformerBlock, norm
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import TPStyle
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
 from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
@@ -26,13 +26,13 @@ class MTPModule(TransformerBlock):
         self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None
     ) -> None:
         super().__init__(layer, norm_eps, backend, attention)
-        self._plan = {"projection": layer.linear("projection").tp}
+        self._plan: dict[str, TPStyle] = {"projection": SEQUENCE_PARALLEL}
         self.embedding_norm = norm(layer, "embedding_norm", norm_eps)
         self.hidden_norm = norm(layer, "hidden_norm", norm_eps)
         self.projection = linear(layer, "projection")
         self.norm = norm(layer, "norm", norm_eps)
 
-    def tp_plan(self) -> dict[str, TPStyle | None]:
+    def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding: the projection is replicated, over this rank's tokens."""
         return self._plan
 

@@ -129,11 +129,11 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> list[Batch]:
     def further() -> tuple[Batch, ...]:
         return tuple(Batch(tokens(), tokens(), None, None) for _ in range(mtp_depth(experiment.model)))
 
-    documents = (data.reset_positions, data.document_mask)
-    return [
-        kind(tokens(), tokens(), *(tokens() if has else None for has in documents), further())
-        for _ in range(layout.gradient_accumulation)
-    ]
+    def batch() -> Batch:
+        positions, documents = (tokens() if has else None for has in (data.reset_positions, data.document_mask))
+        return kind(tokens(), tokens(), positions, documents, further())
+
+    return [batch() for _ in range(layout.gradient_accumulation)]
 
 
 def batch_tensors(batches: Iterable[Batch]) -> list[torch.Tensor]:

@@ -266,7 +266,7 @@ def test_a_capture_uses_only_memory_that_the_model_keeps(chunk: int | None, dtyp
         inputs.labels,
         inputs.positions,
         inputs.documents,
-        model._tokens,
+        *model._tokens,
         *model._sums.values.values(),
     ]
     assert recorder.tapes[0].taken() == {place(tensor) for tensor in kept}
@@ -297,4 +297,4 @@ def gradients_are_dropped() -> None:
 
 
 def inputs_stay() -> None:
-    patch("titan_exp.trainer.cuda_graphs.graphed_model._tensors", lambda _: lambda batch: iter(()))
+    patch("titan_exp.data.batch.Batch.tensors", lambda _: property(lambda batch: []))

@@ -50,7 +50,6 @@ COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
     "checkpoint.initial_exclude": ("checkpoint.initial", (None,)),
     "checkpoint.continue_step": ("checkpoint.continue_from", (None,)),
     "checkpoint.continue_data": ("checkpoint.continue_from", (None,)),
-    "model.mtp.weight": ("model.mtp.depth", (0,)),
     "activation_checkpoint.every": (_MODE, ("none", "full", "selective", "budget")),
     "activation_checkpoint.save": (_MODE, ("none", "full", "every_n", "budget")),
     "activation_checkpoint.budget": (_MODE, ("none", "full", "every_n")),

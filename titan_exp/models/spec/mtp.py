@@ -12,6 +12,9 @@ from titan_exp.config.groups.types import Count, NonNegativeFloat
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, VectorSpec
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL
 
+MTP_DEPTH, MTP_WEIGHT = "model.mtp.depth", "model.mtp.weight"
+"""Keys of the configuration."""
+
 
 @dataclass(frozen=True)
 class MTPConfig:
@@ -38,9 +41,9 @@ def mtp_violations(config: MTPConfig, *, tied: bool) -> Iterator[Violation]:
     """A model whose embedding and head the modules cannot share."""
     if config.depth and tied:
         yield Violation(
-            "model.mtp.depth",
+            MTP_DEPTH,
             config.depth,
             "its modules look tokens up in the embedding where the head is, and with model.tied_embeddings=true the "
             "embedding is the head's weight as well",
-            "model.tied_embeddings=false, or model.mtp.depth=0",
+            f"model.tied_embeddings=false, or {MTP_DEPTH}=0",
         )

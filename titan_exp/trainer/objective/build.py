@@ -10,6 +10,7 @@ from titan_exp.config.schema.call_signature import Call, call_violations, requir
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.mtp import MTP_DEPTH
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
@@ -49,8 +50,8 @@ def build_objective(
         return objective
     if not isinstance(objective, LanguageModeling) or kind.__call__ is not LanguageModeling.__call__:
         raise UserError(
-            f"model.mtp.depth={len(spec.mtp_layers)}: {name} has its own `__call__`, which computes no loss of further "
-            "predictions. Use model.mtp.depth=0, or extend LanguageModeling and override `loss` alone."
+            f"{MTP_DEPTH}={len(spec.mtp_layers)}: {name} has its own `__call__`, which computes no loss of further "
+            f"predictions. Use {MTP_DEPTH}=0, or extend LanguageModeling and override `loss` alone."
         )
     return MultiTokenPrediction(objective, len(spec.mtp_layers), spec.mtp_weight)
 

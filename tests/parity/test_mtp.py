@@ -6,6 +6,7 @@ import pytest
 
 from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
+from tests.parity.test_quantized import assert_same_recipe
 
 MTP = "model=deepseek_debug optimizer.lr=1e-3 model.mtp.depth=1"
 COMPILED = "compile=blocks compile.backend=aot_eager"
@@ -53,6 +54,13 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     found, expected = train(tmp_path / "many", *words), one_device(experiment)
     assert_same_curve(found, expected)
     assert "objective/mtp_loss_1" in found.rows[0]
+
+
+@pytest.mark.night
+def test_quantized_modules_are_those_of_one_device(tmp_path: Path):
+    words = [*MTP.split(), "quantization=float8_tensorwise", "training.steps=3", "optimizer.lr=5e-4"]
+    expected = train(tmp_path / "one", *words)
+    assert_same_recipe(train(tmp_path / "many", *words, "parallelism.tp=2"), expected)
 
 
 @pytest.mark.night

@@ -22,6 +22,7 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-t
 install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
 
+TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
 SHARE_FIXTURES = ("tests/parity/", "tests/journeys/test_docs", "tests/checkpoint/test_convert_verb")
 
 
@@ -44,6 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Curves and exports that a module's cases share are made once, not once in every worker.
         if item.nodeid.startswith(SHARE_FIXTURES) and "test_drawn" not in item.nodeid:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        # A busy machine may start a process later than a test waits. What fails twice is broken; a rerun is reported.
+        if item.nodeid.startswith(TIMED_BY_THE_MACHINE):
+            item.add_marker(pytest.mark.flaky(reruns=1))
         # Every layout is trained by night; by day about a fifth, of those with a compiler a tenth, the same each time.
         fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
         share = 10 if "compile=" in item.name else 5

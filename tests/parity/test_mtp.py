@@ -15,6 +15,11 @@ EXPERIMENTS = {
     "documents": " ".join([MTP, *LINES]),
     "deep": f"{MTP} model.mtp.depth=2 training.steps=5",
 }
+DAY = [
+    ("documents", "parallelism.cp=2 training.micro_batch_size=2"),
+    ("documents", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble"),
+]
+"""Experiments and layouts of every test run."""
 NIGHT = [
     ("v3", "training.micro_batch_size=2 activation_checkpoint=full"),
     ("v3", "parallelism.tp=2 parallelism.ep=2 training.loss_chunk_tokens=37"),
@@ -44,8 +49,7 @@ def one_device(tmp_path_factory):
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [
-        ("documents", "parallelism.cp=2 training.micro_batch_size=2"),
-        ("documents", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble"),
+        *(pytest.param(*case, marks=pytest.mark.day) for case in DAY),
         *(pytest.param(*case, marks=pytest.mark.night) for case in NIGHT),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rules about experts: their number, groups and width, and the ranks that expert parallelism takes."""
+"""Rules about experts, the ranks that expert parallelism takes, and multi-token prediction."""
 
 import pytest
 
@@ -42,5 +42,20 @@ BASE = ("model=qwen3_moe_debug", "cluster.device=cpu", "training.seq_len=64", "t
 )
 def test_experts(overrides: list[str], field: str, remedy: str):
     found = violations(experiment(*BASE, *overrides))
+    assert [violation.field for violation in found] == ([field] if field else []), found
+    assert remedy in "".join(violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        (["model.mtp.depth=1"], "", ""),
+        (["model.mtp.depth=1", "model.dense_layers=4", "parallelism.pp=2"], "", ""),
+        (["model.mtp.depth=1", "model.tied_embeddings=true"], "model.mtp.depth", "model.tied_embeddings=false"),
+        (["model.mtp.depth=64"], "model.mtp.depth", "model.mtp.depth=1"),
+    ],
+)
+def test_multi_token_prediction(overrides: list[str], field: str, remedy: str):
+    found = violations(experiment(*BASE, "model=deepseek_debug", *overrides))
     assert [violation.field for violation in found] == ([field] if field else []), found
     assert remedy in "".join(violation.remedy for violation in found)

@@ -43,7 +43,7 @@ def gradients_are_averaged_once_more() -> None:
 def the_loss_is_divided_by_local_tokens() -> None:
     def make(original: Any) -> Any:
         return lambda objective, module, batch, tokens, *rest: original(
-            objective, module, batch, (batch.labels >= 0).sum() * 8, *rest
+            objective, module, batch, [(batch.labels >= 0).sum() * 8], *rest
         )
 
     patch("titan_exp.trainer.forward_backward.normalize_by_tokens", make)
@@ -245,7 +245,7 @@ def metrics_are_means_of_micro_batches() -> None:
     def make(original: Any) -> Any:
         def normalize_by_tokens(objective: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
             loss, metrics = original(objective, module, batch, tokens, *rest)
-            share = tokens / ((batch.labels >= 0).sum() * 8)
+            share = tokens[0] / ((batch.labels >= 0).sum() * 8)
             return loss, {name: value * share for name, value in metrics.items()}
 
         return normalize_by_tokens

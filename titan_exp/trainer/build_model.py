@@ -18,6 +18,7 @@ from titan_exp.models.build import (
     init_specs,
     parameter_count,
 )
+from titan_exp.models.spec.lookup import block_count
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
@@ -75,7 +76,7 @@ class BuiltModel:
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
         """FLOPs of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
-        recipe = describe(model, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+        recipe = describe(model, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         self.module: nn.Module = model
         """The whole model; on the meta device under pipeline parallelism."""
         self.pipeline: Pipeline | None = None
@@ -118,7 +119,7 @@ class BuiltModel:
         """Parallelize the whole model or a pipeline stage, and allocate its parameters."""
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
         specs, places = init_specs(module), buffer_places(module)
-        quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+        quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():
             unfilled = materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
@@ -162,7 +163,9 @@ def _build_pipeline(
             continue
         with torch.device("meta"):
             module = build()
-        prune_to_stage(module, layers[number], first=number == 0, last=number == last)
+        # Modules of multi-token prediction follow the head's input.
+        behind = range(layout.layers, len(module.get_submodule("blocks"))) if number == last else ()  # type: ignore[arg-type]
+        prune_to_stage(module, [*layers[number], *behind], first=number == 0, last=number == last)
         parallelize_stage(module)
         stages.append(
             Stage(

@@ -6,7 +6,7 @@ operators and cannot start from Python operators.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,12 @@ class BackwardSplit:
             if not starts:
                 continue
             edges, grads = zip(*starts, strict=True)
-            weights = tuple(self._weights[weight] for weight in self._branches[node])
-            torch.autograd.backward(edges, grads, inputs=weights)
+            branch = self._branches[node]
+            if branch.begins:
+                # Without the path itself, on which the weights' other uses follow, which may read the same nodes.
+                edges, grads = branch.begins, torch.autograd.grad(edges, branch.begins, grads)
+            weights = tuple(self._weights[weight] for weight in branch.weights)
+            torch.autograd.backward(edges, grads, retain_graph=bool(branch.begins), inputs=weights)
         self._kept.clear()
         self._graph = None
 
@@ -53,26 +57,40 @@ class BackwardSplit:
                 hook.remove()
 
 
-def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, set[Node]]:
+class _Branch(NamedTuple):
+    """Weights that branch off the path at one node."""
+
+    weights: set[Node]
+    """Nodes that accumulate their gradients."""
+    begins: tuple[GradientEdge, ...] = ()
+    """Edges off the path, if a weight is used further down the path as well; else empty, for all edges."""
+
+
+def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:
     """Nodes on paths from output to input where weights branch off, with those weights."""
     target, ends = get_gradient_edge(input).node, set(weights)
-    on_path = {target}
+    # Weights that branch off at a node of the path or below it.
+    on_path: dict[Node, set[Node]] = {target: set()}
     reached: dict[Node, set[Node]] = {}
-    branches: dict[Node, set[Node]] = {}
+    branches: dict[Node, _Branch] = {}
     for node in _deepest_first(get_gradient_edge(output).node):
-        successors = [successor for successor, _ in node.next_functions if successor is not None]
+        successors = [(successor, index) for successor, index in node.next_functions if successor is not None]
         found = {node} & ends
-        for successor in successors:
+        below: set[Node] = set()
+        for successor, _ in successors:
             found |= reached.get(successor, set())
-        if node is target or not any(successor in on_path for successor in successors):
+            below |= on_path.get(successor, set())
+        if node is target or not any(successor in on_path for successor, _ in successors):
             reached[node] = found
             continue
-        on_path.add(node)
+        on_path[node] = found | below
         if found:
-            branches[node] = found
-    assert sum(map(len, branches.values())) == len(set().union(*branches.values())), (
-        "a weight that a stage uses in several places would be counted too often"
-    )
+            begins = [(successor, index) for successor, index in successors if found & reached.get(successor, set())]
+            repeated = bool(found & below)
+            assert not repeated or ends.isdisjoint(successor for successor, _ in begins), (
+                "a weight that an operator reads, and that is used below it, would be counted too often"
+            )
+            branches[node] = _Branch(found, tuple(GradientEdge(*begin) for begin in begins) if repeated else ())
     return branches
 
 

@@ -4,6 +4,7 @@ A rank routes its own tokens and sums their experts' outputs in fp32, in the ord
 not depend on the number of ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -29,20 +30,25 @@ class ExpertParallelDispatch:
 
     def __call__(
         self, tokens: Float[Tensor, "tokens dim"], routing: Routing, experts: Experts
-    ) -> Float[Tensor, "tokens dim"]:
-        """Weighted sum of the experts' outputs for this rank's tokens."""
-        chosen, weights = routing.experts, routing.weights
-        if self.channels is not None:
-            tokens, weights = self.channels.gather(tokens), self.channels.gather(weights)
-            chosen = self.channels.gather(chosen)
+    ) -> Callable[[], Float[Tensor, "tokens dim"]]:
+        """Start to exchange counts; the result computes the weighted sum of the experts' outputs for these tokens."""
+        chosen = routing.experts if self.channels is None else self.channels.gather(routing.experts)
         order, inverse, ends = sort_by_expert(chosen, experts.count)
-        rows = self._on_experts(permute(tokens, order, inverse), ends, experts)
-        found = combine(rows, order, inverse, weights)
-        return found if self.channels is None else self.channels.reduce(found)
+        exchange = None if self.degree == 1 else TokenExchange.start(ends, self.degree, self.group)
 
-    def _on_experts(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-        if self.degree == 1:
-            return experts(rows, ends)
-        exchange = TokenExchange.of(ends, self.degree, self.group)
-        received, order = exchange.dispatch(rows)
-        return exchange.give_back(experts(received, exchange.ends), order, rows.shape[0])
+        def finish() -> Tensor:
+            weights, mine = routing.weights, tokens
+            if self.channels is not None:
+                mine, weights = self.channels.gather(mine), self.channels.gather(weights)
+            rows = permute(mine, order, inverse)
+            rows = experts(rows, ends) if exchange is None else _on_ranks(exchange(), rows, experts)
+            found = combine(rows, order, inverse, weights)
+            return found if self.channels is None else self.channels.reduce(found)
+
+        return finish
+
+
+def _on_ranks(exchange: TokenExchange, rows: Tensor, experts: Experts) -> Tensor:
+    """Outputs of the experts on other ranks."""
+    received, order = exchange.dispatch(rows)
+    return exchange.give_back(experts(received, exchange.ends), order, rows.shape[0])

@@ -1,5 +1,6 @@
 """Token exchange of expert parallelism: rows sorted by expert go to the experts' ranks by all-to-all, and back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from titan_exp.parallel.all_to_all import all_to_all_rows, exchange_counts
+from titan_exp.parallel.all_to_all import all_to_all_rows, finish_count_exchange, start_count_exchange
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,19 @@ class TokenExchange:
     """Name of the ranks' process group."""
 
     @staticmethod
-    def of(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "TokenExchange":
-        """Exchange of rows with these ends per expert; synchronizes with the host, once."""
+    def start(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "Callable[[], TokenExchange]":
+        """Start to exchange the counts of rows with these ends per expert.
+
+        The result waits for them, which synchronizes with the host, once.
+        """
         counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
-        received, rows = exchange_counts(counts, group)
-        return TokenExchange(rows[0], rows[1], received, group)
+        started = start_count_exchange(counts, group)
+
+        def finish() -> TokenExchange:
+            received, rows = finish_count_exchange(*started)
+            return TokenExchange(rows[0], rows[1], received, group)
+
+        return finish
 
     @property
     def ends(self) -> Int32[Tensor, " local"]:

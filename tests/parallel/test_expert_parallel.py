@@ -118,10 +118,12 @@ def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         own = torch.tensor(counts[rank])
         rows = (100 * rank + torch.arange(int(own.sum()))).float()[:, None].requires_grad_()
         exchange = TokenExchange.start(own.cumsum(0, dtype=torch.int32), ranks, dist.group.WORLD.group_name)()
-        received, order = exchange.dispatch(rows)
-        back = exchange.give_back(received * (rank + 1), order, rows.shape[0])
-        (gradient,) = torch.autograd.grad(back, rows, torch.ones_like(back))
-        return received.detach()[:, 0], exchange.ends, back.detach()[:, 0], gradient[:, 0]
+        weights = rows.detach()[:, 0].requires_grad_()
+        received, received_weights, order = exchange.dispatch(rows, weights)
+        assert torch.equal(received[:, 0], received_weights)
+        back = exchange.give_back(received + received_weights[:, None] * rank, order, rows.shape[0], summed=True)
+        gradient, of_weights = torch.autograd.grad(back, (rows, weights), torch.ones_like(back))
+        return received.detach()[:, 0], exchange.ends, back.detach()[:, 0], gradient[:, 0] + of_weights
 
 
 def test_rows_go_to_their_experts_and_back():
@@ -206,3 +208,28 @@ def test_shared_experts_run_while_counts_are_exchanged(layout: str):
         assert len(starts) == LAYERS
         between = ["start_count_exchange", "aten.mm", "aten.mm", "finish_count_exchange", "all_to_all_rows"]
         assert all(seen[start : start + len(between)] == between for start in starts)
+
+
+def saved_rows() -> list[int]:
+    """Rows of the routed tensors that backward keeps, of all layers."""
+    kept: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.ndim == 2 and saved.shape[1] == 64:
+            kept[saved.untyped_storage()._cdata] = saved.shape[0]
+        return saved
+
+    with joined_process_group(CPU):
+        model = parallel_model("model.moe.ffn_dim=96")
+        others = {weight.shape[0] for weight in model.parameters()} | {64}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            out = model((torch.arange(64).view(2, 32) * 7 + 31 * dist.get_rank()) % 320)
+        assert out.requires_grad
+        return [rows for rows in kept.values() if rows not in others]
+
+
+def test_backward_keeps_the_rows_for_experts_and_none_that_come_back():
+    """Each rank sends three rows for each of its 64 tokens; what both receive is as many."""
+    first, second = run_ranks(2, saved_rows)
+    assert len(first) == len(second) == LAYERS
+    assert [mine + others for mine, others in zip(first, second, strict=True)] == [2 * 3 * 64] * LAYERS

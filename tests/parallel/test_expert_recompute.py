@@ -1,4 +1,4 @@
-"""Recomputation and split backward of blocks with experts: tokens are exchanged once, and nothing is kept over steps."""
+"""Recomputation and split backward of blocks with experts: tokens are exchanged once, nothing is kept over steps."""
 
 import gc
 from collections.abc import Iterator
@@ -143,8 +143,8 @@ def plain() -> list[Steps]:
 def test_recomputation_neither_chooses_nor_exchanges_again(plain: list[Steps], layout: str):
     results = run_ranks(2, steps, *layout.split(), "shift", limit=300)
     for found, expected in zip(results, plain, strict=True):
-        assert found.forward == expected.forward == [3 * LAYERS] * STEPS
-        assert found.backward == expected.backward == [2 * LAYERS] * STEPS
+        assert found.forward == expected.forward == [4 * LAYERS] * STEPS
+        assert found.backward == expected.backward == [3 * LAYERS] * STEPS
         assert found.kept == expected.kept == [0] * STEPS
         for name, gradient in expected.gradients.items():
             torch.testing.assert_close(found.gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
@@ -201,7 +201,7 @@ def test_the_second_part_of_a_backward_pass_sends_nothing(layout: str):
     """Compiled blocks too, which compute all of their gradients at once."""
     results = run_ranks(2, halves, *layout.split(), limit=300)
     for found, expected in zip(results, run_ranks(2, partial(halves, split=False)), strict=True):
-        assert found[0] == expected[0] == [2 * 3 * LAYERS, 2 * 2 * LAYERS, 0]
+        assert found[0] == expected[0] == [2 * 4 * LAYERS, 2 * 3 * LAYERS, 0]
         assert found[1].keys() == expected[1].keys()
         for name, gradient in expected[1].items():
             torch.testing.assert_close(found[1][name], gradient, msg=lambda m, n=name: f"{n}: {m}")

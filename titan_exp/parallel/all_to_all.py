@@ -113,6 +113,13 @@ def all_to_all_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | No
     return found
 
 
+@torch.library.custom_op("titan_exp::return_rows", mutates_args=())
+def return_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
+    """`all_to_all_rows` for rows that no backward pass reads: activation checkpointing does not keep them."""
+    return all_to_all_rows._init_fn(rows, sent, received, size, group)
+
+
+@return_rows.register_fake
 @all_to_all_rows.register_fake
 def _(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
     if size is None:
@@ -133,4 +140,16 @@ def _backward_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
     return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
 
 
+def _set_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str], output: Tensor) -> None:
+    # Activation checkpointing recomputes until the last saved tensor, so this operator must save none.
+    rows, *ctx.counts, _, ctx.group = inputs
+    ctx.size = rows.shape[0]
+
+
+def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    sent, received = ctx.counts
+    return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
+
+
 all_to_all_rows.register_autograd(_backward_rows, setup_context=_save_rows)
+return_rows.register_autograd(_return_gradient, setup_context=_set_rows)

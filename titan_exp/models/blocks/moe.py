@@ -97,10 +97,11 @@ class MoEFeedForward(nn.Module):
 
 def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Callable[[], Tensor]:
     """Dispatch to experts that are all on this rank."""
-    return lambda: _compute_locally(tokens, routing, experts)
+    return lambda: compute_locally(tokens, routing, experts)
 
 
-def _compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """Weighted sum of the outputs of experts that are all on this rank."""
     order, inverse, ends = sort_by_expert(routing.experts, experts.count)
     # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
     # a recipe rounds would then differ from what other ranks' experts round.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils as dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -149,6 +150,34 @@ def test_recomputation_neither_chooses_nor_exchanges_again(plain: list[Steps], l
         for name, gradient in expected.gradients.items():
             torch.testing.assert_close(found.gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
         assert all(map(torch.equal, found.counts, expected.counts))
+
+
+def graphs(*layout: str) -> list[int]:
+    """Graphs compiled until the end of each step.
+
+    The tokens of step `STEPS` choose the first experts alone; the last step has half of the tokens.
+    """
+    with joined_process_group(CPU):
+        model = parallel_model(*layout)
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        found: list[int] = []
+        for step, length in enumerate([32] * (STEPS + 2) + [16]):
+            for router in routers:
+                router.bias[:] = -100 * torch.arange(8.0) * (step == STEPS)
+            tokens = torch.arange(2 * length).view(2, length) * (7 + step) + 31 * dist.get_rank()
+            model(tokens % 320).float().sum().backward()
+            found.append(dynamo.counters["stats"]["unique_graphs"])
+        return found
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("layout", ["parallelism.ep=2", "parallelism.ep=1"])
+def test_other_loads_of_experts_compile_nothing_again(layout: str):
+    """Not even a load of zero."""
+    for found in run_ranks(2, graphs, layout, *COMPILED.split(), limit=300):
+        assert found[0] > 0
+        assert set(found[1:-1]) == {found[1]}
+        assert found[-1] > found[-2]
 
 
 def halves(*layout: str, split: bool = True) -> tuple[list[int], dict[str, Tensor]]:

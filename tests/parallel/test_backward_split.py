@@ -95,3 +95,25 @@ def test_a_table_that_is_read_along_the_path_is_counted_once():
             assert found[name] is None
         else:
             torch.testing.assert_close(found[name], weight.grad, msg=name)
+
+
+def test_a_weight_of_a_compiled_graph_that_is_used_elsewhere_counts_once():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+            self.compiled = torch.compile(self.linear, backend="aot_eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.compiled(x) + self.linear.weight.exp().sum(0))
+
+    stage, x = Shared(), torch.randn(3, 4, requires_grad=True)
+    split = BackwardSplit(stage(x).square().sum(), None, x, stage.parameters())
+    assert split.added_early
+    assert stage.last.weight.grad is None
+    split.add_weight_gradients()
+    found = [weight.grad for weight in stage.parameters()]
+    stage.zero_grad()
+    stage(x).square().sum().backward()
+    for weight, gradient in zip(stage.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, weight.grad)

@@ -555,8 +555,8 @@ def rows_come_back_in_the_order_of_the_experts() -> None:
 
 def experts_are_weighted_twice() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.dispatch.combine",
-        lambda original: lambda rows, order, inverse, weights: original(rows, order, inverse, weights * weights),
+        "titan_exp.parallel.expert_parallel.dispatch.permute_weights",
+        lambda original: lambda weights, order, inverse: original(weights * weights, order, inverse),
     )
 
 

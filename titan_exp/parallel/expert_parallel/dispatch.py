@@ -1,16 +1,18 @@
 """Token dispatch of expert parallelism: routed rows to the ranks of their experts, and their weighted sum back.
 
 A rank routes its own tokens and sums their experts' outputs in fp32, in the order of their choices, so that numbers do
-not depend on the number of ranks.
+not depend on the number of ranks. Weights travel with the rows and scale the down projection's input, as on one rank:
+backward then needs no returned row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_exp.models.blocks.moe import Experts
-from titan_exp.ops.moe.permutation import combine, permute, sort_by_expert
+from titan_exp.models.blocks.moe import Experts, compute_locally
+from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.expert_parallel.token_exchange import TokenExchange
 from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
@@ -29,20 +31,32 @@ class ExpertParallelDispatch:
 
     def __call__(
         self, tokens: Float[Tensor, "tokens dim"], routing: Routing, experts: Experts
-    ) -> Float[Tensor, "tokens dim"]:
-        """Weighted sum of the experts' outputs for this rank's tokens."""
-        chosen, weights = routing.experts, routing.weights
-        if self.channels is not None:
-            tokens, weights = self.channels.gather(tokens), self.channels.gather(weights)
-            chosen = self.channels.gather(chosen)
-        order, inverse, ends = sort_by_expert(chosen, experts.count)
-        rows = self._on_experts(permute(tokens, order, inverse), ends, experts)
-        found = combine(rows, order, inverse, weights)
-        return found if self.channels is None else self.channels.reduce(found)
+    ) -> Callable[[], Float[Tensor, "tokens dim"]]:
+        """Start to exchange counts; the result computes the weighted sum of the experts' outputs for these tokens."""
+        chosen = routing.experts if self.channels is None else self.channels.gather(routing.experts)
+        exchange = None
+        if self.degree > 1:
+            order, inverse, ends = sort_by_expert(chosen, experts.count)
+            exchange = TokenExchange.start(ends, self.degree, self.group)
 
-    def _on_experts(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-        if self.degree == 1:
-            return experts(rows, ends)
-        exchange = TokenExchange.of(ends, self.degree, self.group)
-        received, order = exchange.dispatch(rows)
-        return exchange.give_back(experts(received, exchange.ends), order, rows.shape[0])
+        def finish() -> Tensor:
+            weights, mine = routing.weights, tokens
+            if self.channels is not None:
+                mine, weights = self.channels.gather(mine), self.channels.gather(weights)
+            if exchange is None:
+                found = compute_locally(mine, Routing(chosen, weights), experts)
+            else:
+                # As on one rank; what a recipe rounds must not depend on the weights there either.
+                by_row = None if experts.is_quantized else permute_weights(weights, order, inverse)
+                rows = _on_ranks(exchange(), permute(mine, order, inverse), by_row, experts)
+                found = combine(rows, order, inverse, weights if by_row is None else None)
+            return found if self.channels is None else self.channels.reduce(found)
+
+        return finish
+
+
+def _on_ranks(exchange: TokenExchange, rows: Tensor, weights: Tensor | None, experts: Experts) -> Tensor:
+    """Outputs of the experts on other ranks, weighted if weights are given."""
+    received, weights, order = exchange.dispatch(rows, weights)
+    found = experts(received, exchange.ends, weights)
+    return exchange.give_back(found, order, rows.shape[0], summed=weights is not None)

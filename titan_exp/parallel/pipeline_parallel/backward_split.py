@@ -1,8 +1,10 @@
 """Split backward pass: the gradient of a stage's input first, gradients of its weights later (zero bubble).
 
 Where a weight branches off the path to the input, the first part keeps the incoming gradient, from which the second
-part continues (Qi et al. 2024). torch's own version is private, and that of 2.11 sums the gradients of multi-output
-operators and cannot start from Python operators.
+part continues (Qi et al. 2024). A compiled graph computes all of its gradients at once, and sends all of its messages:
+calling it in both parts would cost twice, so the first part keeps the gradients of its weights too.
+torch's own version is private, and that of 2.11 sums the gradients of multi-output operators and cannot start from
+Python operators.
 """
 
 from collections.abc import Iterable
@@ -24,10 +26,24 @@ class BackwardSplit:
     ) -> None:
         self._weights = {get_gradient_edge(weight).node: weight for weight in parameters if weight.requires_grad}
         self._kept: list[tuple[Node, tuple[Tensor | None, ...]]] = []
-        self._branches = _branches(output, input, self._weights.keys())
-        self.input_gradient = self._first_part(output, gradient, input)
+        branches = _branches(output, input, self._weights.keys())
+        early = set().union(*(branch.weights for node, branch in branches.items() if _is_compiled(node)))
+        # A weight of a compiled graph has its whole gradient early, also that of a use elsewhere.
+        self._branches = {
+            node: branch._replace(weights=branch.weights - early)
+            for node, branch in branches.items()
+            if branch.weights - early
+        }
+        self.input_gradient = self._first_part(output, gradient, input, [self._weights[node] for node in early])
         """Gradient of the input."""
-        self._graph = None if NODES_LIVE_ALONE else output
+        self.added_early = bool(early)
+        """True if the first part has added gradients of some weights."""
+        self._graph = None if NODES_LIVE_ALONE or not self._branches else output
+
+    @property
+    def needs_graph(self) -> bool:
+        """True if the second part has something to compute."""
+        return bool(self._branches)
 
     def add_weight_gradients(self) -> None:
         """Accumulate the gradients of the weights; called once."""
@@ -45,13 +61,19 @@ class BackwardSplit:
         self._kept.clear()
         self._graph = None
 
-    def _first_part(self, output: Tensor, gradient: Tensor | None, input: Tensor) -> Tensor:
+    def _first_part(
+        self, output: Tensor, gradient: Tensor | None, input: Tensor, weights: list[nn.Parameter]
+    ) -> Tensor:
         def keep(node: Node) -> Any:
             return node.register_prehook(lambda gradients: self._kept.append((node, gradients)))
 
         hooks = [keep(node) for node in self._branches]
         try:
-            return torch.autograd.grad(output, input, gradient, retain_graph=True)[0]
+            gradients = None if gradient is None else (gradient,)
+            torch.autograd.backward((output,), gradients, retain_graph=self.needs_graph, inputs=(input, *weights))
+            found, input.grad = input.grad, None
+            assert found is not None, "the output depends on the input"
+            return found
         finally:
             for hook in hooks:
                 hook.remove()
@@ -64,6 +86,10 @@ class _Branch(NamedTuple):
     """Nodes that accumulate their gradients."""
     begins: tuple[GradientEdge, ...] = ()
     """Edges off the path, if a weight is used further down the path as well; else empty, for all edges."""
+
+
+def _is_compiled(node: Node) -> bool:
+    return node.name().startswith("CompiledFunction")
 
 
 def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:

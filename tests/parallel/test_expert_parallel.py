@@ -120,6 +120,7 @@ def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         exchange = TokenExchange.start(own.cumsum(0, dtype=torch.int32), ranks, dist.group.WORLD.group_name)()
         weights = rows.detach()[:, 0].requires_grad_()
         received, received_weights, order = exchange.dispatch(rows, weights)
+        assert received_weights is not None
         assert torch.equal(received[:, 0], received_weights)
         back = exchange.give_back(received + received_weights[:, None] * rank, order, rows.shape[0], summed=True)
         gradient, of_weights = torch.autograd.grad(back, (rows, weights), torch.ones_like(back))

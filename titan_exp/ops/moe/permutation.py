@@ -96,7 +96,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows, inverse, weights = ctx.saved_tensors if ctx.inverse is None else (None, ctx.inverse, None)
         gradient = gradients[0].contiguous()
-        if weights is None:
+        if weights is None or rows is None:
             return _copy_tokens(gradient, inverse), None, None, None
         rows_grad, weights_grad = _combine_backward(rows.contiguous(), gradient, inverse, weights)
         return rows_grad, None, None, weights_grad

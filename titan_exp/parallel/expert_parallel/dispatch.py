@@ -34,25 +34,28 @@ class ExpertParallelDispatch:
     ) -> Callable[[], Float[Tensor, "tokens dim"]]:
         """Start to exchange counts; the result computes the weighted sum of the experts' outputs for these tokens."""
         chosen = routing.experts if self.channels is None else self.channels.gather(routing.experts)
-        exchange = None
-        if self.degree > 1:
-            order, inverse, ends = sort_by_expert(chosen, experts.count)
-            exchange = TokenExchange.start(ends, self.degree, self.group)
+        if self.degree == 1:
+            return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, compute_locally)
+        order, inverse, ends = sort_by_expert(chosen, experts.count)
+        exchange = TokenExchange.start(ends, self.degree, self.group)
 
-        def finish() -> Tensor:
-            weights, mine = routing.weights, tokens
-            if self.channels is not None:
-                mine, weights = self.channels.gather(mine), self.channels.gather(weights)
-            if exchange is None:
-                found = compute_locally(mine, Routing(chosen, weights), experts)
-            else:
-                # As on one rank; what a recipe rounds must not depend on the weights there either.
-                by_row = None if experts.is_quantized else permute_weights(weights, order, inverse)
-                rows = _on_ranks(exchange(), permute(mine, order, inverse), by_row, experts)
-                found = combine(rows, order, inverse, weights if by_row is None else None)
-            return found if self.channels is None else self.channels.reduce(found)
+        def on_ranks(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+            # As on one rank; what a recipe rounds must not depend on the weights there either.
+            by_row = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
+            rows = _on_ranks(exchange(), permute(tokens, order, inverse), by_row, experts)
+            return combine(rows, order, inverse, routing.weights if by_row is None else None)
 
-        return finish
+        return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, on_ranks)
+
+    def _over_channels(
+        self, tokens: Tensor, routing: Routing, experts: Experts, compute: Callable[[Tensor, Routing, Experts], Tensor]
+    ) -> Tensor:
+        """Outputs for this rank's tokens from experts whose channels other ranks have, too; `routing` has its weights,
+        but the choice of all."""
+        if self.channels is None:
+            return compute(tokens, routing, experts)
+        gathered = Routing(routing.experts, self.channels.gather(routing.weights))
+        return self.channels.reduce(compute(self.channels.gather(tokens), gathered, experts))
 
 
 def _on_ranks(exchange: TokenExchange, rows: Tensor, weights: Tensor | None, experts: Experts) -> Tensor:

@@ -119,12 +119,12 @@ def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows = (100 * rank + torch.arange(int(own.sum()))).float()[:, None].requires_grad_()
         exchange = TokenExchange.start(own.cumsum(0, dtype=torch.int32), ranks, dist.group.WORLD.group_name)()
         weights = rows.detach()[:, 0].requires_grad_()
-        received, received_weights, order = exchange.dispatch(rows, weights)
-        assert received_weights is not None
-        assert torch.equal(received[:, 0], received_weights)
-        back = exchange.give_back(received + received_weights[:, None] * rank, order, rows.shape[0], summed=True)
+        received = exchange.dispatch(rows, weights)
+        assert received.weights is not None
+        assert torch.equal(received.rows[:, 0], received.weights)
+        back = exchange.give_back(received.rows + received.weights[:, None] * rank, received, rows.shape[0])
         gradient, of_weights = torch.autograd.grad(back, (rows, weights), torch.ones_like(back))
-        return received.detach()[:, 0], exchange.ends, back.detach()[:, 0], gradient[:, 0] + of_weights
+        return received.rows.detach()[:, 0], received.ends, back.detach()[:, 0], gradient[:, 0] + of_weights
 
 
 def test_rows_go_to_their_experts_and_back():

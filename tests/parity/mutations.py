@@ -553,6 +553,13 @@ def rows_come_back_in_the_order_of_the_experts() -> None:
     )
 
 
+def weights_of_received_rows_stay_sorted_by_rank() -> None:
+    def make(original: Any) -> Any:
+        return lambda self, rows: original(self, rows) if rows.ndim > 1 else rows
+
+    patch("titan_exp.parallel.expert_parallel.token_exchange.RowOrder.apply", make)
+
+
 def experts_are_weighted_twice() -> None:
     patch(
         "titan_exp.parallel.expert_parallel.dispatch.permute_weights",
@@ -720,6 +727,7 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (EXPERTS, gradients_of_experts_are_averaged),
     (EXPERTS, received_rows_stay_sorted_by_rank),
     (EXPERTS, rows_come_back_in_the_order_of_the_experts),
+    (EXPERTS, weights_of_received_rows_stay_sorted_by_rank),
     (EXPERTS, experts_are_weighted_twice),
     (EXPERTS, the_norm_is_not_summed_over_shards),
     (EXPERTS_RECOMPUTED, experts_are_chosen_by_other_scores_again),

@@ -17,6 +17,7 @@ ROUTING = (
     "titan_exp.start_count_exchange",
     "titan_exp.finish_count_exchange",
     "titan_exp.all_to_all_rows",
+    "titan_exp.symmetric_dispatch",
 )
 """Choice of experts and exchange of their tokens, which no mode of activation checkpointing repeats."""
 

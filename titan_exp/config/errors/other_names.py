@@ -38,6 +38,7 @@ OTHER_NAMES = {
     "parallelism.ep": ("expert_parallel_size", "expert_model_parallel_size", "expert_parallel", "ep_size"),
     "parallelism.etp": ("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "expert_tensor_parallel"),
     "parallelism.pp": ("pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel", "pp_size"),
+    "parallelism.token_exchange": ("expert_parallel_comm_backend", "moe_token_dispatcher_type", "token_dispatcher"),
     "parallelism.tp": ("tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel", "tp_size"),
     "paths.runs": ("output_dir", "out_dir", "save_dir"),
     "tracking.log_every": ("logging_steps", "log_interval", "log_freq"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_exp.models.blocks.moe import Experts, compute_locally
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
+from titan_exp.parallel.expert_parallel.symmetric_exchange import SymmetricExchange
 from titan_exp.parallel.expert_parallel.token_exchange import TokenExchange
 from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
 
@@ -28,6 +29,8 @@ class ExpertParallelDispatch:
     """Number of these ranks."""
     channels: TokenGroup | None
     """Ranks with other channels of the same experts, which need each other's tokens; None for one."""
+    symmetric_memory: bool = False
+    """True if ranks read each other's rows through symmetric memory, instead of an all-to-all."""
 
     def __call__(
         self, tokens: Float[Tensor, "tokens dim"], routing: Routing, experts: Experts
@@ -37,7 +40,11 @@ class ExpertParallelDispatch:
         if self.degree == 1:
             return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, compute_locally)
         order, inverse, ends = sort_by_expert(chosen, experts.count)
-        exchange = TokenExchange.start(ends, self.degree, self.group)
+        exchange = (
+            SymmetricExchange.start(ends, *chosen.shape, self.degree, self.group)
+            if self.symmetric_memory
+            else TokenExchange.start(ends, self.degree, self.group)
+        )
 
         def on_ranks(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
             # As on one rank; what a recipe rounds must not depend on the weights there either.
@@ -58,8 +65,9 @@ class ExpertParallelDispatch:
         return self.channels.reduce(compute(self.channels.gather(tokens), gathered, experts))
 
 
-def _on_ranks(exchange: TokenExchange, rows: Tensor, weights: Tensor | None, experts: Experts) -> Tensor:
+def _on_ranks(
+    exchange: TokenExchange | SymmetricExchange, rows: Tensor, weights: Tensor | None, experts: Experts
+) -> Tensor:
     """Outputs of the experts on other ranks, weighted if weights are given."""
-    received, weights, order = exchange.dispatch(rows, weights)
-    found = experts(received, exchange.ends, weights)
-    return exchange.give_back(found, order, rows.shape[0], summed=weights is not None)
+    received = exchange.dispatch(rows, weights)
+    return exchange.give_back(experts(received.rows, received.ends, received.weights), received, rows.shape[0])

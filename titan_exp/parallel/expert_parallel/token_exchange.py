@@ -9,6 +9,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from titan_exp.parallel.all_to_all import all_to_all_rows, finish_count_exchange, return_rows, start_count_exchange
+from titan_exp.parallel.expert_parallel.received import Received
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,21 @@ class TokenExchange:
 
         return finish
 
-    @property
-    def ends(self) -> Int32[Tensor, " local"]:
-        """End of the received rows of each of this rank's experts."""
-        return self.counts.sum(0).cumsum(0, dtype=torch.int32)
-
-    def dispatch(
-        self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None
-    ) -> tuple[Float[Tensor, "received dim"], Float[Tensor, " received"] | None, "RowOrder"]:
-        """Rows for this rank's experts, sorted by expert, source rank and token; their weights; and that order."""
+    def dispatch(self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None) -> Received:
+        """Rows for this rank's experts, with their weights."""
         found = all_to_all_rows(rows, self.sent, self.received, None, self.group)
         order = RowOrder.by_expert(self.counts, found.shape[0])
         if weights is not None:
             weights = order.apply(all_to_all_rows(weights, self.sent, self.received, found.shape[0], self.group))
-        return order.apply(found), weights, order
+        return Received(order.apply(found), weights, self.counts.sum(0).cumsum(0, dtype=torch.int32), order)
 
     def give_back(
-        self, rows: Float[Tensor, "received dim"], order: "RowOrder", size: int, *, summed: bool
+        self, rows: Float[Tensor, "received dim"], received: Received, size: int
     ) -> Float[Tensor, "rows dim"]:
-        """Rows of this rank's tokens, in the order and number `size` in which they were dispatched.
-
-        `summed` says that they are summed as they are, so that backward needs none of them.
-        """
-        send = return_rows if summed else all_to_all_rows
-        return send(order.undo(rows), self.received, self.sent, size, self.group)
+        """Rows of this rank's tokens, in the order and number `size` in which they were dispatched."""
+        # Weighted rows are summed as they are, so backward needs none of them.
+        send = all_to_all_rows if received.weights is None else return_rows
+        return send(received.order.undo(rows), self.received, self.sent, size, self.group)
 
 
 @dataclass(frozen=True)

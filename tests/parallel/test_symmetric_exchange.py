@@ -14,6 +14,7 @@ from tests.patching import patch
 from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.expert_parallel.received import Received
 from titan_exp.parallel.expert_parallel.symmetric_exchange import (
     SymmetricExchange,
     expert_ends,
@@ -80,6 +81,18 @@ def on_cpu() -> torch.library.Library:
     return library
 
 
+def once(
+    exchange: TokenExchange | SymmetricExchange, count: int, rank: int
+) -> tuple[Received, Tensor, tuple[Tensor, ...]]:
+    """Received rows, returned rows and gradients of an exchange of this rank's rows."""
+    rows = (100 * rank + torch.arange(3 * count)).float().view(-1, 3).requires_grad_()
+    weights = rows.detach()[:, 0].requires_grad_()
+    received = exchange.dispatch(rows, weights)
+    assert received.weights is not None
+    back = exchange.give_back(received.rows * received.weights[:, None] + rank, received, rows.shape[0])
+    return received, back, torch.autograd.grad(back, (rows, weights), back.detach())
+
+
 def both_ways(chosen: list[list[int]], experts: int) -> list[tuple[Tensor, ...]]:
     """Received rows and weights without free ones, returned rows and gradients, of this rank by each exchange."""
     with joined_process_group(CPU):
@@ -90,18 +103,13 @@ def both_ways(chosen: list[list[int]], experts: int) -> list[tuple[Tensor, ...]]
         plain = TokenExchange.start(ends, ranks, group)()
         found = []
         for exchange in (plain, SymmetricExchange.start(ends, len(chosen[0]), 1, ranks, group)()):
-            # Twice: other ranks may still read what is sent first.
-            for _ in range(2):
-                rows = (100 * rank + torch.arange(3 * len(chosen[0]))).float().view(-1, 3).requires_grad_()
-                weights = rows.detach()[:, 0].requires_grad_()
-                received = exchange.dispatch(rows, weights)
-                assert received.weights is not None
-                scaled = received.rows * received.weights[:, None] + rank
-                back = exchange.give_back(scaled, received, rows.shape[0])
-                gradients = torch.autograd.grad(back, (rows, weights), back.detach())
+            once(exchange, len(chosen[0]), rank)  # other ranks may still read what is sent first
+            received, back, gradients = once(exchange, len(chosen[0]), rank)
+            assert received.weights is not None
             taken = torch.ones(received.rows.shape[0], dtype=torch.bool)
             if isinstance(exchange, SymmetricExchange):
                 taken = (received.rows != 0).any(1)
+                assert isinstance(received.order, Tensor)
                 sizes = received.order[0].view(-1, ranks).sum(1)
                 starts = torch.cat([received.ends.new_zeros(1), received.ends[:-1]])
                 assert taken.tolist() == [
@@ -133,7 +141,7 @@ def test_the_same_rows_as_by_all_to_all(chosen: list[list[int]]):
 def gradients(*layout: str) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of two steps of a model."""
     with joined_process_group(CPU):
-        library = on_cpu()
+        library, loss = on_cpu(), torch.zeros(())
         model = parallel_model("model.moe.shared_experts=1", *layout)
         for step in range(2):
             loss = model((torch.arange(64).view(2, 32) * (7 + step) + 31 * dist.get_rank()) % 320).square().mean()

@@ -21,15 +21,15 @@ def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
     from torch import nn
 
     patch(
-        f"{TENSOR}.apply._mark_partial",
-        lambda original: lambda module: None if isinstance(module, nn.Linear) else original(module),
+        f"{TENSOR}.apply.mark_partial",
+        lambda original: lambda module, *names: None if isinstance(module, nn.Linear) else original(module, *names),
     )
 
 
 def gradients_of_latent_norms_are_taken_for_whole_ones() -> None:
     patch(
-        f"{TENSOR}.apply._mark_partial",
-        lambda original: lambda module: None if module.weight.numel() == 32 else original(module),
+        f"{TENSOR}.apply.mark_partial",
+        lambda original: lambda module, *names: None if module.weight.numel() == 32 else original(module, *names),
     )
 
 
@@ -53,7 +53,9 @@ def gradients_of_gathered_latents_are_one_ranks() -> None:
 
 def scores_have_the_usual_scale_in_parts() -> None:
     def make(original: Any) -> Any:
-        return lambda self, backend, method, group, device, _: original(self, backend, method, group, device)
+        return lambda self, backend, method, group, device, scale, *rest: original(
+            self, backend, method, group, device, None, *rest
+        )
 
     patch(f"{CONTEXT}.attention.ContextAttention.__init__", make)
 

@@ -391,7 +391,7 @@ def gradients_of_head_norms_are_taken_for_whole_ones() -> None:
 
         return mark_partial
 
-    patch("titan_exp.parallel.tensor_parallel.apply._mark_partial", make)
+    patch("titan_exp.parallel.tensor_parallel.apply.mark_partial", make)
 
 
 def heads_are_normalized_after_rope() -> None:
@@ -528,7 +528,7 @@ def _after_expert_parallel(change: Callable[[Any], None]) -> None:
 
 
 def gradients_of_routers_are_taken_for_whole_ones() -> None:
-    _after_expert_parallel(lambda mixture: setattr(mixture.router, "gradients_are_partial", False))
+    _after_expert_parallel(lambda mixture: setattr(mixture.router, "partial_gradients", ()))
 
 
 def gradients_of_experts_are_averaged() -> None:

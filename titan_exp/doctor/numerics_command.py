@@ -91,7 +91,9 @@ def _build_initial(
     config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
 ) -> nn.Module:
     # The model is in fp32, which few GPU attention kernels support.
-    backend = choose_attention_backend(config, device, bf16=False, documents=documents, auto=device.type == "cuda")
+    backend = choose_attention_backend(
+        config, device, bf16=False, seq_len=seq_len, documents=documents, auto=device.type == "cuda"
+    )
 
     def build() -> nn.Module:
         return build_model(config, seq_len=seq_len, attention_backend=backend)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from titan_exp.models.decoder import Decoder
 from titan_exp.ops.attention.kv_cache import CachedAttention
 from titan_exp.ops.attention.latent_cache import LatentCache
+from titan_exp.ops.attention.sdpa import CausalAttention
 
 
 class DecodeSession:
@@ -48,7 +49,9 @@ def _enable_cache(attention: nn.Module, window: int) -> CachedAttention | Latent
     """Cache of an attention module: its own, or one of keys and values around its core."""
     if hasattr(attention, "enable_cache"):
         return attention.enable_cache(window)  # type: ignore[operator]  # a method, not a submodule
-    attention.core = CachedAttention(attention.get_submodule("core"), window)
+    core = attention.get_submodule("core")
+    assert isinstance(core, CausalAttention), "no context parallelism in generation"
+    attention.core = CachedAttention(core, window)
     return attention.core
 
 

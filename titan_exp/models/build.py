@@ -42,6 +42,7 @@ def choose_attention_backend(
     device: torch.device,
     *,
     bf16: bool,
+    seq_len: int,
     documents: bool,
     parts: bool = False,
     deterministic: bool = False,
@@ -49,8 +50,8 @@ def choose_attention_backend(
 ) -> AttentionBackend:
     """Attention kernel for a model on a device: the one of its config, or `auto`.
 
-    `documents` says that document masks are given, `parts` that context-parallel ranks exchange keys and values,
-    `deterministic` that the same bits are needed on every run.
+    `seq_len` is the longest sequence in tokens. `documents` says that document masks are given, `parts` that
+    context-parallel ranks exchange keys and values, `deterministic` that the same bits are needed on every run.
     """
     spec = model_spec(config)
     head_dim = spec.attention.qk_dim if spec is not None and spec.attention is not None else 64
@@ -61,6 +62,7 @@ def choose_attention_backend(
         head_dim=head_dim,
         bf16=bf16,
         documents=documents,
+        masked=spec is not None and (spec.has_sinks or spec.is_masked(seq_len)),
         parts=parts,
         deterministic=deterministic,
     )

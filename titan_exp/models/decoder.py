@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMSNorm
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
+from titan_exp.ops.attention.query_temperature import TemperatureTable
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding
 from titan_exp.ops.loss.cross_entropy import LossSum
 
@@ -36,6 +38,12 @@ class Decoder(nn.Module):
         self.rope = None
         if spec.rope is not None:
             self.rope = RotaryEmbedding(spec.rope_dim, seq_len, Frequencies(**spec.rope.frequencies))
+        temperature = spec.temperature
+        self.temperature = None
+        if temperature is not None:
+            self.temperature = TemperatureTable(seq_len, temperature.coefficient, temperature.floor_scale)
+        self.positions_restart = True
+        """True if given `positions` may start again within a sequence, False if they count through it."""
 
     def forward(
         self,
@@ -53,8 +61,11 @@ class Decoder(nn.Module):
         gathered. `further` are the ids of the tokens 1, 2, ... places ahead, and run the modules of multi-token
         prediction: their logits, or hidden states for `loss`, follow the model's along the batch, depth by depth.
         """
-        rope = None if self.rope is None else self.rope(x.shape[1], positions)
-        mask = self._mask(documents)
+        seq = x.shape[1] if positions is None else positions.shape[1]
+        rope = None if self.rope is None else self.rope(seq, positions)
+        if rope is not None and self.temperature is not None:
+            rope = (*rope, self.temperature(seq, positions))
+        masks = self._masks(documents, positions if self.positions_restart else None, seq, x.device)
         embedded: Sequence[Tensor] = ()
         # The last stage of a tied model holds the embedding too, for its head.
         if further is not None and not x.is_floating_point():
@@ -65,14 +76,14 @@ class Decoder(nn.Module):
         elif not x.is_floating_point():
             x = self.embed(x)
         for block in self._blocks(mtp=False):
-            x = block(x, rope, mask)
+            x = block(x, rope, masks.get(_core(block)[0]))
         if self.norm is None:
             return x
         x = self.norm(x)
         if embedded:
             depths = [x]
             for module, following in zip(self._blocks(mtp=True), embedded, strict=True):
-                depths.append(module(depths[-1], rope, mask, following))
+                depths.append(module(depths[-1], rope, masks.get(_core(module)[0]), following))
             # One call of the head, for which FSDP gathers its weight once.
             x = torch.cat(depths)
         return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
@@ -87,8 +98,9 @@ class Decoder(nn.Module):
 
     def reset_buffers(self) -> None:
         """Compute the RoPE cache, once memory is real."""
-        if self.rope is not None:
-            self.rope.reset()
+        for table in (self.rope, self.temperature):
+            if table is not None:
+                table.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step per token, as executed."""
@@ -99,9 +111,22 @@ class Decoder(nn.Module):
         layers = len(self.spec.layers)
         return [block for number, block in self.blocks.items() if (int(number) >= layers) is mtp]
 
-    def _mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
-        if documents is None:
-            return None
-        attention = (getattr(block, "attention", None) for block in self.blocks.values())
-        core = next((module.core for module in attention if module is not None), None)
-        return core and core.mask(documents)  # type: ignore[operator]  # an attention core
+    def _masks(
+        self,
+        documents: Int[Tensor, "batch seq"] | None,
+        positions: Int[Tensor, "batch seq"] | None,
+        seq: int,
+        device: Any,
+    ) -> dict[MaskPattern | None, Any]:
+        """Masks by pattern, each built once."""
+        cores = {pattern: core for pattern, core in map(_core, self.blocks.values()) if core is not None}
+        return {
+            pattern: core.mask(documents, positions, seq=seq, device=device)  # type: ignore[operator]  # a core's method
+            for pattern, core in cores.items()
+        }
+
+
+def _core(block: nn.Module) -> tuple[MaskPattern | None, nn.Module | None]:
+    """Mask pattern and core of a block's attention; None for a block without."""
+    core = getattr(getattr(block, "attention", None), "core", None)
+    return (None, None) if core is None else (getattr(core, "pattern", CAUSAL), core)

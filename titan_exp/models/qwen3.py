@@ -13,6 +13,7 @@ from titan_exp.models.convert.hf_config import HuggingFace, common_fields, commo
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import (
+    NORMED,
     TransformerConfig,
     shape_violations,
     transformer_layer,
@@ -31,7 +32,7 @@ class Config(TransformerConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Layers of one kind, each with a norm over query and key heads."""
-    layer = transformer_layer(config, out_std=config.init_std, qk_norm=True)
+    layer = transformer_layer(config, out_std=config.init_std, attention=NORMED)
     return transformer_spec(config, (layer,) * config.layers)
 
 

@@ -15,6 +15,7 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.moe_layer import moe_violations
 from titan_exp.models.spec.transformer import (
+    NORMED,
     AttentionConfig,
     attention_violations,
     moe_transformer_layer,
@@ -36,7 +37,7 @@ class Config(AttentionConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Layers of one kind, each with a norm over query and key heads."""
-    layer = moe_transformer_layer(config, config.moe, out_std=config.init_std, qk_norm=True)
+    layer = moe_transformer_layer(config, config.moe, out_std=config.init_std, attention=NORMED)
     return transformer_spec(config, (layer,) * config.layers)
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.fp32_modules import matching_modules
 from titan_exp.parallel.fsdp.model_ends import lookup_tables
+from titan_exp.parallel.partial_gradients import partial_parameters
 
 _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
 """Function that makes the parameter in a master's place."""
@@ -126,7 +127,7 @@ class ComputeWeights:
                 master.grad_dtype = None  # type: ignore[attr-defined]  # torch's stubs lack it
             self._uses.append((module, name, master))
             # Tensor-parallel ranks sum these gradients, in fp32 as after FSDP's reduction.
-            if getattr(module, "gradients_are_partial", False):
+            if any(master is partial for partial in partial_parameters(module)):
                 self._partial.add(master)
 
     @torch.no_grad()

@@ -75,14 +75,21 @@ def check_supported_on(experiment: Experiment, device: Device) -> None:
 
 
 def attention_kernel(experiment: Experiment) -> str:
-    """Attention kernel of a plan for CUDA: `flash` (cuDNN saves the same tensors), `efficient` or `math`.
+    """Attention kernel of a plan for CUDA: `flash` (others save the same tensors), `efficient` or `math`.
 
     Resolves `auto` like `ops.attention.choose_backend` on CUDA.
     """
     spec, backend = model_spec(experiment.model), attention_backend(experiment.model)
     if backend != "auto":
         return "flash" if backend == "cudnn" else backend
-    fp32 = experiment.training.mixed_precision == "fp32"
+    fp32, parallelism, seq_len = (
+        experiment.training.mixed_precision == "fp32",
+        experiment.parallelism,
+        experiment.training.seq_len,
+    )
+    if spec is not None and (spec.has_sinks or spec.is_masked(seq_len)):
+        merges = parallelism.cp > 1 and parallelism.cp_method != "ulysses"
+        return "efficient" if merges else "flash"
     attention = None if spec is None else spec.attention
     takes = attention is None or HEAD_SIZES["flash"].takes(attention.qk_dim)
     return "efficient" if fp32 or experiment.data.document_mask or not takes else "flash"

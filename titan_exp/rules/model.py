@@ -88,6 +88,20 @@ RULES = (
         ),
         Refuse(
             ATTENTION_BACKEND,
+            lambda spec, training: (
+                spec.attention_backend in ("flash", *FLASH_PACKAGES) and spec.is_masked(training.seq_len)
+            ),
+            "on CUDA it takes no mask, and a layer of {model.name} has a window or chunks below training.seq_len",
+            f"{ATTENTION_BACKEND}=auto, efficient or flex",
+        ),
+        Refuse(
+            ATTENTION_BACKEND,
+            lambda spec: spec.attention_backend in ("cudnn", *FLASH_PACKAGES) and spec.has_sinks,
+            "attention sinks need the log-sum-exp, which is read from other kernels",
+            f"{ATTENTION_BACKEND}=auto, efficient or flex",
+        ),
+        Refuse(
+            ATTENTION_BACKEND,
             lambda spec, training: spec.attention_backend == "cudnn" and training.deterministic,
             "its backward pass gives other bits on each run, so torch refuses it with training.deterministic=true",
             f"{ATTENTION_BACKEND}=auto, which takes flash, or efficient for masks; or training.deterministic=false",

@@ -18,6 +18,7 @@ from titan_exp.models.build import (
     init_specs,
     parameter_count,
 )
+from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import block_count
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fp32_modules import require_modules
@@ -61,6 +62,7 @@ class BuiltModel:
             experiment.model,
             mesh.device,
             bf16=experiment.training.mixed_precision == "bf16",
+            seq_len=experiment.training.seq_len,
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
             deterministic=experiment.training.deterministic,
@@ -119,6 +121,8 @@ class BuiltModel:
         """Parallelize the whole model or a pipeline stage, and allocate its parameters."""
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
         specs, places = init_specs(module), buffer_places(module)
+        if isinstance(module, Decoder):
+            module.positions_restart = experiment.data.reset_positions
         quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():

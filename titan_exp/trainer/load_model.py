@@ -48,7 +48,13 @@ def load_source(
     trained_with = "auto" if spec is None else spec.attention_backend
     supported = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
     backend = choose_attention_backend(
-        config, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts, auto=not supported
+        config,
+        device,
+        bf16=dtype == torch.bfloat16,
+        seq_len=seq_len,
+        documents=documents,
+        parts=parts,
+        auto=not supported,
     )
     build = partial(build_model, config, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):

@@ -41,6 +41,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         spec = layer.attention
         assert isinstance(spec, LatentAttentionSpec), "the layer has latent attention"
+        assert spec.rope
+        assert not spec.sinks
         self._plan, self.spec = layer.tp_plan("attention"), spec
         has_query_latent = layer.vector("attention.q_a_norm") is not None
         self.q_a = linear(layer, "attention.q_a") if has_query_latent else None
@@ -52,7 +54,7 @@ class LatentAttention(nn.Module):
         self.latent_gather = LatentGather()
         self.kv_b = linear(layer, "attention.kv_b")
         self.out = linear(layer, "attention.out")
-        self.core = CausalAttention(backend, spec.scale)
+        self.core = CausalAttention(backend, spec.scale, spec.pattern)
         self.cache: LatentCache | None = None
         """Latents of earlier tokens, in generation."""
 
@@ -64,13 +66,15 @@ class LatentAttention(nn.Module):
         """Keep the latents of at most `length` tokens from now on."""
         assert self.spec.scale is not None, "latent attention names its scale"
         own_dim = self.spec.qk_dim - self.spec.rope_dim
-        self.cache = LatentCache(length, own_dim=own_dim, v_dim=self.spec.v_dim, scale=self.spec.scale)
+        self.cache = LatentCache(
+            length, own_dim=own_dim, v_dim=self.spec.v_dim, scale=self.spec.scale, pattern=self.spec.pattern
+        )
         return self.cache
 
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
@@ -78,12 +82,12 @@ class LatentAttention(nn.Module):
         With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
         of_query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
-        query = rotate_tail(self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim)), *rope).transpose(1, 2)
+        query = rotate_tail(self.q(of_query).unflatten(-1, (-1, self.spec.qk_dim)), *rope[:2]).transpose(1, 2)
         widths = (self.spec.latent_dim, self.spec.rope_dim)
         latent, shared = self.kv_a(x).split(widths, dim=-1)
         # One message under tensor parallelism.
         latent, shared = self.gather(torch.cat((self.kv_a_norm(latent), shared), dim=-1)).split(widths, dim=-1)
-        shared = rotate(shared[:, :, None], *rope)[:, :, 0]
+        shared = rotate(shared[:, :, None], *rope[:2])[:, :, 0]
         if type(self.latent_gather) is not LatentGather:
             latent, shared = self.latent_gather(torch.cat((latent, shared), dim=-1)).split(widths, dim=-1)
         if self.cache is not None and self.cache.append(latent, shared):

@@ -1,4 +1,4 @@
-"""Linear layer without bias, whose matmul quantization recipes replace."""
+"""Linear layer whose matmul quantization recipes replace; the bias is added after it."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -9,23 +9,34 @@ from titan_exp.models.spec.model_spec import LayerSpec
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias, initialized with standard deviation `std`."""
+    """A linear layer initialized with standard deviation `std`.
 
-    def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
-        super().__init__(fan_in, fan_out, bias=False)
-        self.std = std
+    `bias_std` is that of its bias; None is a layer without bias.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, std: float, bias_std: float | None = None) -> None:
+        super().__init__(fan_in, fan_out, bias=bias_std is not None)
+        self.std, self.bias_std = std, bias_std
         self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
-        """input · weightᵀ, by `linear_impl`."""
-        return self.linear_impl(input, self.weight)
+        """input · weightᵀ, by `linear_impl`, plus the bias."""
+        return add_bias(self.linear_impl(input, self.weight), self.bias)
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Initialization of the parameters by name."""
-        return {"weight": InitSpec("normal", self.std)}
+        weight = {"weight": InitSpec("normal", self.std)}
+        if self.bias_std is None:
+            return weight
+        return {**weight, "bias": InitSpec("normal", self.bias_std) if self.bias_std else InitSpec("zeros")}
+
+
+def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] | None) -> Float[Tensor, "*any fan_out"]:
+    """x + bias, in the dtype of `x`; `x` itself without bias."""
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 def linear(layer: LayerSpec, name: str) -> Linear:
     """Linear layer that a block's spec describes, by module path."""
     spec = layer.linear(name)
-    return Linear(spec.inputs, spec.outputs, spec.std)
+    return Linear(spec.inputs, spec.outputs, spec.std, spec.bias_std if spec.bias else None)

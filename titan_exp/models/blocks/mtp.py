@@ -39,7 +39,7 @@ class MTPModule(TransformerBlock):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
         mask: Any,
         embedded: Float[Tensor, "batch part dim"] | None = None,
     ) -> Float[Tensor, "batch part dim"]:

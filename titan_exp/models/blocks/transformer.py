@@ -17,6 +17,7 @@ from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
     HeadParallel,
+    HeadSharded,
     SequenceParallel,
     TPStyle,
     VocabEmbedding,
@@ -25,6 +26,7 @@ from titan_exp.models.spec.tp_plan import (
 from titan_exp.ops.attention.rope import rotate, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.embedding import embedding_rows
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.ops.recompute import recompute_input
 
@@ -108,23 +110,43 @@ class Head(nn.Module):
         return F.linear(x, weight) if loss is None else loss(x, weight)
 
 
+class AttentionSinks(nn.Module):
+    """Learned logit per query head, beside the keys."""
+
+    tp_style = HeadSharded()
+
+    def __init__(self, heads: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+        self.std = std
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        """Initialization of the parameters by name."""
+        return {"weight": InitSpec("normal", self.std)}
+
+    def forward(self) -> Float[Tensor, " heads"]:
+        """Logits of this rank's heads."""
+        return local_tensor(self.weight)
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
     Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
-    holds whole groups. Layers with QK norm normalize query and key heads before RoPE.
+    holds whole groups. Layers with QK norm normalize query and key heads before RoPE, or without weight after it.
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
         super().__init__()
         assert layer.attention is not None, "the layer has attention"
-        self._plan = layer.tp_plan("attention")
+        self._plan, self.spec = layer.tp_plan("attention"), layer.attention
         self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
         self.qkv = linear(layer, "attention.qkv")
         self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
         self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
         self.out = linear(layer, "attention.out")
-        self.core = CausalAttention(backend)
+        self.sinks = _sinks(layer)
+        self.core = CausalAttention(backend, self.spec.scale, self.spec.pattern)
 
     def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding of the linears: whole groups of heads, or a group's query heads."""
@@ -133,22 +155,43 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
 
-        With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
+        `rope` are cosines and sines, and the factor of queries in a model that scales them by position. With sequence
+        parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
-        if self.q_norm is None or self.k_norm is None:
-            query, key, value = split_rotated(groups, *rope)
+        if self.q_norm is None and self.spec.rope and self.spec.rotated_norm_eps is self.spec.temperature is None:
+            query, key, value = split_rotated(groups, *rope[:2])
         else:
             # Backward of the norms keeps the projection's output, and with it the values.
             query, key, value = (heads.flatten(2, 3) for heads in groups.split((self.group, 1, 1), dim=-2))
-            query, key = rotate(self.q_norm(query), *rope), rotate(self.k_norm(key), *rope)
-        heads = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
-        return self.out(heads.transpose(1, 2).flatten(2))
+            query, key = self._normalized(query, key, rope)
+        heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+        out = self.core(*heads) if self.sinks is None else self.core(*heads, self.sinks())
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def _normalized(
+        self,
+        query: Float[Tensor, "batch seq heads head_dim"],
+        key: Float[Tensor, "batch seq kv_heads head_dim"],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+    ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq kv_heads head_dim"]]:
+        """Query and key heads after norms, RoPE and temperature, as far as the layer has them."""
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.spec.rope:
+            query, key = rotate(query, *rope[:2]), rotate(key, *rope[:2])
+        if self.spec.rotated_norm_eps is not None:
+            query, key = (
+                F.rms_norm(heads, heads.shape[-1:], None, self.spec.rotated_norm_eps) for heads in (query, key)
+            )
+        if self.spec.temperature is not None:
+            query = (query * rope[2]).to(query.dtype)
+        return query, key
 
 
 class TransformerBlock(nn.Module):
@@ -169,7 +212,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch part dim"],
-        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """One layer."""
@@ -188,7 +231,14 @@ def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
     """Norm that a block's spec describes, by module path."""
     vector = layer.vector(name)
     assert vector is not None, f"the layer has {name}"
+    assert not isinstance(vector.tp, HeadSharded), "a norm has no number per head"
     return RMSNorm(vector.size, eps, vector.tp)
+
+
+def _sinks(layer: LayerSpec) -> AttentionSinks | None:
+    vector = layer.vector("attention.sinks")
+    assert (vector is not None) == (layer.attention is not None and layer.attention.sinks), "described twice"
+    return None if vector is None or vector.std is None else AttentionSinks(vector.size, vector.std)
 
 
 def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":

@@ -38,6 +38,8 @@ class TensorNames:
     """Norm over each query head, in families with QK norm."""
     key_norm: str = ""
     """Norm over each key head."""
+    sinks: str = ""
+    """Sinks of attention, in families with them. Biases are named like their weight, with `bias` for `weight`."""
     query_down: str = ""
     """Latent of queries, in families with latent attention."""
     query_down_norm: str = ""
@@ -86,6 +88,7 @@ class TensorNames:
             "feed_forward_norm": self.feed_forward_norm,
             "attention.q_norm": self.query_norm,
             "attention.k_norm": self.key_norm,
+            "attention.sinks": self.sinks,
             "attention.q_a_norm": self.query_down_norm,
             "attention.kv_a_norm": self.kv_down_norm,
             "embedding_norm": self.mtp_embedding_norm,
@@ -119,6 +122,7 @@ HUGGINGFACE = TensorNames(
     tied_head=False,
     query_norm="model.layers.{}.self_attn.q_norm.weight",
     key_norm="model.layers.{}.self_attn.k_norm.weight",
+    sinks="model.layers.{}.self_attn.sinks",
     query_down="model.layers.{}.self_attn.q_a_proj.weight",
     query_down_norm="model.layers.{}.self_attn.q_a_layernorm.weight",
     query_up="model.layers.{}.self_attn.q_b_proj.weight",
@@ -264,8 +268,15 @@ class _MapBuilder:
             value: (attention.kv_heads * attention.v_dim, dim),
         }
         self.runs[f"{module}.qkv.weight"] = tuple(qkv_rows(attention, query, key, value, names.interleaved))
+        if f"{module}.qkv.bias" in self.shapes:
+            self.theirs |= {_bias(name): self.theirs[name][:1] for name in (query, key, value)}
+            rows = qkv_rows(attention, _bias(query), _bias(key), _bias(value), names.interleaved)
+            self.runs[f"{module}.qkv.bias"] = tuple(rows)
         self._add_norms(number, layer, "attention.")
-        self.add(f"{module}.out.weight", names.out.format(number))
+        out = names.out.format(number)
+        self.add(f"{module}.out.weight", out)
+        if f"{module}.out.bias" in self.shapes:
+            self.add(f"{module}.out.bias", _bias(out))
 
     def _add_latent_attention(self, number: int, layer: LayerSpec, attention: LatentAttentionSpec) -> None:
         module, names, rope_dim = f"blocks.{number}.attention", self._names, attention.rope_dim
@@ -294,3 +305,8 @@ class _MapBuilder:
             self.theirs |= {name.format(expert): (channels, dim) for name in (gate, up)}
         self.runs[f"{module}.gate_up.weight"] = tuple(gate_up_rows(channels, gate, up))
         self.add(f"{module}.down.weight", down)
+
+
+def _bias(weight: str) -> str:
+    """Name of the bias beside a weight of theirs."""
+    return f"{weight.removesuffix('weight')}bias"

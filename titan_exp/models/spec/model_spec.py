@@ -11,7 +11,26 @@ from functools import cached_property
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel, TPStyle
+from titan_exp.models.spec.tp_plan import (
+    SEQUENCE_PARALLEL,
+    Colwise,
+    HeadParallel,
+    HeadSharded,
+    Rowwise,
+    SequenceParallel,
+    TPStyle,
+)
+from titan_exp.ops.attention.mask_pattern import MaskPattern
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Scaling of queries by position (Llama 4): 1 + coefficient · ln(1 + floor((position + 1) / floor_scale))."""
+
+    coefficient: float
+    """Coefficient of the logarithm."""
+    floor_scale: int
+    """Positions of one factor."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +49,37 @@ class AttentionSpec:
     """Key of the configuration that sets `qk_dim`, for messages."""
     window: int | None = None
     """Sliding window in keys, the token itself included; None is full causal attention."""
+    chunk: int | None = None
+    """Chunk length: keys of the same chunk of positions are visible; None is no chunks."""
     sinks: bool = False
-    """True if the softmax has one learned logit per head beside the keys."""
+    """True if the softmax has one learned logit per head beside the keys, the vector `attention.sinks`."""
     scale: float | None = None
     """Factor of the scores; None is 1 / sqrt(qk_dim)."""
+    rope: bool = True
+    """False if queries and keys are not rotated."""
+    rotated_norm_eps: float | None = None
+    """Epsilon of an RMSNorm without weight over query and key heads after RoPE; None is none."""
+    temperature: QueryTemperature | None = None
+    """Scaling of queries by position."""
 
     @property
     def group(self) -> int:
         """Query heads per key and value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def pattern(self) -> MaskPattern:
+        """Keys that a query sees."""
+        return MaskPattern(self.window, self.chunk)
+
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward FLOPs of scores and weighted values per token, over visible keys only."""
-        window = min(self.window or seq_len, seq_len)
-        visible = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-        return 3 * self.heads * visible * 2 * (self.qk_dim + self.v_dim)
+        return 3 * self.heads * self.pattern.visible_per_query(seq_len) * 2 * (self.qk_dim + self.v_dim)
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer without bias, or one stacked per expert."""
+    """A linear layer, or one stacked per expert."""
 
     name: str
     """Module path inside the block (`attention.qkv`)."""
@@ -66,28 +96,39 @@ class LinearSpec:
     """Number of stacked weights [experts, outputs, inputs]; 1 is a plain linear."""
     active_experts: int = 1
     """Experts that a token is routed to."""
+    bias: bool = False
+    """True if a bias is added to the outputs."""
+    bias_std: float = 0.0
+    """Standard deviation of the initial bias; 0 is zeros."""
 
     @property
     def parameters(self) -> int:
-        """Number of weights, all experts counted."""
-        return self.inputs * self.outputs * self.experts
+        """Number of parameters, all experts counted."""
+        return (self.inputs + self.bias) * self.outputs * self.experts
 
     @property
     def active_parameters(self) -> int:
-        """Number of weights that one token is multiplied with."""
-        return self.inputs * self.outputs * self.active_experts
+        """Number of parameters that one token uses."""
+        return (self.inputs + self.bias) * self.outputs * self.active_experts
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward FLOPs of the matmul per token."""
+        return 6 * self.inputs * self.outputs * self.active_experts
 
 
 @dataclass(frozen=True)
 class VectorSpec:
-    """A weight vector of a norm, initialized to ones."""
+    """A weight vector of a norm, or of one number per head."""
 
     name: str
     """Module path inside the block (`attention_norm`)."""
     size: int
     """Number of elements."""
-    tp: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL
-    """Tensor-parallel use: on this rank's tokens, or on this rank's heads."""
+    tp: SequenceParallel | HeadParallel | HeadSharded = SEQUENCE_PARALLEL
+    """Tensor-parallel use: on this rank's tokens, on this rank's heads, or sharded with the heads."""
+    std: float | None = None
+    """Standard deviation of initial values; None is ones."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +140,7 @@ class LayerSpec:
     linears: tuple[LinearSpec, ...]
     """Linear layers in forward order."""
     vectors: tuple[VectorSpec, ...]
-    """Norm weights."""
+    """Norm weights, and numbers per head."""
     router: RouterSpec | None = None
     """Router of a layer with experts."""
 
@@ -129,6 +170,8 @@ class LayerSpec:
         for linear in self.linears:
             stacked = (linear.experts,) if linear.experts > 1 else ()
             shapes[f"{linear.name}.weight"] = (*stacked, linear.outputs, linear.inputs)
+            if linear.bias:
+                shapes[f"{linear.name}.bias"] = (*stacked, linear.outputs)
         return shapes
 
     @property
@@ -141,7 +184,7 @@ class LayerSpec:
         """Forward and backward FLOPs of matmuls per token."""
         attention = 0.0 if self.attention is None else self.attention.flops_per_token(seq_len)
         router = 0 if self.router is None else self.router.parameters
-        return 6 * (router + sum(linear.active_parameters for linear in self.linears)) + attention
+        return 6 * router + sum(linear.flops_per_token for linear in self.linears) + attention
 
 
 @dataclass(frozen=True)
@@ -242,6 +285,26 @@ class ModelSpec:
         """Attention of the first layer; None if a layer has none."""
         found = [layer.attention for layer in self.layers]
         return None if None in found else found[0]
+
+    @cached_property
+    def patterns(self) -> frozenset[MaskPattern]:
+        """Mask patterns of all layers with attention."""
+        return frozenset(layer.attention.pattern for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def has_sinks(self) -> bool:
+        """True if a layer's softmax has sinks."""
+        return any(layer.attention is not None and layer.attention.sinks for layer in self.layers)
+
+    def is_masked(self, seq_len: int) -> bool:
+        """True if a layer sees less than every earlier key of a sequence of this length."""
+        return any(not pattern.within(seq_len).is_causal for pattern in self.patterns)
+
+    @property
+    def temperature(self) -> QueryTemperature | None:
+        """Scaling of queries by position, the same in every layer that has one; None if none has."""
+        attention = (layer.attention for layer in self.layers if layer.attention is not None)
+        return next((spec.temperature for spec in attention if spec.temperature is not None), None)
 
     @property
     def weights(self) -> tuple[object, ...]:

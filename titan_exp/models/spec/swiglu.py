@@ -1,6 +1,7 @@
 """SwiGLU feed-forward with gate and up fused: its linears, dense or one per expert."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
@@ -18,7 +19,7 @@ def swiglu_linears(
     split = ReplicatedGateUp(FFN_GROUP, count="group") if experts == 1 else None
     described = f"{channels} feed-forward channels ({key})"
     gate_up = Colwise(channels // FFN_GROUP, split, described, key=key, width=FFN_GROUP)
-    stacked = {"experts": experts, "active_experts": active}
+    stacked: dict[str, Any] = {"experts": experts, "active_experts": active}
     return (
         LinearSpec(f"{name}.gate_up", dim, 2 * channels, std, gate_up, **stacked),
         LinearSpec(f"{name}.down", channels, dim, out_std, Rowwise(), **stacked),

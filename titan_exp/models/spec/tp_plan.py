@@ -85,6 +85,11 @@ class HeadParallel:
 
 
 @dataclass(frozen=True)
+class HeadSharded:
+    """One number per head, sharded with the heads."""
+
+
+@dataclass(frozen=True)
 class GatherTokens:
     """A module without weights: this rank's tokens to all tokens, for several readers that each use them in part."""
 
@@ -102,4 +107,6 @@ class VocabLogits:
     """Rows of the whole weight."""
 
 
-TPStyle = Colwise | Rowwise | SequenceParallel | HeadParallel | GatherTokens | VocabEmbedding | VocabLogits
+TPStyle = (
+    Colwise | Rowwise | SequenceParallel | HeadParallel | HeadSharded | GatherTokens | VocabEmbedding | VocabLogits
+)

@@ -7,11 +7,18 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_nea
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig, decoder_spec
-from titan_exp.models.spec.model_spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, VectorSpec
+from titan_exp.models.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    QueryTemperature,
+    VectorSpec,
+)
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
 from titan_exp.models.spec.moe_layer import moe_linears
 from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
-from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, ReplicatedKV, Rowwise
+from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, HeadSharded, ReplicatedKV, Rowwise
 
 
 @dataclass(frozen=True)
@@ -34,23 +41,51 @@ class TransformerConfig(AttentionConfig):
     """Width of the feed-forward layer; a multiple of 32."""
 
 
-def transformer_layer(config: TransformerConfig, *, out_std: float, qk_norm: bool = False) -> LayerSpec:
+@dataclass(frozen=True, kw_only=True)
+class AttentionVariant:
+    """Attention of one layer, beyond grouped-query attention with RoPE; fields as in `AttentionSpec`."""
+
+    window: int | None = None
+    """Sliding window in keys, the token itself included."""
+    chunk: int | None = None
+    """Chunk length in positions."""
+    sinks_std: float | None = None
+    """Standard deviation of initial sinks; None is attention without sinks."""
+    bias_std: float | None = None
+    """Standard deviation of the initial biases of qkv and of the output, 0 for zeros; None is no biases."""
+    rope: bool = True
+    """False if queries and keys are not rotated."""
+    qk_norm: bool = False
+    """True for norms with weights over query and key heads, before RoPE."""
+    rotated_norm_eps: float | None = None
+    """Epsilon of a norm without weight over query and key heads, after RoPE."""
+    temperature: QueryTemperature | None = None
+    """Scaling of queries by position."""
+
+
+PLAIN = AttentionVariant()
+"""Full causal attention with RoPE."""
+NORMED = AttentionVariant(qk_norm=True)
+"""The same with QK norm."""
+
+
+def transformer_layer(config: TransformerConfig, *, out_std: float, attention: AttentionVariant = PLAIN) -> LayerSpec:
     """Spec of a pre-norm block: fused qkv, attention output, fused gate and up, down.
 
     `out_std` is the initial standard deviation of the two linears that write to the residual stream.
     """
     key, std = "model.ffn_dim", config.init_std
     linears = swiglu_linears("feed_forward", config.dim, config.ffn_dim, std=std, out_std=out_std, key=key)
-    return _layer(config, linears, None, out_std=out_std, qk_norm=qk_norm)
+    return _layer(config, linears, None, out_std=out_std, variant=attention)
 
 
 def moe_transformer_layer(
-    config: AttentionConfig, moe: MoEConfig, *, out_std: float, qk_norm: bool = False
+    config: AttentionConfig, moe: MoEConfig, *, out_std: float, attention: AttentionVariant = PLAIN
 ) -> LayerSpec:
     """Spec of a pre-norm block with experts in place of the feed-forward; `out_std` as in `transformer_layer`."""
     linears = moe_linears(moe, config.dim, std=config.init_std, out_std=out_std)
     router = RouterSpec("feed_forward.router", config.dim, config.init_std, moe)
-    return _layer(config, linears, router, out_std=out_std, qk_norm=qk_norm)
+    return _layer(config, linears, router, out_std=out_std, variant=attention)
 
 
 def _layer(
@@ -59,26 +94,41 @@ def _layer(
     router: RouterSpec | None,
     *,
     out_std: float,
-    qk_norm: bool,
+    variant: AttentionVariant,
 ) -> LayerSpec:
     dim, width = config.dim, config.head_dim
-    attention = AttentionSpec(config.heads, config.kv_heads, qk_dim=width, v_dim=width)
+    attention = AttentionSpec(
+        config.heads,
+        config.kv_heads,
+        qk_dim=width,
+        v_dim=width,
+        window=variant.window,
+        chunk=variant.chunk,
+        sinks=variant.sinks_std is not None,
+        rope=variant.rope,
+        rotated_norm_eps=variant.rotated_norm_eps,
+        temperature=variant.temperature,
+    )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
     qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, width, count="group"), heads)
     head_norms = (
         VectorSpec("attention.q_norm", width, HeadParallel()),
         VectorSpec("attention.k_norm", width, HeadParallel()),
     )
+    sinks = VectorSpec("attention.sinks", config.heads, HeadSharded(), variant.sinks_std)
+    outputs, bias = (config.heads + 2 * config.kv_heads) * width, variant.bias_std is not None
+    biases = {"bias": bias, "bias_std": variant.bias_std or 0.0}
     return LayerSpec(
         attention,
         linears=(
-            LinearSpec("attention.qkv", dim, (config.heads + 2 * config.kv_heads) * width, config.init_std, qkv),
-            LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise()),
+            LinearSpec("attention.qkv", dim, outputs, config.init_std, qkv, **biases),
+            LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise(), **biases),
             *feed_forward,
         ),
         vectors=(
             VectorSpec("attention_norm", dim),
-            *(head_norms if qk_norm else ()),
+            *(head_norms if variant.qk_norm else ()),
+            *(() if variant.sinks_std is None else (sinks,)),
             VectorSpec("feed_forward_norm", dim),
         ),
         router=router,

@@ -24,7 +24,7 @@ Keys = Float[Tensor, "batch kv_heads keys head_dim"]
 Values = Float[Tensor, "batch kv_heads keys v_dim"]
 Outputs = Float[Tensor, "batch heads rows v_dim"]
 Rows = Float[Tensor, "batch heads rows"]
-Bias = Float[Tensor, "batch 1 rows keys"]
+Bias = Float[Tensor, "batch_or_1 1 rows keys"]
 
 
 def attention_forward(
@@ -122,4 +122,4 @@ def _for_kernel(query: Heads, bias: Bias | None) -> Tensor | None:
     if bias is None:
         return None
     keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % 16))[..., :keys].expand(-1, query.shape[1], -1, -1)
+    return F.pad(bias, (0, -keys % 16))[..., :keys].expand(query.shape[0], query.shape[1], -1, -1)

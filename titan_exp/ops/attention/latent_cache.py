@@ -7,16 +7,19 @@ output (DeepSeek-AI 2024), so that cached tokens are never expanded.
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from titan_exp.ops.attention.mask_pattern import MaskPattern
+
 
 class LatentCache(nn.Module):
     """Cache while one sequence of at most `length` tokens grows.
 
-    A head has `own_dim` features of its own and a value of `v_dim`; `scale` is the factor of the scores.
+    A head has `own_dim` features of its own and a value of `v_dim`; `scale` is the factor of the scores, and `pattern`
+    names the visible tokens.
     """
 
-    def __init__(self, length: int, *, own_dim: int, v_dim: int, scale: float) -> None:
+    def __init__(self, length: int, *, own_dim: int, v_dim: int, scale: float, pattern: MaskPattern) -> None:
         super().__init__()
-        self.length, self.own_dim, self.v_dim, self.scale = length, own_dim, v_dim, scale
+        self.length, self.own_dim, self.v_dim, self.scale, self.pattern = length, own_dim, v_dim, scale, pattern
         self.filled = 0
         """Number of cached tokens."""
         self._latents: Tensor | None = None
@@ -44,10 +47,14 @@ class LatentCache(nn.Module):
     def attend(
         self, query: Float[Tensor, "batch heads 1 qk"], weight: Float[Tensor, "rows latent"]
     ) -> Float[Tensor, "batch heads 1 v"]:
-        """Attention of the last token to all cached ones; `weight` expands latents, by head to own key and value."""
+        """Attention of the last token to the cached ones that it sees.
+
+        `weight` expands latents, by head to own key and value.
+        """
         assert self._latents is not None, "append comes first"
         assert self._shared is not None
-        latents, shared = self._latents[:, None, : self.filled], self._shared[:, None, : self.filled]
+        seen = slice(self.pattern.first_visible(self.filled - 1), self.filled)
+        latents, shared = self._latents[:, None, seen], self._shared[:, None, seen]
         of_key, of_value = weight.unflatten(0, (query.shape[1], -1)).split((self.own_dim, self.v_dim), dim=1)
         own, rotated = query.split((self.own_dim, query.shape[-1] - self.own_dim), dim=-1)
         scores = (own @ of_key) @ latents.mT + rotated @ shared.mT

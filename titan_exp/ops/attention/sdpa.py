@@ -1,11 +1,10 @@
 """Causal attention with an explicit kernel: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
 
-Kernels with grouped-query support read shared keys and values without repeating them.
+Kernels with grouped-query support read shared keys and values without repeating them. Those without block masks compute
+a window or chunks by tiles of query rows, each with the keys that one of its rows sees.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_exp.config.machine.attention_backends import CUDNN_EVERYWHERE, HEAD_SIZES
 from titan_exp.ops.attention.flash_attention import activate
+from titan_exp.ops.attention.flex import block_mask, flex_attention, pattern_mask
+from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
+from titan_exp.ops.attention.sinks import attention_with_sinks, math_attention_with_sinks
 
 AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
@@ -38,14 +40,16 @@ def choose_backend(
     head_dim: int,
     bf16: bool,
     documents: bool,
+    masked: bool = False,
     parts: bool = False,
     deterministic: bool = False,
 ) -> AttentionBackend:
     """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
 
-    `auto` is flash on CPU. On CUDA it is efficient for fp32, document masks and heads wider than 256; else cuDNN from
-    Hopper on, and flash on older GPUs. `parts` says that attention is merged by LSE, which excludes cuDNN; so does
-    `deterministic`, since torch refuses it for its backward pass.
+    `auto` is flash on CPU. On CUDA it is FlexAttention if a layer is `masked`, by a window or chunks shorter than the
+    sequence or by sinks; efficient for fp32, document masks and heads wider than 256; else cuDNN from Hopper on, and
+    flash on older GPUs. `parts` says that attention is merged by LSE, which excludes cuDNN and FlexAttention;
+    `deterministic` excludes cuDNN, since torch refuses it for its backward pass.
 
     Raises:
         UserError: the device or the installed packages cannot run the requested backend.
@@ -55,6 +59,8 @@ def choose_backend(
         return requested  # type: ignore[return-value]  # checked by the configuration
     if device.type != "cuda":
         return "flash"
+    if masked:
+        return "efficient" if parts else "flex"
     if documents or not bf16 or not HEAD_SIZES["flash"].takes(head_dim):
         return "efficient"
     if parts or deterministic or not CUDNN_EVERYWHERE.takes(head_dim):
@@ -71,22 +77,75 @@ def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 
     return (same & causal)[:, None]
 
 
+class TileMask(NamedTuple):
+    """Mask of a pattern, by tiles of query rows."""
+
+    tiles: tuple[Tile, ...]
+    """Tiles with a visible pair."""
+    visible: tuple[Tensor | None, ...]
+    """True for visible pairs [batch_or_1, 1, rows, keys] of each tile; None if its kind says it."""
+
+
+def segment_ids(
+    pattern: MaskPattern,
+    documents: Int[Tensor, "batch seq"] | None,
+    positions: Int[Tensor, "batch seq"] | None,
+    index: Int[Tensor, " seq"] | None,
+) -> tuple[Int[Tensor, "batch seq"] | None, MaskPattern]:
+    """Ids equal for tokens that may see each other, and the pattern within them.
+
+    `positions` are None if they are those of the sequence. Else they start again in documents, and so do chunks: a
+    chunk is named by its first token's place in the sequence, from each token's place `index`.
+    """
+    if pattern.chunk is None or positions is None:
+        return documents, pattern
+    assert index is not None, "chunks of positions need the places of their tokens"
+    starts = index - positions % pattern.chunk
+    # A chunk lies in one document, unless documents start without their positions.
+    ids = starts if documents is None else (documents << PLACE_BITS) + starts
+    return ids, MaskPattern(window=pattern.reach)
+
+
+PLACE_BITS = 40
+"""Bits of a place in a sequence, below those of a document's number."""
+
+
 class CausalAttention(nn.Module):
     """Attention core without linears; a module, so that context parallelism can replace it."""
 
-    def __init__(self, backend: AttentionBackend, scale: float | None = None) -> None:
+    def __init__(self, backend: AttentionBackend, scale: float | None = None, pattern: MaskPattern = CAUSAL) -> None:
         super().__init__()
         self.backend: AttentionBackend = backend
         self.scale = scale
         """Factor of the scores; None is 1 / sqrt(head_dim)."""
+        self.pattern = pattern
+        """Visible keys, beside documents. Layers of one pattern share their mask."""
 
-    def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
-        """Argument `mask` of `forward`, built once per forward pass of the model; None for causal attention."""
-        if documents is None:
+    def mask(
+        self,
+        documents: Int[Tensor, "batch seq"] | None,
+        positions: Int[Tensor, "batch seq"] | None = None,
+        *,
+        seq: int = 0,
+        device: torch.device | None = None,
+    ) -> Any:
+        """Argument `mask` of `forward`, built once per forward pass of the model; None for causal attention.
+
+        `positions` are given if they start again within the sequence of `seq` tokens; `seq` and `device` are read
+        without documents only.
+        """
+        if documents is not None:
+            seq, device = documents.shape[1], documents.device
+        pattern = self.pattern.within(seq)
+        index = None if pattern.chunk is None or positions is None else torch.arange(seq, device=device)
+        segments, pattern = segment_ids(pattern, documents, positions, index)
+        if segments is None and pattern.is_causal:
             return None
         if self.backend == "flex":
-            return _flex_block_mask(documents)
-        return document_mask(documents)
+            return pattern_mask(pattern, seq, str(device)) if segments is None else block_mask(pattern, segments)
+        if pattern.is_causal and segments is not None:
+            return document_mask(segments)
+        return _tile_mask(pattern, segments, seq, device)
 
     def forward(
         self,
@@ -94,13 +153,48 @@ class CausalAttention(nn.Module):
         key: Float[Tensor, "batch kv_heads seq head_dim"],
         value: Float[Tensor, "batch kv_heads seq v_dim"],
         mask: Any = None,
+        sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads seq v_dim"]:
-        """Softmax(q·k · scale) · v over earlier positions, in the dtype of `query`; v may be narrower than k."""
-        grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+        """Softmax(q·k · scale) · v over visible positions, in the dtype of `query`; v may be narrower than k.
+
+        `sinks` are logits of the softmax beside the keys.
+        """
         if self.backend == "flex":
-            mask = mask if mask is not None else _flex_causal_mask(query.shape[2], str(query.device))
-            kernel = _flex_kernel(query.device.type)
-            return kernel(query, key, value, block_mask=mask, scale=self.scale, enable_gqa=grouped)
+            mask = mask if mask is not None else pattern_mask(CAUSAL, query.shape[2], str(query.device))
+            return flex_attention(query, key, value, mask=mask, sinks=sinks, scale=self.scale)
+        if not isinstance(mask, TileMask):
+            return self.attend(query, key, value, mask, causal=mask is None, sinks=sinks)
+        parts = [
+            self.attend(
+                query[:, :, tile.rows],
+                key[:, :, tile.keys],
+                value[:, :, tile.keys],
+                visible,
+                causal=tile.kind == "causal" and visible is None,
+                sinks=sinks,
+            )
+            for tile, visible in zip(mask.tiles, mask.visible, strict=True)
+        ]
+        return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
+
+    def attend(
+        self,
+        query: Float[Tensor, "batch heads rows head_dim"],
+        key: Float[Tensor, "batch kv_heads keys head_dim"],
+        value: Float[Tensor, "batch kv_heads keys v_dim"],
+        visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None,
+        *,
+        causal: bool,
+        sinks: Float[Tensor, " heads"] | None = None,
+    ) -> Float[Tensor, "batch heads rows v_dim"]:
+        """Attention to these keys by a kernel of SDPA, or one that returns the log-sum-exp for sinks."""
+        grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+        if sinks is not None:
+            how = {"sinks": sinks, "visible": visible, "causal": causal, "scale": self.scale}
+            if self.backend == "math":
+                return math_attention_with_sinks(query, key, value, **how)
+            kernel = "cpu" if query.device.type == "cpu" else self.backend
+            return attention_with_sinks(query, key, value, **how, backend=kernel)  # type: ignore[arg-type]  # checked by the rules
         if grouped and self.backend == "efficient":
             # This kernel has no grouped-query support.
             times = query.shape[1] // key.shape[1]
@@ -109,36 +203,22 @@ class CausalAttention(nn.Module):
             value = F.pad(value, (0, key.shape[-1] - width))
         with sdpa_kernel(SDPA_BACKENDS[self.backend]):
             out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+                query, key, value, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
         return out[..., :width]
 
 
-@cache
-def _flex_kernel(device_type: str) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Uncompiled FlexAttention holds the whole score matrix; a CPU has only that.
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention  # type: ignore[return-value]
-
-
-@cache
-def _flex_causal_mask(seq: int, device: str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(lambda b, h, q, k: q >= k, None, None, seq, seq, device=device)
-
-
-def _flex_block_mask(documents: Int[Tensor, "batch seq"]) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    # FlexAttention reads the signature of the function: no annotations.
-    batch, seq = documents.shape
-    return create_block_mask(
-        lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]),
-        batch,
-        None,
-        seq,
-        seq,
-        device=str(documents.device),
-    )
+def _tile_mask(
+    pattern: MaskPattern, segments: Int[Tensor, "batch seq"] | None, seq: int, device: torch.device | None
+) -> TileMask:
+    tiles, index = tuple(pattern.tiles(range(seq), range(seq))), torch.arange(seq, device=device)
+    visible: list[Tensor | None] = []
+    for tile in tiles:
+        if segments is None and tile.kind != "masked":
+            visible.append(None)
+            continue
+        seen = pattern.visible(index[tile.rows, None], index[None, tile.keys])[None]
+        if segments is not None:
+            seen = seen & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
+        visible.append(seen[:, None])
+    return TileMask(tiles, tuple(visible))

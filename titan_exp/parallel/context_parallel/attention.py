@@ -2,11 +2,12 @@
 
 A rank's queries attend causally to the own block, to the head chunk of every earlier rank, and with their tail chunk to
 the whole block of every later rank. So no kernel computes hidden scores, and without documents no mask is needed.
-Partial outputs are merged by log-sum-exp.
+A window or chunks are computed by tiles of the ranks' head and tail chunks; a block without visible keys is skipped.
+Partial outputs are merged by log-sum-exp, and sinks after all of them.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from titan_exp.ops.attention.attention_with_lse import (
     attention_forward,
     merge_lse,
 )
+from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
+from titan_exp.ops.attention.sdpa import segment_ids
+from titan_exp.ops.attention.sinks import additive, merge_sinks, sinks_grad
 from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
 from titan_exp.parallel.context_parallel.latents import WholeKV
 from titan_exp.parallel.context_parallel.ring import RingKV
@@ -28,31 +32,74 @@ ExchangeMethod = Literal["ring", "allgather", "whole"]
 """Exchange of keys and values; `whole` is none, since every rank has them."""
 
 
+class ContextMask(NamedTuple):
+    """Mask of a context-parallel rank."""
+
+    segments: Tensor | None
+    """Ids of all ranks [degree, batch, part], equal for tokens that may see each other; None for one segment."""
+    pattern: MaskPattern
+    """Visible keys within a segment."""
+
+
 class ContextAttention(nn.Module):
     """Replaces `CausalAttention`, with the same arguments, each this rank's part of the sequence."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # one line in `apply`
         self,
         backend: PartialBackend,
         method: ExchangeMethod,
         group: dist.ProcessGroup,
         device: torch.device,
         scale: float | None = None,
+        pattern: MaskPattern = CAUSAL,
     ) -> None:
         super().__init__()
         self.backend: PartialBackend = backend
-        self.scale = scale
+        self.scale, self.pattern = scale, pattern
         self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
         """The kernel that runs."""
 
-    def mask(self, documents: Tensor | None) -> Tensor | None:
-        """Argument `mask` of `forward`: documents [degree, batch, part] of all ranks; None for causal attention."""
-        return None if documents is None else gather_documents(documents, self.group)
+    def mask(
+        self,
+        documents: Tensor | None,
+        positions: Tensor | None = None,
+        *,
+        seq: int = 0,
+        device: torch.device | None = None,
+    ) -> ContextMask | None:
+        """Argument `mask` of `forward`, from this rank's part of `seq` tokens; None for causal attention.
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend from this rank's queries [batch, heads, part, head_dim] to all earlier positions."""
-        out, _ = context_attention(query, key, value, mask, self.kernel, self.method, self.group, self.scale)
+        `positions` are given if they start again within the sequence.
+        """
+        ranks = group_named(self.group)
+        part = seq if documents is None else documents.shape[1]
+        pattern, index = self.pattern.within(part * ranks.size()), None
+        if positions is not None:
+            index = _places(ranks.rank(), ranks.size(), part, positions.device)
+        segments, pattern = segment_ids(pattern, documents, positions, index)
+        if segments is None and pattern.is_causal:
+            return None
+        return ContextMask(None if segments is None else gather_documents(segments, self.group), pattern)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: ContextMask | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
+        segments, pattern = mask or ContextMask(None, CAUSAL)
+        out, _ = context_attention(
+            query,
+            key,
+            value,
+            segments,
+            sinks,
+            self.kernel,
+            self.method,
+            self.group,
+            self.scale,
+            pattern.window,
+            pattern.chunk,
+        )
         return out
 
 
@@ -62,32 +109,40 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
     backend: str,
     method: str,
     group: str,
     scale: float | None,
+    window: int | None,
+    chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32."""
-    exchange = _exchange(method, group)
+    """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32, sinks included."""
+    exchange, pattern = _exchange(method, group), MaskPattern(window, chunk)
     out = lse = None
     for rank, k, v in _blocks(exchange, key, value):
-        rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
-        part, part_lse = attention_forward(
-            query[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            bias=_bias(documents, exchange.rank, rank, query.dtype),
-            causal=causal and documents is None,
-            backend=cast("PartialBackend", backend),
-            scale=scale,
-        )
-        if out is None or lse is None:
-            out, lse = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
-        else:
-            merge_lse(out[:, :, rows], lse[:, :, rows], part, part_lse)
+        for tile in _tiles(pattern, exchange.rank, rank, exchange.degree, query.shape[2]):
+            part, part_lse = attention_forward(
+                query[:, :, tile.rows],
+                k[:, :, tile.keys],
+                v[:, :, tile.keys],
+                bias=_bias(pattern, segments, tile, exchange=exchange, other=rank, query=query),
+                causal=tile.kind == "causal" and segments is None,
+                backend=cast("PartialBackend", backend),
+                scale=scale,
+            )
+            if out is None or lse is None:
+                if part.shape[2] == query.shape[2]:
+                    out, lse = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
+                    continue
+                out = part.new_zeros((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
+                lse = part_lse.new_full(query.shape[:3], HIDDEN)
+            merge_lse(out[:, :, tile.rows], lse[:, :, tile.rows], part, part_lse)
     assert out is not None, "the own block comes first"
     assert lse is not None
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
     return _like_projection(query, value).copy_(out), lse
 
 
@@ -97,40 +152,45 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     backend: str,
     method: str,
     group: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, summed in fp32 over blocks and ranks."""
-    exchange = _exchange(method, group)
+    window: int | None,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, summed in fp32 over blocks and ranks, and of sinks by these queries."""
+    exchange, pattern = _exchange(method, group), MaskPattern(window, chunk)
     query_grad = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     for rank, k, v in _blocks(exchange, key, value):
-        rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
-        dq, dk, dv = attention_backward(
-            gradient[:, :, rows],
-            query[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            out=out[:, :, rows],
-            lse=lse[:, :, rows],
-            bias=_bias(documents, exchange.rank, rank, query.dtype),
-            causal=causal and documents is None,
-            backend=cast("PartialBackend", backend),
-            scale=scale,
-        )
-        query_grad[:, :, rows] += dq
         block_grad = key.new_zeros((*k.shape[:-1], k.shape[-1] + v.shape[-1]), dtype=torch.float32)
         key_grad, value_grad = _split(block_grad, key)
-        key_grad[:, :, keys], value_grad[:, :, keys] = dk, dv
+        for tile in _tiles(pattern, exchange.rank, rank, exchange.degree, query.shape[2]):
+            dq, dk, dv = attention_backward(
+                gradient[:, :, tile.rows],
+                query[:, :, tile.rows],
+                k[:, :, tile.keys],
+                v[:, :, tile.keys],
+                out=out[:, :, tile.rows],
+                lse=lse[:, :, tile.rows],
+                bias=_bias(pattern, segments, tile, exchange=exchange, other=rank, query=query),
+                causal=tile.kind == "causal" and segments is None,
+                backend=cast("PartialBackend", backend),
+                scale=scale,
+            )
+            query_grad[:, :, tile.rows] += dq
+            key_grad[:, :, tile.keys] += dk
+            value_grad[:, :, tile.keys] += dv
         exchange.accumulate_grad(rank, block_grad)
     key_grad, value_grad = _split(exchange.reduced_grad(), key)
     # Results of an operator share no memory: slices are copied even in fp32.
     key_grad, value_grad = (grad.to(key.dtype).contiguous() for grad in (key_grad, value_grad))
-    return query_grad.to(query.dtype), key_grad, value_grad
+    of_sinks = query.new_empty(0) if sinks is None else sinks_grad(gradient, out, lse, sinks)
+    return query_grad.to(query.dtype), key_grad, value_grad, of_sinks
 
 
 @context_attention.register_fake
@@ -139,17 +199,21 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
 
 
 @context_attention_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(  # noqa: PLR0917  # as the operator
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, segments: Any, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, documents, *ctx.how = inputs
-    ctx.save_for_backward(query, key, value, documents, *output)
+    query, key, value, segments, sinks, *ctx.how = inputs
+    ctx.save_for_backward(query, key, value, segments, sinks, *output)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*context_attention_backward(gradient, *ctx.saved_tensors, *ctx.how), *(None,) * 5)
+    *of_heads, of_sinks = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.how)
+    return (*of_heads, None, of_sinks if ctx.saved_tensors[4] is not None else None, *(None,) * 6)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)
@@ -171,24 +235,57 @@ def _blocks(
         yield rank, *_split(block, key)
 
 
-def _visible(rank: int, other: int, length: int) -> tuple[slice, slice, bool]:
-    """Query rows and keys that attend between two ranks' blocks of `length` tokens, and True if causally."""
-    everything, tail = slice(0, length), slice(length // 2, length)
-    if other == rank:
-        return everything, everything, True
-    # A rank whose head chunk is earlier has a later tail chunk.
-    return (everything, slice(0, length // 2), False) if other < rank else (tail, everything, False)
+def _tiles(pattern: MaskPattern, rank: int, other: int, degree: int, length: int) -> Iterator[Tile]:
+    """Tiles with visible pairs of the queries and the keys of two ranks' blocks of `length` tokens."""
+    half = length // 2
+    if pattern.is_causal:
+        # A rank whose head chunk is earlier has a later tail chunk.
+        if other == rank:
+            yield Tile(0, length, 0, length, "causal")
+        else:
+            yield Tile(0, length, 0, half, "whole") if other < rank else Tile(half, length, 0, length, "whole")
+        return
+    for row, queries in zip((0, half), _chunks(rank, degree, half), strict=True):
+        for key, keys in zip((0, half), _chunks(other, degree, half), strict=True):
+            for tile in pattern.tiles(queries, keys):
+                yield Tile(
+                    row + tile.first_row, row + tile.end_row, key + tile.first_key, key + tile.end_key, tile.kind
+                )
 
 
-def _bias(documents: Tensor | None, rank: int, other: int, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [batch, 1, rows, keys] of other documents, and of later tokens in the own block."""
-    if documents is None:
+def _chunks(rank: int, degree: int, half: int) -> tuple[range, range]:
+    """Places in the sequence of a rank's head chunk and tail chunk."""
+    tail = (2 * degree - 1 - rank) * half
+    return range(rank * half, (rank + 1) * half), range(tail, tail + half)
+
+
+def _places(rank: int, degree: int, length: int, device: torch.device) -> Tensor:
+    """Places in the sequence of a rank's tokens [length]."""
+    chunks = _chunks(rank, degree, length // 2)
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+
+def _bias(
+    pattern: MaskPattern,
+    segments: Tensor | None,
+    tile: Tile,
+    *,
+    exchange: RingKV | AllGatherKV | WholeKV,
+    other: int,
+    query: Tensor,
+) -> Tensor | None:
+    """Additive mask [batch_or_1, 1, rows, keys] of a tile, in the dtype of `query`; None if its kind says it."""
+    if segments is None and tile.kind != "masked":
         return None
-    rows, keys, causal = _visible(rank, other, documents.shape[2])
-    hidden = documents[rank][:, rows, None] != documents[other][:, None, keys]
-    if causal:
-        hidden |= torch.ones(hidden.shape[1:], dtype=torch.bool, device=hidden.device).triu(1)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, HIDDEN)[:, None]
+    length = query.shape[2]
+    rows, keys = (
+        _places(rank, exchange.degree, length, query.device)[part]
+        for rank, part in ((exchange.rank, tile.rows), (other, tile.keys))
+    )
+    visible = pattern.visible(rows[:, None], keys)[None]
+    if segments is not None:
+        visible = visible & (segments[exchange.rank][:, tile.rows, None] == segments[other][:, None, tile.keys])
+    return additive(visible[:, None], query)
 
 
 def _split(block: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

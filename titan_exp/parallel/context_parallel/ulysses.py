@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.all_to_all import all_to_all
 from titan_exp.parallel.context_parallel.attention import ContextAttention
@@ -25,23 +26,46 @@ class UlyssesAttention(nn.Module):
     def __init__(self, core: CausalAttention | ContextAttention, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.core = core
-        self.degree, self.group = group.size(), group.group_name
+        self.degree, self.rank, self.group = group.size(), group.rank(), group.group_name
 
-    def mask(self, documents: Tensor | None) -> Any:
-        """Argument `mask` of `forward`: the core's mask for the joint sequence; None for causal attention."""
-        if documents is None:
-            return None
-        return self.core.mask(gather_documents(documents, self.group).movedim(0, 1).flatten(1, 2))
+    @property
+    def pattern(self) -> MaskPattern:
+        """Visible keys, beside documents."""
+        return self.core.pattern
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Tensor:
-        """Attend from this rank's queries [batch, heads, part, head_dim] to all earlier positions."""
+    def mask(
+        self,
+        documents: Tensor | None,
+        positions: Tensor | None = None,
+        *,
+        seq: int = 0,
+        device: torch.device | None = None,
+    ) -> Any:
+        """Argument `mask` of `forward`: the core's mask for the joint sequence; None for causal attention.
+
+        `positions` are given if they start again within the sequence; `seq` tokens are this rank's.
+        """
+        if self.pattern.chunk is None:
+            positions = None
+        documents, positions = (
+            None if ids is None else gather_documents(ids, self.group).movedim(0, 1).flatten(1, 2)
+            for ids in (documents, positions)
+        )
+        return self.core.mask(documents, positions, seq=self.degree * seq, device=device)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
+        if sinks is not None:
+            sinks = sinks.chunk(self.degree)[self.rank]
         # Each rank's heads of query, key and value, [degree, batch, part, channels], in one message.
         by_rank = [self._channels(heads) for heads in (query, key, value)]
         received = all_to_all(torch.cat(by_rank, dim=-1), self.group).movedim(0, 1).flatten(1, 2)
         channels = received.split([part.shape[-1] for part in by_rank], dim=-1)
         widths = (heads.shape[-1] for heads in (query, key, value))
         whole = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(channels, widths, strict=True))
-        out = self.core(*whole, mask).unflatten(2, (self.degree, -1))
+        out = self.core(*whole, mask, sinks).unflatten(2, (self.degree, -1))
         return all_to_all(out.movedim(2, 0).contiguous(), self.group).movedim(0, 1).flatten(1, 2)
 
     def _channels(self, heads: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from titan_exp.parallel.expert_parallel.dispatch import ExpertParallelDispatch
 from titan_exp.parallel.expert_parallel.symmetric_exchange import use_symmetric_memory
 from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.partial_gradients import mark_partial
 
 
 def apply_expert_parallel(
@@ -40,7 +41,7 @@ def apply_expert_parallel(
         _shard(module.experts.gate_up, axes, channels=1)
         _shard(module.experts.down, axes, channels=2)
         if tokens is not None:
-            module.router.gradients_are_partial = True  # type: ignore[assignment]
+            mark_partial(module.router)
             module.token_split = None if sequence_parallel else tokens
 
 

@@ -41,7 +41,7 @@ class ExpertParallelDispatch:
             return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, compute_locally)
         order, inverse, ends = sort_by_expert(chosen, experts.count)
         exchange = (
-            SymmetricExchange.start(ends, *chosen.shape, self.degree, self.group)
+            SymmetricExchange.start(ends, chosen.shape[0], chosen.shape[1], self.degree, self.group)
             if self.symmetric_memory
             else TokenExchange.start(ends, self.degree, self.group)
         )

@@ -194,7 +194,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, g
     from torch.distributed import _symmetric_memory as memory
 
     buffer = memory.empty(shape, dtype=dtype, device=device)
-    memory.rendezvous(buffer, group)
+    memory.rendezvous(buffer, group_named(group))
     return buffer
 
 

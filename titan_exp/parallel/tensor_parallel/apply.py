@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.spec.tp_plan import (
     Colwise,
     GatherTokens,
     HeadParallel,
+    HeadSharded,
     ReplicatedGateUp,
     ReplicatedKV,
     Rowwise,
@@ -24,6 +26,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.partial_gradients import mark_partial, partial_parameters
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -55,12 +58,14 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
             case VocabLogits(vocabulary):
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
                 model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
+            case HeadSharded():
+                module.weight = _divided(module.get_parameter("weight"), axis, dim=0)
             case GatherTokens():
                 model.set_submodule(name, GatheredTokens(region))
             case SequenceParallel() if sequence_parallel:
-                _mark_partial(module)
+                mark_partial(module)
             case HeadParallel():
-                _mark_partial(module)
+                mark_partial(module)
 
 
 def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
@@ -71,8 +76,9 @@ def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear) and module.rows is not None:
-            kept[f"{name}.weight"] = module.rows
-            module.weight = nn.Parameter(torch.cat([module.weight.detach()[rows] for rows in module.rows]))
+            for key, parameter in dict(module.named_parameters(recurse=False)).items():
+                kept[f"{name}.{key}"] = module.rows
+                setattr(module, key, nn.Parameter(torch.cat([parameter.detach()[rows] for rows in module.rows])))
             module.rows = None
     return kept
 
@@ -111,8 +117,7 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
         local_tensor(gradient)
         for part in parts
         for module in part.modules()
-        if getattr(module, "gradients_are_partial", False)
-        for gradient in (parameter.grad for parameter in module.parameters(recurse=False))
+        for gradient in (parameter.grad for parameter in partial_parameters(module))
         if gradient is not None
     ]
     if gradients:
@@ -123,23 +128,29 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup) -> None:
-    weight, linear_impl = block.get_parameter(f"{name}.weight"), getattr(block, name).linear_impl
+    linear = block.get_submodule(name)
+    assert isinstance(linear, Linear), "checked by the module requirements"
+    weight, bias, linear_impl = linear.get_parameter("weight"), linear.bias, linear.linear_impl
     amax_reduce = partial(all_reduce, operation="max", group=region.group)
     if isinstance(style, SequenceParallel):
         if region.sequence:
             for input_sharded in (True, False):
                 linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
-            _mark_partial(block.get_submodule(name))
+            mark_partial(linear)
         return
     linear_impl.shard(input_sharded=isinstance(style, Rowwise), amax_reduce=amax_reduce)
     if isinstance(style, Rowwise):
-        setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl))
+        sharded = RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl, bias)
+        if bias is not None and region.sequence:
+            mark_partial(sharded, "bias")
+        setattr(block, name, sharded)
         return
     assert isinstance(style, Colwise), "a linear layer is sharded by columns or by rows"
     assert style.divides(region.degree), "checked by the rules"
     if not style.is_replicated(region.degree):
         divided = _divided(weight, axis, dim=0)
-        setattr(block, name, ColumnParallelLinear(divided, region, linear_impl, gathers=style.gathers))
+        part = None if bias is None else _divided(bias, axis, dim=0)
+        setattr(block, name, ColumnParallelLinear(divided, region, linear_impl, bias=part, gathers=style.gathers))
         return
     assert style.common is not None, "only units with a split are replicated"
     unit = weight.shape[0] // style.units
@@ -147,8 +158,8 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         rows = tuple(_gate_up_rows_of(region, unit, style.units, style.common))
     else:
         rows = tuple(_rows_of(region, unit, style.units, style.common))
-    shared = ColumnParallelLinear(weight, region, linear_impl, rows, gathers=style.gathers)
-    _mark_partial(shared)
+    shared = ColumnParallelLinear(weight, region, linear_impl, rows, bias=bias, gathers=style.gathers)
+    mark_partial(shared)
     setattr(block, name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
 
@@ -180,7 +191,3 @@ def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:
     """This rank's shard of a whole weight on the meta device."""
     # src_data_rank=None: each rank slices its own copy, without communication.
     return nn.Parameter(distribute_tensor(weight.detach(), axis, [Shard(dim)], src_data_rank=None))
-
-
-def _mark_partial(module: nn.Module) -> None:
-    module.gradients_are_partial = True  # type: ignore[assignment]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_exp.models.blocks.linear import add_bias
 from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.blocks.transformer import LogitsLoss
 from titan_exp.ops.embedding import embedding_rows
@@ -19,7 +20,7 @@ from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: whole tokens to this rank's outputs.
 
-    The weight is sharded by rows, or whole with `rows`, the slices that this rank uses. `gathers` is False if a
+    Weight and bias are sharded by rows, or whole with `rows`, the slices that this rank uses. `gathers` is False if a
     `GatheredTokens` module gathers the input.
     """
 
@@ -30,18 +31,20 @@ class ColumnParallelLinear(nn.Module):
         linear_impl: LinearImpl,
         rows: tuple[slice, ...] | None = None,
         *,
+        bias: nn.Parameter | None = None,
         gathers: bool = True,
     ) -> None:
         super().__init__()
         self.weight, self.region, self.linear_impl, self.rows = weight, region, linear_impl, rows
-        self.gathers = gathers
+        self.bias, self.gathers = bias, gathers
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
-        weight = local_tensor(self.weight)
+        weight, bias = local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
-        return self.linear_impl(self.region.gather_input(x) if self.gathers else x, weight)
+            bias = None if bias is None else torch.cat([bias[rows] for rows in self.rows])
+        return add_bias(self.linear_impl(self.region.gather_input(x) if self.gathers else x, weight), bias)
 
 
 class GatheredTokens(nn.Module):
@@ -57,15 +60,25 @@ class GatheredTokens(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer: this rank's inputs to whole tokens; the weight is sharded by columns."""
+    """Row-parallel linear layer: this rank's inputs to whole tokens; the weight is sharded by columns.
 
-    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, linear_impl: LinearImpl) -> None:
+    The bias is whole and added once, to the sum; with sequence parallelism to this rank's tokens only, so that its
+    gradient is partial.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        region: TensorParallelGroup,
+        linear_impl: LinearImpl,
+        bias: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
-        self.weight, self.region, self.linear_impl = weight, region, linear_impl
+        self.weight, self.bias, self.region, self.linear_impl = weight, bias, region, linear_impl
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
-        return self.region.reduce_output(self.linear_impl(x, local_tensor(self.weight)))
+        return add_bias(self.region.reduce_output(self.linear_impl(x, local_tensor(self.weight))), self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,0 +1,124 @@
+"""Attention mask pattern: causal, sliding window, chunked. Imports no torch.
+
+Visible keys of a query are one interval that ends at the query, so a block of the score matrix is hidden, whole, causal
+or in need of a mask by arithmetic on its corners.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+TILES = 8
+"""Tiles of query rows per block of the score matrix. More of them compute fewer hidden scores, in more calls."""
+
+
+class Tile(NamedTuple):
+    """Rectangle of a block of the score matrix, in rows and columns of the block."""
+
+    first_row: int
+    end_row: int
+    first_key: int
+    end_key: int
+    kind: str
+    """`whole` (every key is visible), `causal` (a square on the diagonal), or `masked`."""
+
+    @property
+    def rows(self) -> slice:
+        """Query rows."""
+        return slice(self.first_row, self.end_row)
+
+    @property
+    def keys(self) -> slice:
+        """Keys."""
+        return slice(self.first_key, self.end_key)
+
+
+@dataclass(frozen=True)
+class MaskPattern:
+    """Visible keys of a query by their positions; both limits hold if both are given."""
+
+    window: int | None = None
+    """Sliding window in keys, the query's own included."""
+    chunk: int | None = None
+    """Chunk length: keys of the query's chunk `position // chunk` are visible."""
+
+    @property
+    def is_causal(self) -> bool:
+        """True if every earlier key is visible."""
+        return self.window is None and self.chunk is None
+
+    @property
+    def reach(self) -> int | None:
+        """Maximum number of visible keys; None if there is no limit."""
+        limits = [limit for limit in (self.window, self.chunk) if limit is not None]
+        return min(limits, default=None)
+
+    def within(self, seq: int) -> "MaskPattern":
+        """The same pattern of a sequence without the limits that it does not reach."""
+        window, chunk = (None if limit is None or seq <= limit else limit for limit in (self.window, self.chunk))
+        return MaskPattern(window, chunk)
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """True where a query sees a key, by positions: numbers, or tensors that broadcast."""
+        found = key <= query
+        if self.window is not None:
+            found = found & (key > query - self.window)
+        if self.chunk is not None:
+            found = found & (key // self.chunk == query // self.chunk)
+        return found
+
+    def first_visible(self, query: int) -> int:
+        """First position that a query sees."""
+        of_window = 0 if self.window is None else query - self.window + 1
+        return max(0, of_window, 0 if self.chunk is None else query - query % self.chunk)
+
+    def visible_pairs(self, queries: range, keys: range) -> int:
+        """Number of visible pairs of these consecutive queries and keys."""
+        return sum(max(0, min(query + 1, keys.stop) - max(self.first_visible(query), keys.start)) for query in queries)
+
+    def visible_per_query(self, seq: int) -> float:
+        """Mean number of visible keys in a sequence."""
+        return _pairs(seq, self.window, self.chunk) / seq
+
+    def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
+        """Tiles of the block of these consecutive queries and keys, which cover every visible pair once."""
+        for first, end in self._row_tiles(queries):
+            low, high = max(keys.start, self.first_visible(first)), min(keys.stop, end)
+            # Later rows see later keys first: rows before the first visible key and after the last are left out.
+            row, last = max(first, low), end
+            while last > row and self.first_visible(last - 1) >= high:
+                last -= 1
+            if low >= high or row >= last:
+                continue
+            kind = "masked"
+            if self.first_visible(last - 1) <= low:
+                if high - 1 <= row:
+                    kind = "whole"
+                elif (row, last) == (low, high):
+                    kind = "causal"
+            yield Tile(row - queries.start, last - queries.start, low - keys.start, high - keys.start, kind)
+
+    def _row_tiles(self, queries: range) -> Iterator[tuple[int, int]]:
+        """First and end of consecutive rows, cut at multiples of a number that chunks divide."""
+        step = len(queries)
+        if self.chunk is not None:
+            step = self.chunk * max(1, -(-len(queries) // (2 * TILES * self.chunk)))
+        if self.window is not None:
+            step = min(step, max(self.window, -(-len(queries) // TILES)))
+        first = queries.start
+        while first < queries.stop:
+            end = min(queries.stop, (first // step + 1) * step)
+            yield first, end
+            first = end
+
+
+CAUSAL = MaskPattern()
+"""Every earlier key is visible."""
+
+
+def _pairs(seq: int, window: int | None, chunk: int | None) -> float:
+    if chunk is not None and chunk < seq:
+        whole, rest = divmod(seq, chunk)
+        return whole * _pairs(chunk, window, None) + (_pairs(rest, window, None) if rest else 0.0)
+    width = min(window or seq, seq)
+    return width * (width + 1) / 2 + (seq - width) * width

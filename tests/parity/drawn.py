@@ -109,9 +109,9 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
 def _draw_keys(chance: random.Random, family: str, degrees: dict[str, int]) -> Drawn:
     # Rounding grows from step to step with the learning rate, and with some of these shapes soon.
     experts, latent = family != "llama_debug", family == "deepseek_debug"
-    shapes: dict[str, tuple[object, ...]] = (
-        EXPERIMENT | (EXPERTS if experts else {}) | (LATENT if latent else {"model.head_dim": (16,)})
-    )
+    shapes = dict[str, tuple[object, ...]](EXPERIMENT)
+    for more in (EXPERTS if experts else {}, LATENT if latent else {"model.head_dim": (16,)}):
+        shapes.update(more)
     for absent in (["model.ffn_dim"] if experts else []) + (["model.kv_heads"] if latent else []):
         del shapes[absent]
     computed = [

@@ -61,6 +61,7 @@ COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
     "parallelism.pp_schedule": ("parallelism.pp", (1,)),
     "parallelism.cp_method": ("parallelism.cp", (1,)),
     "parallelism.cp_ulysses": ("parallelism.cp", (1,)),
+    "parallelism.token_exchange": ("parallelism.ep", (1,)),
 }
 """Keys or groups without effect while another key has one of the given values. A new default of an idle key changes no
 id: a mode's own keys belong here, as `activation_checkpoint.budget` does."""

@@ -29,7 +29,7 @@ quick: $(TESTS)
 ## things broken on purpose that must be noticed.
 night: $(TESTS) peer
 	$(PYTEST) -m night
-	$(PYTEST) tests/parity/mutations.py tests/parity/expert_mutations.py tests/parity/test_drawn.py --layouts 300
+	$(PYTEST) tests/parity/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 
 ## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.

@@ -232,7 +232,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Command line; returns 2 if no report can be made here, 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=540, help="budget for everything, 540 without")
-    parser.add_argument("--rows", default="all", help="rows of benchmarks/versus_torchtitan.py; all (the six) without")
+    parser.add_argument("--rows", default="all", help="rows of benchmarks/versus_torchtitan.py; all without")
     parser.add_argument("--tests", nargs="*", help="test files; all that mention CUDA without")
     parser.add_argument("--log", type=Path, default=ROOT / "benchmarks" / "log", help="folder of the report")
     parser.add_argument("--work", type=Path, help="folder of logs and results; outputs/gpu-DATE without")

@@ -1,9 +1,9 @@
 """Comparison with torchtitan 0.2.2 on one GPU: tokens/s, memory and first losses from the same weights.
 
-    python benchmarks/versus_torchtitan.py                     # the six rows; needs a GPU and torchtitan==0.2.2
+    python benchmarks/versus_torchtitan.py                     # all rows; needs a GPU and torchtitan==0.2.2
     python benchmarks/versus_torchtitan.py --seconds 600 --rows 8b_bf16_compile,options
     python benchmarks/versus_torchtitan.py --rows 8b_bf16_compile+compile.cuda_graphs=true
-    python benchmarks/versus_torchtitan.py --plan              # the planner's table of the six rows; needs no GPU
+    python benchmarks/versus_torchtitan.py --plan              # the planner's table of all rows; needs no GPU
     python benchmarks/versus_torchtitan.py --plan --classes    # and kernels of every row: launches, bytes, time
     python benchmarks/versus_torchtitan.py --tiny              # tiny shapes on a CPU, to check both sides
 
@@ -122,9 +122,7 @@ def compare(options: argparse.Namespace, rows: list[str]) -> int:
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", default="all", help="comma-separated: all (the six), options, CASE, CASE+OVERRIDE+..."
-    )
+    parser.add_argument("--rows", default="all", help="comma-separated: all, options, CASE, CASE+OVERRIDE+...")
     parser.add_argument("--seconds", type=float, help="budget; a row that would not fit is left out, with a note")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side, 2 without (A B B A)")
     parser.add_argument("--warmup", type=int, default=WARMUP, help=f"steps before timing, at least {WARMUP}")

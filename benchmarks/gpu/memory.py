@@ -93,7 +93,7 @@ def measured(name: str, *, tiny: bool) -> Peaks:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     # Parameters get memory and no values.
     state = assemble(experiment, layout, device, fake_mode=nullcontext())
-    rank = FakeRank(experiment, state, fake_batches(layout, experiment.data))
+    rank = FakeRank(experiment, state, fake_batches(experiment))
     for _ in range(STEPS):
         rank.step()
     if not cuda:

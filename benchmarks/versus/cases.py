@@ -1,4 +1,4 @@
-"""Cases of the comparison: the six rows for both sides, the peer's measured values, and options of ours."""
+"""Cases of the comparison: its rows for both sides, the peer's measured values, and options of ours."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ class Case:
     model: tuple[str, ...]
     """Our model overrides."""
     peer_model: dict[str, Any]
-    """Equivalent torchtitan model arguments."""
+    """Equivalent torchtitan model arguments, less the vocabulary; `moe_args` are those of experts."""
     ours: tuple[str, ...] = ()
     """Our other overrides."""
     peer: tuple[str, ...] = ()
@@ -31,16 +31,36 @@ class Case:
     """torchtitan's tokens/s on one H200 with torch 2.11.0+cu130 (2026-11-20)."""
     peer_memory: float | None = None
     """torchtitan's reserved GiB in that run."""
+    peer_family: str = "llama3"
+    """Module of `torchtitan.models` whose model it is."""
 
 
+ROPE = {"rope_theta": 500000}
 # torchtitan always applies Llama 3.1 RoPE scaling and never ties the LM head to the embedding.
 LLAMA_8B = (
     ("model=llama3_1_8b", "model.layers=8"),
-    {"dim": 4096, "n_layers": 8, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+    {"dim": 4096, "n_layers": 8, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3, "multiple_of": 1024} | ROPE,
 )
 LLAMA_1B = (
     ("model=llama3_2_1b", "model.tied_embeddings=false", "model.rope.factor=8"),
-    {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
+    {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.5, "multiple_of": 256} | ROPE,
+)
+EXPERTS = {
+    "num_experts": 128,
+    "num_shared_experts": 0,
+    "top_k": 8,
+    "score_func": "softmax",
+    "route_norm": True,
+    "score_before_experts": False,
+    "load_balance_coeff": None,
+}
+# Layers that leave room for fp32 weights, gradients and optimizer state on one GPU. Neither side balances load, since
+# torchtitan has no balance loss.
+UNBALANCED = ("model.moe.balance.coefficient=0", "model.moe.balance.z_loss=0")
+QWEN3_MOE = (
+    ("model=qwen3_30b_a3b", "model.layers=6", "model.moe.balance.loss=none", *UNBALANCED),
+    {"dim": 2048, "n_layers": 6, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "rope_theta": 1000000}
+    | {"moe_enabled": True, "moe_inter_dim": 768, "moe_args": EXPERTS},
 )
 COMPILE = (("compile=all",), ("--compile.enable",))
 SELECTIVE = (
@@ -85,8 +105,9 @@ CASES = {
         peer_memory=49.6,
     ),
     "1b_bf16_compile": Case("1B bf16 compile", *LLAMA_1B, *COMPILE, goal=1.20, peer_speed=52400, peer_memory=46.8),
+    "30b_a3b_bf16_compile": Case("30B-A3B×6 bf16 compile", *QWEN3_MOE, *COMPILE, goal=1.40, peer_family="qwen3"),
 }
-"""The six rows, the most important first."""
+"""Rows by name, the most important first; the last has experts and was never measured."""
 
 OPTIONS = (
     "8b_bf16_compile+compile.cuda_graphs=true",
@@ -121,7 +142,7 @@ def case_of(row: str) -> Case:
 
 
 def rows_named(words: str) -> list[str]:
-    """Rows of a comma-separated list, in which `all` is the six and `options` are those of `OPTIONS`.
+    """Rows of a comma-separated list, in which `all` is every case and `options` are those of `OPTIONS`.
 
     Raises ValueError about an unknown row.
     """
@@ -132,19 +153,31 @@ def rows_named(words: str) -> list[str]:
     return list(dict.fromkeys(rows))
 
 
+TINY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 512}
+"""Our sizes of every tiny case."""
+
+
 def tiny(case: Case) -> Case:
     """Case at tiny shapes in fp32 for a CPU: two layers, and graphs traced but not compiled to kernels."""
-    sizes = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_dim": 256, "vocab_size": 512}
+    sizes, shape = dict[str, int](TINY), {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
+    if case.peer_family == "llama3":
+        sizes["ffn_dim"], peer_model = 256, {**case.peer_model, **shape, "multiple_of": 64}
+    else:
+        sizes |= {"moe.experts": 8, "moe.active_experts": 2, "moe.ffn_dim": 64}
+        # torch's grouped product takes bf16 only there.
+        experts = {**EXPERTS, "num_experts": 8, "top_k": 2, "use_grouped_mm": False}
+        peer_model = {**case.peer_model, **shape, "head_dim": 16, "moe_inter_dim": 64, "moe_args": experts}
     kept = [word for word in case.model if not word.startswith("model.layers=")]
     compiled, float8 = "compile=all" in case.ours, any("float8" in word for word in case.ours)
-    # torchtitan emulates float8 only without a compiler.
-    peer = [word for word in case.peer if not (float8 and word == "--compile.enable")]
+    # torchtitan emulates float8 only without a compiler, and its loop over experts reads their counts on the host.
+    plain = float8 or case.peer_family != "llama3"
+    peer = [word for word in case.peer if not (plain and word == "--compile.enable")]
     backend = ["--compile.backend=aot_eager"] if "--compile.enable" in peer else []
     emulation = ["--quantize.linear.float8.emulate"] if float8 else []
     return dataclasses.replace(
         case,
         model=(*kept, *(f"model.{key}={value}" for key, value in sizes.items())),
-        peer_model={**case.peer_model, "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 64},
+        peer_model=peer_model,
         ours=(*case.ours, "training.mixed_precision=fp32", *(["compile.backend=aot_eager"] if compiled else [])),
         peer=(*peer, *backend, *emulation, "--training.mixed_precision_param=float32"),
         goal=None,

@@ -1,6 +1,7 @@
 """torchtitan's side: its trainer with a model of the case's shape, our batches, and a clock around its step."""
 
 import dataclasses
+import importlib
 import os
 import socket
 import tempfile
@@ -66,12 +67,16 @@ def peer(job: Job) -> dict[str, Any]:
     if job.tiny:
         _let_torchtitan_use_the_cpu()
     from torchtitan.config import ConfigManager  # type: ignore[import-not-found]
-    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec  # type: ignore[import-not-found]
+    from torchtitan.models.moe import MoEArgs  # type: ignore[import-not-found]
     from torchtitan.protocols.train_spec import register_train_spec  # type: ignore[import-not-found]
     from torchtitan.train import Trainer  # type: ignore[import-not-found]
 
     clock, model = Clock(job.warmup), job.experiment().model
-    shape = TransformerModelArgs(**job.case.peer_model, rope_theta=500000, vocab_size=model.vocab_size)
+    known = importlib.import_module(f"torchtitan.models.{job.case.peer_family}").get_train_spec()
+    arguments = dict(job.case.peer_model, vocab_size=model.vocab_size)
+    if "moe_args" in arguments:
+        arguments["moe_args"] = MoEArgs(**arguments["moe_args"])
+    shape = type(next(iter(known.model_args.values())))(**arguments)
 
     class Loader:
         """Our batches in torchtitan's format; its state is never saved."""
@@ -99,7 +104,7 @@ def peer(job: Job) -> dict[str, Any]:
             clock.end_step(self.last_loss)
 
     spec = dataclasses.replace(
-        get_train_spec(),
+        known,
         model_args={"versus": shape},
         build_dataloader_fn=lambda **_: Loader(),
         build_tokenizer_fn=None,
@@ -116,7 +121,7 @@ def peer(job: Job) -> dict[str, Any]:
 
 
 def _let_torchtitan_use_the_cpu() -> None:
-    """Give torchtitan the functions of a device module that torch.cpu lacks, and float8 emulation with a recipe.
+    """Give torchtitan the functions of a device module and of counts that a CPU lacks, and float8 emulation.
 
     torchtitan takes a machine without an accelerator for one with CUDA.
     """
@@ -135,6 +140,8 @@ def _let_torchtitan_use_the_cpu() -> None:
     )
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda device_type: nothing
+    histc: Any = torch.histc
+    torch.histc = lambda ids, **bins: histc(ids.float(), **bins).to(ids.dtype)
     from_recipe_name = Float8LinearConfig.from_recipe_name
     Float8LinearConfig.from_recipe_name = lambda recipe_name: dataclasses.replace(
         from_recipe_name(recipe_name), emulate=True

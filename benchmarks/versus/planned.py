@@ -1,4 +1,4 @@
-"""Planner's table of the six rows: planned memory and estimated speed against torchtitan's measured values."""
+"""Planner's table of the rows: planned memory and estimated speed against torchtitan's measured values."""
 
 import dataclasses
 import time

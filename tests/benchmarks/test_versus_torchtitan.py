@@ -57,8 +57,16 @@ def test_every_row_is_a_run_that_may_start(name: str, monkeypatch: pytest.Monkey
     experiment = job.experiment()
     shape = job.case.peer_model
     assert (experiment.model.dim, experiment.model.layers) == (shape["dim"], shape["n_layers"])
-    hidden = int(shape["ffn_dim_multiplier"] * int(2 * 4 * shape["dim"] / 3))
-    assert experiment.model.ffn_dim == -(-hidden // shape["multiple_of"]) * shape["multiple_of"]
+    if job.case.peer_family == "llama3":
+        hidden = int(shape["ffn_dim_multiplier"] * int(2 * 4 * shape["dim"] / 3))
+        assert experiment.model.ffn_dim == -(-hidden // shape["multiple_of"]) * shape["multiple_of"]
+    else:
+        moe, theirs = experiment.model.moe, shape["moe_args"]
+        assert (moe.experts, moe.active_experts, moe.ffn_dim) == (
+            theirs["num_experts"],
+            theirs["top_k"],
+            shape["moe_inter_dim"],
+        )
     words = peer_options(dataclasses.replace(job, weights="weights"), "dump")
     assert len({word.partition("=")[0] for word in words}) == len(words), "an option is given twice"
 
@@ -225,7 +233,7 @@ def test_a_row_is_planned_without_a_gpu():
     assert row.speed > 1e4
 
 
-@pytest.mark.night  # the real sides of all six rows, a minute each
+@pytest.mark.night  # the real sides of all rows, a minute each
 @needs_peer
 def test_both_real_sides_compute_the_same_from_the_same_weights(tmp_path: Path):
     words = ["--tiny", "--rounds", "1", "--warmup", "2", "--steps", "3"]

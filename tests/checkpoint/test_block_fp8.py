@@ -22,16 +22,18 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
+from titan_exp.models.spec.mtp import MTPConfig
 from titan_exp.trainer.load_model import load_source
 
 FP8 = torch.float8_e4m3fn
-CONFIG = replace(V3, dim=160, ffn_dim=288, kv_lora_rank=136, layers=2)
+CONFIG = replace(V3, dim=160, ffn_dim=288, kv_lora_rank=136, layers=2, mtp=MTPConfig(1))
 """Blocks of 128 rows and columns that the sizes do not fill, also in the last rows of `kv_a`."""
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
     """True for the linears of blocks, as in the published files: not router, norms, embedding and head."""
-    return tensor.dim() == 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
+    plain = ("mlp.gate.weight", "eh_proj.weight", "embed_tokens.weight", "head.weight")
+    return tensor.dim() == 2 and ".layers." in name and not name.endswith(plain)
 
 
 def expanded(scales: Tensor, shape: torch.Size, blocks: tuple[int, int]) -> Tensor:
@@ -54,13 +56,6 @@ def quantize(folder: Path, blocks: tuple[int, int] = (128, 128)) -> dict[str, Te
         quantized = (tensor / spread).clamp(-448, 448).to(FP8)
         files[number % 2][name], files[2][f"{name}_scale_inv"] = quantized, scales
         exact[name] = quantized.float() * spread
-    # Published files have a layer of multi-token prediction after the last one.
-    further = f"model.layers.{json.loads((folder / 'config.json').read_text())['num_hidden_layers']}"
-    files[3][f"{further}.eh_proj.weight"] = torch.zeros(4, 8)
-    files[3][f"{further}.mlp.experts.0.up_proj.weight"] = torch.zeros(32, 160).to(FP8)
-    files[2][f"{further}.mlp.experts.0.up_proj.weight_scale_inv"] = torch.ones(
-        -(-32 // blocks[0]), -(-160 // blocks[1])
-    )
     (folder / "model.safetensors").unlink()
     listed = {}
     for number, content in enumerate(files, start=1):
@@ -69,7 +64,7 @@ def quantize(folder: Path, blocks: tuple[int, int] = (128, 128)) -> dict[str, Te
         listed |= dict.fromkeys(content, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
     values = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(blocks)}
-    edit_config(folder, quantization_config=values, num_nextn_predict_layers=1)
+    edit_config(folder, quantization_config=values)
     return exact
 
 
@@ -146,7 +141,7 @@ def test_written_weights_are_not_quantized(folder: Path, tmp_path: Path, dtype: 
     ],
 )
 def test_ranks_read_their_shards(tmp_path: Path, layout: str):
-    words = ["model=deepseek_debug", "checkpoint.mode=sync"]
+    words = ["model=deepseek_debug", "model.mtp.depth=1", "model.moe.ffn_dim=64", "checkpoint.mode=sync"]
     first = train(tmp_path / "first", *words, "training.steps=1", "checkpoint.export=fp32")
     (folder,) = (tmp_path / "first/export").iterdir()
     exact = quantize(folder, (48, 32))

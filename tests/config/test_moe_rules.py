@@ -1,4 +1,4 @@
-"""Rules about experts: their number, groups and width, and the ranks that expert parallelism takes."""
+"""Rules about experts, the ranks that expert parallelism takes, and multi-token prediction."""
 
 import pytest
 
@@ -44,3 +44,40 @@ def test_experts(overrides: list[str], field: str, remedy: str):
     found = violations(experiment(*BASE, *overrides))
     assert [violation.field for violation in found] == ([field] if field else []), found
     assert remedy in "".join(violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        (["model.mtp.depth=1"], "", ""),
+        (["model.mtp.depth=1", "model.dense_layers=4", "parallelism.pp=2"], "", ""),
+        (["model.mtp.depth=1", "model.tied_embeddings=true"], "model.mtp.depth", "model.tied_embeddings=false"),
+        (["model.mtp.depth=64"], "model.mtp.depth", "model.mtp.depth=1"),
+    ],
+)
+def test_multi_token_prediction(overrides: list[str], field: str, remedy: str):
+    found = violations(experiment(*BASE, "model=deepseek_debug", *overrides))
+    assert [violation.field for violation in found] == ([field] if field else []), found
+    assert remedy in "".join(violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.device=cpu"], "there is nothing to exchange"),
+        (["cluster.device=cpu", "parallelism.ep=2", "parallelism.dp_shard=2"], "a CPU lacks"),
+        (["cluster=slurm_h100", "parallelism.ep=2", "parallelism.dp_shard=2"], ""),
+        (["cluster=slurm_h100", "parallelism.ep=2", "parallelism.dp_shard=2", "model.moe.experts=32"], ""),
+        (
+            ["cluster=slurm_h100", "parallelism.ep=2", "parallelism.dp_shard=2", "model.moe.experts=34"],
+            "2 ranks have 17",
+        ),
+        (["cluster=slurm_h100", "parallelism.ep=32", "parallelism.dp_shard=32", "model.moe.experts=64"], "32 ranks"),
+    ],
+)
+def test_symmetric_memory(overrides: list[str], said: str):
+    words = ["model=qwen3_moe_debug", "training.global_batch_size=96", "parallelism.token_exchange=symmetric_memory"]
+    found = violations(experiment(*words, *overrides))
+    assert [violation.field for violation in found] == (["parallelism.token_exchange"] if said else []), found
+    assert all(said in violation.reason for violation in found)
+    assert all("parallelism.token_exchange=all_to_all" in violation.remedy for violation in found)

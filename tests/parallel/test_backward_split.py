@@ -62,3 +62,58 @@ def test_a_weight_in_two_places_is_noticed():
     linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     with pytest.raises(AssertionError, match="too often"):
         BackwardSplit(linear(linear(x)).sum(), None, x, linear.parameters())
+
+
+class Repeated(nn.Module):
+    """A table that several operators on the path read through others, as modules of multi-token prediction do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+        self.joins = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        depths = [x]
+        rows = self.table(torch.arange(9) % 5).chunk(3)
+        for row, norm, join in zip(rows, self.norms, self.joins, strict=True):
+            depths.append(join(torch.cat((norm(row), depths[-1]), dim=-1)))
+        return torch.cat([depth @ self.head.weight for depth in depths]).sin()
+
+
+def test_a_table_that_is_read_along_the_path_is_counted_once():
+    torch.manual_seed(0)
+    stage, x = Repeated().double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(12, 4, dtype=torch.float64)
+    split = BackwardSplit(stage(x), gradient, x, stage.parameters())
+    split.add_weight_gradients()
+    found = {name: weight.grad for name, weight in stage.named_parameters()}
+    stage.zero_grad()
+    stage(x).backward(gradient)
+    for name, weight in stage.named_parameters():
+        if weight.grad is None:
+            assert found[name] is None
+        else:
+            torch.testing.assert_close(found[name], weight.grad, msg=name)
+
+
+def test_a_weight_of_a_compiled_graph_that_is_used_elsewhere_counts_once():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+            self.compiled = torch.compile(self.linear, backend="aot_eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.compiled(x) + self.linear.weight.exp().sum(0))
+
+    stage, x = Shared(), torch.randn(3, 4, requires_grad=True)
+    split = BackwardSplit(stage(x).square().sum(), None, x, stage.parameters())
+    assert split.added_early
+    assert stage.last.weight.grad is None
+    split.add_weight_gradients()
+    found = [weight.grad for weight in stage.parameters()]
+    stage.zero_grad()
+    stage(x).square().sum().backward()
+    for weight, gradient in zip(stage.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, weight.grad)

@@ -1,12 +1,16 @@
 """Expert parallelism: groups of ranks, placement of weights, order of exchanged rows, ranks without tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.config.composing import experiment
+from tests.parallel.test_expert_recompute import LAYERS, parallel_model
 from tests.ranks import run_ranks
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.build import build_model
@@ -113,11 +117,14 @@ def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert dist.group.WORLD is not None
         own = torch.tensor(counts[rank])
         rows = (100 * rank + torch.arange(int(own.sum()))).float()[:, None].requires_grad_()
-        exchange = TokenExchange.of(own.cumsum(0, dtype=torch.int32), ranks, dist.group.WORLD.group_name)
-        received, order = exchange.dispatch(rows)
-        back = exchange.give_back(received * (rank + 1), order, rows.shape[0])
-        (gradient,) = torch.autograd.grad(back, rows, torch.ones_like(back))
-        return received.detach()[:, 0], exchange.ends, back.detach()[:, 0], gradient[:, 0]
+        exchange = TokenExchange.start(own.cumsum(0, dtype=torch.int32), ranks, dist.group.WORLD.group_name)()
+        weights = rows.detach()[:, 0].requires_grad_()
+        received = exchange.dispatch(rows, weights)
+        assert received.weights is not None
+        assert torch.equal(received.rows[:, 0], received.weights)
+        back = exchange.give_back(received.rows + received.weights[:, None] * rank, received, rows.shape[0])
+        gradient, of_weights = torch.autograd.grad(back, (rows, weights), torch.ones_like(back))
+        return received.rows.detach()[:, 0], received.ends, back.detach()[:, 0], gradient[:, 0] + of_weights
 
 
 def test_rows_go_to_their_experts_and_back():
@@ -160,3 +167,70 @@ def test_each_rank_takes_a_part_of_the_tokens(length: int):
     for _, joined, gradient in results:
         assert torch.equal(joined, torch.arange(2.0 * length).view(2, length) * factor)
         assert torch.equal(gradient, factor.expand(2, -1))
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run, also in compiled code."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.names.append(str(getattr(func, "overloadpacket", func)).removeprefix("titan_exp."))
+        return func(*args, **(kwargs or {}))
+
+
+def forward_operators(*layout: str) -> list[str]:
+    """Operators of a forward pass, after one that compiles."""
+    with joined_process_group(CPU):
+        model = parallel_model("model.moe.shared_experts=1", *layout)
+        tokens = torch.arange(64).view(2, 32)
+        model(tokens)
+        with Operators() as operators:
+            model(tokens)
+        return operators.names
+
+
+@pytest.mark.parametrize(
+    "layout", ["compile=none", pytest.param("compile=blocks compile.backend=aot_eager", marks=pytest.mark.night)]
+)
+def test_shared_experts_run_while_counts_are_exchanged(layout: str):
+    """Both of their projections do, and the host waits before the rows are sent."""
+    for names in run_ranks(2, forward_operators, *layout.split(), limit=300):
+        seen = [name for name in names if name in ("aten.mm", "all_to_all_rows") or "count_exchange" in name]
+        starts = [index for index, name in enumerate(seen) if name == "start_count_exchange"]
+        assert len(starts) == LAYERS
+        between = ["start_count_exchange", "aten.mm", "aten.mm", "finish_count_exchange", "all_to_all_rows"]
+        assert all(seen[start : start + len(between)] == between for start in starts)
+
+
+def saved_rows() -> list[int]:
+    """Rows of the routed tensors that backward keeps, of all layers."""
+    kept: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.ndim == 2 and saved.shape[1] == 64:
+            kept[saved.untyped_storage()._cdata] = saved.shape[0]
+        return saved
+
+    with joined_process_group(CPU):
+        model = parallel_model("model.moe.ffn_dim=96")
+        others = {size for weight in model.parameters() for size in weight.shape}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            out = model((torch.arange(64).view(2, 32) * 7 + 31 * dist.get_rank()) % 320)
+        assert out.requires_grad
+        return [rows for rows in kept.values() if rows not in others]
+
+
+def test_backward_keeps_the_rows_for_experts_and_none_that_come_back():
+    """Each rank sends three rows for each of its 64 tokens; what both receive is as many."""
+    first, second = run_ranks(2, saved_rows)
+    assert len(first) == len(second) == LAYERS
+    assert [mine + others for mine, others in zip(first, second, strict=True)] == [2 * 3 * 64] * LAYERS

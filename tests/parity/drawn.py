@@ -56,8 +56,22 @@ EXPERTS = {
     "model.moe.score": ("softmax", "sigmoid"),
     "model.moe.balance.loss": ("switch", "sequence", "global_batch"),
     "model.moe.balance.coefficient": (1e-3, 1e-2),
+    "model.moe.router_bias": ("false", "true"),
+    "model.moe.balance.bias_rate": (0.0, 1e-2),
+    "model.moe.groups": (1, 1, 2),
+    "model.moe.active_groups": (1, 1, 2),
+    "model.moe.group_score": ("max", "top2_sum"),
 }
 """Keys of a model with experts, instead of `model.ffn_dim`."""
+
+LATENT = {
+    "model.q_lora_rank": ("null", 32, 48),
+    "model.kv_lora_rank": (32, 48),
+    "model.dense_layers": (0, 1, 2),
+}
+"""Keys of latent attention, instead of `model.kv_heads` and `model.head_dim`."""
+
+FAMILIES = ("llama_debug", "llama_debug", "qwen3_moe_debug", "deepseek_debug")
 
 EXPERT_DEGREES = (1, 2, 2, 3, 4, 8)
 
@@ -79,34 +93,37 @@ COMPILE = ("none", "none", "blocks", "all")
 
 
 def draw(chance: random.Random, most_ranks: int) -> Drawn:
-    """One layout on 2 to `most_ranks` processes that the rules accept, worlds of every size being about as likely."""
+    """One layout on 2 to `most_ranks` processes that the rules accept; sizes and families are about equally likely."""
     ranks = chance.choice([size for size in (2, 4, 8, 16) if size <= most_ranks])
+    family = chance.choice(FAMILIES)
     while True:
         degrees = {axis: chance.choice(values) for axis, values in DEGREES.items()}
         if not ranks // 2 < math.prod(degrees.values()) <= ranks:
             continue
-        drawn = _draw_keys(chance, degrees)
-        small = SMALL[1:] if drawn.experiment[0].startswith("model=") else SMALL
-        made = experiment(*small, *drawn.experiment, *drawn.layout)
+        drawn = _draw_keys(chance, family, degrees)
+        made = experiment(*SMALL[1:], *drawn.experiment, *drawn.layout)
         if not violations(made) and 1 < ResolvedLayout.of(resolve_layout(made, 1)).world_size <= most_ranks:
             return drawn
 
 
-def _draw_keys(chance: random.Random, degrees: dict[str, int]) -> Drawn:
+def _draw_keys(chance: random.Random, family: str, degrees: dict[str, int]) -> Drawn:
     # Rounding grows from step to step with the learning rate, and with some of these shapes soon.
-    experts = chance.random() < 0.4
-    shapes = EXPERIMENT | EXPERTS if experts else EXPERIMENT
+    experts, latent = family != "llama_debug", family == "deepseek_debug"
+    shapes = dict[str, tuple[object, ...]](EXPERIMENT)
+    for more in (EXPERTS if experts else {}, LATENT if latent else {"model.head_dim": (16,)}):
+        shapes.update(more)
+    for absent in (["model.ffn_dim"] if experts else []) + (["model.kv_heads"] if latent else []):
+        del shapes[absent]
     computed = [
-        *(["model=qwen3_moe_debug"] if experts else []),
+        f"model={family}",
         "optimizer.lr=5e-4",
-        "model.head_dim=16",
-        *(word for word in _each(chance, shapes) if not (experts and word.startswith("model.ffn_dim"))),
+        *_each(chance, shapes),
         *(LINES if chance.random() < 0.3 else []),
     ]
     layout = [*(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()), *_each(chance, LAYOUT)]
     if experts:
         layout.append(f"parallelism.ep={chance.choice(EXPERT_DEGREES)}")
-        layout.append(f"parallelism.etp={chance.choice((1, degrees['tp']))}")
+        layout.append(f"parallelism.etp={chance.choice((1, degrees['tp'], degrees['tp']))}")
     layout.append(f"compile={chance.choice(COMPILE)}")
     layout.append("compile.backend=aot_eager")
     if degrees["pp"] > 1:

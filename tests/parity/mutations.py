@@ -43,7 +43,7 @@ def gradients_are_averaged_once_more() -> None:
 def the_loss_is_divided_by_local_tokens() -> None:
     def make(original: Any) -> Any:
         return lambda objective, module, batch, tokens, *rest: original(
-            objective, module, batch, (batch.labels >= 0).sum() * 8, *rest
+            objective, module, batch, [(batch.labels >= 0).sum() * 8], *rest
         )
 
     patch("titan_exp.trainer.forward_backward.normalize_by_tokens", make)
@@ -245,7 +245,7 @@ def metrics_are_means_of_micro_batches() -> None:
     def make(original: Any) -> Any:
         def normalize_by_tokens(objective: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
             loss, metrics = original(objective, module, batch, tokens, *rest)
-            share = tokens / ((batch.labels >= 0).sum() * 8)
+            share = tokens[0] / ((batch.labels >= 0).sum() * 8)
             return loss, {name: value * share for name, value in metrics.items()}
 
         return normalize_by_tokens
@@ -553,10 +553,17 @@ def rows_come_back_in_the_order_of_the_experts() -> None:
     )
 
 
+def weights_of_received_rows_stay_sorted_by_rank() -> None:
+    def make(original: Any) -> Any:
+        return lambda self, rows: original(self, rows) if rows.ndim > 1 else rows
+
+    patch("titan_exp.parallel.expert_parallel.token_exchange.RowOrder.apply", make)
+
+
 def experts_are_weighted_twice() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.dispatch.combine",
-        lambda original: lambda rows, order, inverse, weights: original(rows, order, inverse, weights * weights),
+        "titan_exp.parallel.expert_parallel.dispatch.permute_weights",
+        lambda original: lambda weights, order, inverse: original(weights * weights, order, inverse),
     )
 
 
@@ -720,6 +727,7 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (EXPERTS, gradients_of_experts_are_averaged),
     (EXPERTS, received_rows_stay_sorted_by_rank),
     (EXPERTS, rows_come_back_in_the_order_of_the_experts),
+    (EXPERTS, weights_of_received_rows_stay_sorted_by_rank),
     (EXPERTS, experts_are_weighted_twice),
     (EXPERTS, the_norm_is_not_summed_over_shards),
     (EXPERTS_RECOMPUTED, experts_are_chosen_by_other_scores_again),

@@ -103,6 +103,10 @@ LAYOUTS = {
     "attention by plain operators, document mask": "model.attention_backend=math data.document_mask=true",
     "fsdp 2 x cp 2, ring, document mask": "parallelism.dp_shard=2 parallelism.cp=2 data.document_mask=true",
     "cp 4, Ulysses in a ring": "parallelism.cp=4 parallelism.cp_ulysses=2",
+    # Multi-token prediction
+    "fsdp 2, multi-token prediction": "model=deepseek_debug model.mtp.depth=1 parallelism.dp_shard=2",
+    "pp 2 x tp 2, multi-token prediction": "model=deepseek_debug model.mtp.depth=1 parallelism.pp=2 parallelism.tp=2 "
+    "parallelism.pp_microbatches=4 training.loss_chunk_tokens=37",
     # Mixtures
     "tp 2 x cp 2, chunked loss": "parallelism.tp=2 parallelism.cp=2 training.loss_chunk_tokens=37",
     "hsdp 2x2 x tp 2, bf16": "parallelism=hsdp parallelism.tp=2 training.mixed_precision=bf16",
@@ -254,10 +258,9 @@ def _alone(path: str) -> list[int]:
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=ResolvedLayout.of(experiment).world_size
         )
-        layout = ResolvedLayout.of(experiment)
-        state = assemble(experiment, layout, DEVICE)
+        state = assemble(experiment, ResolvedLayout.of(experiment), DEVICE)
         state.built.init_weights()
-        fake = FakeRank(experiment, state, fake_batches(layout, experiment.data))
+        fake = FakeRank(experiment, state, fake_batches(experiment))
         fake.step()
         found.append(allocated_by(fake.step, Path(path)))
         dist.destroy_process_group()

@@ -74,8 +74,9 @@ def test_expert_parallel_ranks_exchange_rows():
     assert rank.trace.persistent["parameters"] == FP32 * WEIGHTS // 2
     assert messages(plan, "all-gather") == FP32 * (WEIGHTS - LAYERS * OF_EXPERTS + (LAYERS - 1) * OTHERS)
     assert messages(plan, "reduce-scatter") == FP32 * (WEIGHTS - LAYERS * OF_EXPERTS)
-    # Rows there and back, forward and backward, and before them the number of rows of each expert.
-    rows = 4 * ROUTED // 2 * DIM * FP32
+    # Rows there and back, forward and backward, a weight with each row there, and before them the number of rows of
+    # each expert.
+    rows = (4 * DIM + 2) * ROUTED // 2 * FP32
     assert messages(plan, "all-to-all") == LAYERS * (rows + 8 * EXPERTS)
     (alone,) = plan_of("training.global_batch_size=4").ranks
     assert rank.trace.costs.flops == alone.trace.costs.flops

@@ -158,6 +158,7 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
         ("optimizer.name=torch.optim.SGD optimizer.implementation=for_loop", "optimizer.name=torch.optim.SGD may"),
         ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the tied embedding"),
         ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
+        ("model=deepseek_debug model.mtp.depth=1", "modules of multi-token prediction"),
     ],
 )
 def test_unsupported_runs_have_a_reason(overrides: str, reason: str):

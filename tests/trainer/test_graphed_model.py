@@ -209,11 +209,11 @@ def test_other_shapes_are_computed_without_the_recording():
     recorder = TapeRecorder(torch.device("cpu"))
     model = replayed(real_model(vocab_size=64), recorder)
     module = model.parts[0]
-    model.forward_backward([rows(2)] * 4, 128)
+    model.forward_backward([rows(2)] * 4, [128])
     gradients(module)
     assert (recorder.rehearsals, len(recorder.tapes)) == (3, 1)
     mixed = [rows(2, seed=1), rows(3, seed=2), rows(2, 8, seed=3), rows(2, seed=4)]
-    loss = model.forward_backward(mixed, 100)
+    loss = model.forward_backward(mixed, [100])
     found = gradients(module)
     assert (recorder.rehearsals, len(recorder.tapes)) == (5, 1)
     expected = torch.stack([LanguageModeling()(module, batch).total / 100 for batch in mixed]).sum()
@@ -225,17 +225,17 @@ def test_other_shapes_are_computed_without_the_recording():
 
 def test_the_loss_of_a_step_outlives_the_next():
     model = replayed(real_model(vocab_size=64), TapeRecorder(torch.device("cpu")))
-    losses = [model.forward_backward([rows(2, seed=seed)] * 4, 128) for seed in range(3)]
+    losses = [model.forward_backward([rows(2, seed=seed)] * 4, [128]) for seed in range(3)]
     assert len({float(loss["loss"]) for loss in losses}) == 3
 
 
 def test_weights_that_were_put_elsewhere_are_an_error():
     model = replayed(real_model(vocab_size=64), TapeRecorder(torch.device("cpu")))
-    model.forward_backward([rows(2)] * 4, 128)
+    model.forward_backward([rows(2)] * 4, [128])
     weight = next(model.parameters())
     weight.data = weight.data.clone()
     with pytest.raises(UserError, match="cuda_graphs=false"):
-        model.forward_backward([rows(2)], 32)
+        model.forward_backward([rows(2)], [32])
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -247,7 +247,7 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
     recompute = ActivationCheckpointConfig("full", 1, [], 0.5)
     apply_activation_checkpointing(module, recompute, random=False)
     model = replayed(module, HostWatch(), LanguageModeling(chunk, 1e-4), dtype=dtype)
-    assert model.forward_backward([rows(2)] * 5, 128)["loss"].is_meta
+    assert model.forward_backward([rows(2)] * 5, [128])["loss"].is_meta
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -256,7 +256,7 @@ def test_a_capture_uses_only_memory_that_the_model_keeps(chunk: int | None, dtyp
     """A graph knows addresses: those of weights, gradients, buffers, inputs, count and loss, which the model keeps."""
     recorder = TapeRecorder(torch.device("cpu"))
     model = replayed(real_model(vocab_size=64), recorder, LanguageModeling(chunk, 1e-4), dtype=dtype)
-    model.forward_backward([rows(2)] * 4, 128)
+    model.forward_backward([rows(2)] * 4, [128])
     inputs, (module,) = model._inputs, model.parts
     assert inputs is not None
     kept = [*(model.weights._leaves.values() or module.parameters()), *module.buffers()]
@@ -266,7 +266,7 @@ def test_a_capture_uses_only_memory_that_the_model_keeps(chunk: int | None, dtyp
         inputs.labels,
         inputs.positions,
         inputs.documents,
-        model._tokens,
+        *model._tokens,
         *model._sums.values.values(),
     ]
     assert recorder.tapes[0].taken() == {place(tensor) for tensor in kept}
@@ -287,7 +287,7 @@ def stop_after_six() -> None:
 def the_count_is_a_number_of_pythons() -> None:
     patch(
         "titan_exp.trainer.cuda_graphs.graphed_model.normalize_by_tokens",
-        lambda original: lambda *args: original(*args[:3], int(args[3].tolist())),
+        lambda original: lambda *args: original(*args[:3], [int(count.tolist()) for count in args[3]]),
     )
     patch("tests.tape_recorder.ASKING", lambda _: ())  # reading the number asks the device
 
@@ -297,4 +297,4 @@ def gradients_are_dropped() -> None:
 
 
 def inputs_stay() -> None:
-    patch("titan_exp.trainer.cuda_graphs.graphed_model._tensors", lambda _: lambda batch: iter(()))
+    patch("titan_exp.data.batch.Batch.tensors", lambda _: property(lambda batch: []))

@@ -89,7 +89,9 @@ def _explain_mismatch(
 
 
 def _group(name: str) -> str:
-    return f"{name.partition('.')[0]}.*" if "." in name else name
+    """Pattern of a child's weights, or of those of one block."""
+    parts = name.split(".")
+    return ".".join([*parts[: 2 if parts[0] == "blocks" and len(parts) > 2 else 1], "*"]) if "." in name else name
 
 
 def _list(names: list[str]) -> str:

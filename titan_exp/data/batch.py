@@ -1,7 +1,7 @@
 """Micro-batches of packed rows: input tokens, labels, positions and document ids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,17 @@ class Batch:
     """Position of each token within its document in this row; None if positions count through the row."""
     documents: Tensor | None
     """Index of each token's document within the row; None if attention crosses document boundaries."""
+    further: tuple["Batch", ...] = ()
+    """Tokens 1, 2, ... places ahead with the labels of their predictions, for multi-token prediction; positions and
+    documents are those of this batch."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch."""
+        own = (self.tokens, self.labels, self.positions, self.documents)
+        return [tensor for tensor in own if tensor is not None] + [
+            tensor for batch in self.further for tensor in batch.tensors
+        ]
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch to `device`, asynchronously if it is pinned."""
@@ -32,8 +43,28 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to every tensor of the batch."""
-        optional = (None if tensor is None else function(tensor) for tensor in (self.positions, self.documents))
-        return Batch(function(self.tokens), function(self.labels), *optional)
+        positions, documents = (
+            None if tensor is None else function(tensor) for tensor in (self.positions, self.documents)
+        )
+        further = tuple(batch.map(function) for batch in self.further)
+        return Batch(function(self.tokens), function(self.labels), positions, documents, further)
+
+    def with_further(self, depth: int) -> "Batch":
+        """The same batch of whole rows with the tokens up to `depth` places ahead.
+
+        Token i + k predicts token i + k + 1, k places ahead of i, if both are in the document of token i where
+        documents are masked. The last k tokens of a row, whose prediction is not in it, have no label; the row's last
+        token stands for those behind it, and no counted prediction depends on it.
+        """
+        return replace(self, further=tuple(self._ahead(places) for places in range(1, depth + 1)))
+
+    def _ahead(self, places: int) -> "Batch":
+        tokens = torch.cat((self.tokens[:, places:], self.tokens[:, -1:].expand(-1, places)), dim=1)
+        labels = torch.full_like(self.labels, IGNORE_INDEX)
+        labels[:, :-places] = self.labels[:, places:]
+        if self.documents is not None:
+            labels[:, :-places][self.documents[:, places:] != self.documents[:, :-places]] = IGNORE_INDEX
+        return Batch(tokens, labels, None, None)
 
 
 def collate(

@@ -28,7 +28,7 @@ class TrainLoader(Iterator[Batch]):
 
     Global batch k, counted from 0, has rows k·G to (k + 1)·G - 1 of the run in every layout (G = global_batch_size); a
     rank's micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
-    used; `next` raises errors of the thread.
+    used; `next` raises errors of the thread. `mtp_depth` is as in `Batch.with_further`.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class TrainLoader(Iterator[Batch]):
         dp_degree: int,
         micro_batch_size: int,
         pin_memory: bool,
+        mtp_depth: int = 0,
     ) -> None:
         assert training.global_batch_size % (dp_degree * micro_batch_size) == 0, "checked by the rules"
         self._data = data
         self._global_batch_size, self._seq_len = training.global_batch_size, training.seq_len
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
-        self._pin_memory = pin_memory
+        self._pin_memory, self._mtp_depth = pin_memory, mtp_depth
         # Token stores have their own sampler; text is packed from virtual shards.
         build_sampler = getattr(builtin_source(data), "build_sampler", VirtualShardSampler)
         self._sampler: Sampler = build_sampler(data, training.seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree)
@@ -133,11 +134,12 @@ class TrainLoader(Iterator[Batch]):
             shape=(self._micro_batch_size, self._seq_len + 1),
             data=self._data,
             pin_device=torch.cuda.current_device() if self._pin_memory else None,
+            mtp_depth=self._mtp_depth,
         )
 
 
 def _read_batches(
-    next_row: NextRow, *, shape: tuple[int, int], data: DataConfig, pin_device: int | None
+    next_row: NextRow, *, shape: tuple[int, int], data: DataConfig, pin_device: int | None, mtp_depth: int
 ) -> Iterator[tuple[Batch, SamplerState]]:
     """Micro-batches from windows of `shape`, each with the changed sampler positions."""
     if pin_device is not None:
@@ -151,6 +153,7 @@ def _read_batches(
             starts.append(row_starts)
             positions.update(changed)
         batch = collate(windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
+        batch = batch.with_further(mtp_depth)
         yield (batch if pin_device is None else batch.pin_memory()), positions
 
 

@@ -26,6 +26,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
+from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.parallel.meta_init import (
     buffer_places,
     copy_initial_weights,
@@ -68,11 +69,12 @@ def doctor_command(arguments: Sequence[str], run_path: Callable[[str], str] = st
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = _first_batch(experiment.data, experiment.training, experiment.experiment.seed).to(device)
     seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
+    config = with_mtp_depth(experiment.model, 0)
     if source is not None:
         model = load_source(source, device, seq_len=seq_len, documents=documents)
     else:
-        model = _build_initial(experiment.model, seq_len, experiment.experiment.seed, device, documents)
-    report = report_numerics(model.train(), experiment.quantization, experiment.model.layers, batch)
+        model = _build_initial(config, seq_len, experiment.experiment.seed, device, documents)
+    report = report_numerics(model.train(), experiment.quantization, config.layers, batch)
     weights = "initial weights" if path is None or source is None else describe(path, source)
     _print_report(report, f"{experiment.quantization.recipe} against fp32, {experiment.model.name}, {weights}")
     return 0

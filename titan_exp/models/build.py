@@ -30,7 +30,7 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
         model = family.model(config, seq_len=seq_len, backend=attention_backend)
     else:
         assert spec is not None, "only plain classes have no spec"
-        blocks = {layer: family.block(config, layer, attention_backend) for layer in range(config.layers)}
+        blocks = {layer: family.block(config, layer, attention_backend) for layer in range(len(spec.blocks))}
         model = Decoder(spec, blocks, seq_len=seq_len)
     if spec is not None:
         _require_described(model, spec, config.architecture)

@@ -4,9 +4,10 @@ Blocks are keyed by their layer number in the whole model, and every part may be
 the same class with the same parameter names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -22,7 +23,8 @@ from titan_exp.ops.loss.cross_entropy import LossSum
 class Decoder(nn.Module):
     """A decoder: a spec's embedding, norm and head around a family's blocks, called as `block(x, rope, mask)`.
 
-    `seq_len` is the longest sequence in tokens.
+    `seq_len` is the longest sequence in tokens. Modules of multi-token prediction are the last blocks, called as
+    `block(x, rope, mask, embedded)` behind the final norm.
     """
 
     def __init__(self, spec: ModelSpec, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
@@ -49,27 +51,41 @@ class Decoder(nn.Module):
         positions: Int[Tensor, "batch seq"] | None = None,
         documents: Int[Tensor, "batch seq"] | None = None,
         loss: LogitsLoss | None = None,
-    ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum:
+        further: Int[Tensor, "depth batch seq"] | None = None,
+    ) -> Float[Tensor, "depths_and_batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum | tuple[LossSum, ...]:
         """Logits of the next token, or their loss; hidden states if another stage has the head.
 
         `x` are token ids, or the hidden states of the previous pipeline stage, with sequence parallelism this rank's
         part of the tokens. `positions` default to 0 .. seq - 1. With `documents` tokens see only their own document.
         `loss` is called with the last hidden states and the head's weight inside `forward`, where a sharded weight is
-        gathered.
+        gathered. `further` are the ids of the tokens 1, 2, ... places ahead, and run the modules of multi-token
+        prediction: their logits, or hidden states for `loss`, follow the model's along the batch, depth by depth.
         """
         seq = x.shape[1] if positions is None else positions.shape[1]
         rope = None if self.rope is None else self.rope(seq, positions)
         if rope is not None and self.temperature is not None:
             rope = (*rope, self.temperature(seq, positions))
         masks = self._masks(documents, positions if self.positions_restart else None, seq, x.device)
+        embedded: Sequence[Tensor] = ()
         # The last stage of a tied model holds the embedding too, for its head.
-        if not x.is_floating_point():
+        if further is not None and not x.is_floating_point():
+            # One lookup, for which FSDP gathers the weight once.
+            x, *embedded = self.embed(torch.cat((x, *further))).chunk(1 + len(further))
+        elif further is not None:
+            embedded = self.embed(further.flatten(0, 1)).chunk(len(further))
+        elif not x.is_floating_point():
             x = self.embed(x)
-        for block in self.blocks.values():
+        for block in self._blocks(mtp=False):
             x = block(x, rope, masks.get(_core(block)[0]))
         if self.norm is None:
             return x
         x = self.norm(x)
+        if embedded:
+            depths = [x]
+            for module, following in zip(self._blocks(mtp=True), embedded, strict=True):
+                depths.append(module(depths[-1], rope, masks.get(_core(module)[0]), following))
+            # One call of the head, for which FSDP gathers its weight once.
+            x = torch.cat(depths)
         return self.embedding(x, self.head, loss) if self.spec.tied else self.head(x, loss=loss)
 
     def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
@@ -89,6 +105,11 @@ class Decoder(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step per token, as executed."""
         return self.spec.flops_per_token(seq_len)
+
+    def _blocks(self, *, mtp: bool) -> list[nn.Module]:
+        """Blocks of this stage: those of the model, or modules of multi-token prediction."""
+        layers = len(self.spec.layers)
+        return [block for number, block in self.blocks.items() if (int(number) >= layers) is mtp]
 
     def _masks(
         self,

@@ -1,9 +1,11 @@
 """All-to-all of equal parts, and of rows with other numbers for each rank, as differentiable custom ops.
 
 A custom op is opaque to the compiler, which would otherwise break the graph at the message. Activation checkpointing
-keeps the results of the two that exchange tokens by their names.
+keeps the results of those that exchange counts and rows by their names.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,20 +40,65 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 all_to_all.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op("titan_exp::exchange_counts", mutates_args=())
-def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Send `counts[r]` of int64 [degree, n] to rank r; returns what is received by rank, and sums on the CPU.
+_PENDING: dict[int, tuple[Callable[[], Any], Tensor]] = {}
+"""Wait for each count exchange under way, by the address of its sums, and the counts that it still reads."""
 
-    These [2, degree] are of the counts sent to and received from each rank: NCCL takes numbers of rows from the host.
+
+@torch.library.custom_op("titan_exp::start_count_exchange", mutates_args=())
+def start_count_exchange(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Start to send `counts[r]` of int64 [degree, n] to rank r; `finish_count_exchange` must take both results.
+
+    These are what is received by rank, and the sums [2, degree] on the CPU of the counts sent to and received from each
+    rank: NCCL takes numbers of rows from the host. On CUDA they travel in a stream beside the current one, so that the
+    host waits for them alone, and not for the kernels queued since.
     """
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group_named(group))
-    return received, torch.stack([counts.sum(1), received.sum(1)]).cpu()
+    received, sums = _empty_counts(counts, group)
+    if isinstance(counts, FakeTensor):
+        dist.all_to_all_single(received, counts.contiguous(), group=group_named(group))
+        return received, sums
+    counts = counts.contiguous()
+    if not counts.is_cuda:
+        work = dist.all_to_all_single(received, counts, group=group_named(group), async_op=True)
+        assert work is not None, "asked for one"
+        _PENDING[sums.data_ptr()] = (lambda: (work.wait(), sums.copy_(_sums(counts, received)))), counts
+        return received, sums
+    sums = sums.pin_memory()
+    stream = _stream_beside(counts.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        dist.all_to_all_single(received, counts, group=group_named(group))
+        sums.copy_(_sums(counts, received), non_blocking=True)
+        done = stream.record_event()
+    _PENDING[sums.data_ptr()] = (lambda: (done.synchronize(), done.wait())), counts
+    return received, sums
 
 
-@exchange_counts.register_fake
-def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+@start_count_exchange.register_fake
+def _empty_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(counts), counts.new_empty(2, counts.shape[0], device="cpu")
+
+
+@torch.library.custom_op("titan_exp::finish_count_exchange", mutates_args=())
+def finish_count_exchange(received: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Wait for the results of `start_count_exchange`; synchronizes with the host."""
+    if not isinstance(received, FakeTensor):
+        wait, _ = _PENDING.pop(sums.data_ptr())
+        wait()
+    return received.clone(), sums.clone()
+
+
+@finish_count_exchange.register_fake
+def _(received: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(received), torch.empty_like(sums)
+
+
+def _sums(sent: Tensor, received: Tensor) -> Tensor:
+    return torch.stack([sent.sum(1), received.sum(1)])
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @torch.library.custom_op("titan_exp::all_to_all_rows", mutates_args=())
@@ -66,6 +113,13 @@ def all_to_all_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | No
     return found
 
 
+@torch.library.custom_op("titan_exp::return_rows", mutates_args=())
+def return_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
+    """`all_to_all_rows` for rows that no backward pass reads: activation checkpointing does not keep them."""
+    return all_to_all_rows._init_fn(rows, sent, received, size, group)
+
+
+@return_rows.register_fake
 @all_to_all_rows.register_fake
 def _(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
     if size is None:
@@ -86,4 +140,16 @@ def _backward_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
     return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
 
 
+def _set_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str], output: Tensor) -> None:
+    # Activation checkpointing recomputes until the last saved tensor, so this operator must save none.
+    rows, *ctx.counts, _, ctx.group = inputs
+    ctx.size = rows.shape[0]
+
+
+def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    sent, received = ctx.counts
+    return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
+
+
 all_to_all_rows.register_autograd(_backward_rows, setup_context=_save_rows)
+return_rows.register_autograd(_return_gradient, setup_context=_set_rows)

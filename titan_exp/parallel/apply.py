@@ -29,7 +29,12 @@ def parallelize(
     apply_tensor_parallel(
         model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
     )
-    apply_expert_parallel(model, mesh, sequence_parallel=parallelism.sequence_parallel)
+    apply_expert_parallel(
+        model,
+        mesh,
+        sequence_parallel=parallelism.sequence_parallel,
+        symmetric_memory=parallelism.token_exchange == "symmetric_memory",
+    )
     if parallelism.async_tp:
         enable_async_tp(mesh)
     apply_context_parallel(model, mesh, parallelism.cp_method)

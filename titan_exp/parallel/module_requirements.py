@@ -37,6 +37,7 @@ def module_violations(
 ) -> Iterator[Violation]:
     """Violations of an unsharded model on the meta device; `spec` is None for a plain class."""
     yield from _forward(model, layout)
+    yield from _further_predictions(model, spec)
     yield from _buffers(model)
     yield from _blocks(model, checkpointing, compilation)
     yield from _tied_weights(model, layout)
@@ -72,6 +73,16 @@ def _forward(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
             reason = f"{kind}.forward takes no `loss`, which it would call with the last hidden states and the head"
             remedy = "training.loss_chunk_tokens=null, or forward as in titan_exp/models/decoder.py"
             yield Violation("training.loss_chunk_tokens", chunk, reason, remedy)
+
+
+def _further_predictions(model: nn.Module, spec: ModelSpec | None) -> Iterator[Violation]:
+    """`forward` takes the ids of the tokens ahead where the spec has modules of multi-token prediction."""
+    if spec is not None and spec.mtp_layers and "further" not in inspect.signature(model.forward).parameters:
+        reason = (
+            f"{type(model).__name__}.forward takes no `further`, and the spec has modules of multi-token prediction"
+        )
+        remedy = "forward as in titan_exp/models/decoder.py, or a spec without mtp_layers"
+        yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
 def computes_loss(model: nn.Module, spec: ModelSpec | None) -> bool:
@@ -174,7 +185,7 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
 def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every layer with a router has the module whose dispatch expert parallelism replaces."""
     found = {name for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
-    for number, layer in enumerate(spec.layers):
+    for number, layer in enumerate(spec.blocks):
         name = f"blocks.{number}.{'' if layer.router is None else layer.router.name.rpartition('.')[0]}"
         if layer.router is not None and name not in found:
             key = "ep" if parallelism.ep > 1 else "tp"
@@ -200,7 +211,7 @@ def _pipeline(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violat
     """The model names the children of the first and the last stage, and its blocks by number."""
     field, kind = "parallelism.pp", type(model).__name__
     blocks = getattr(model, "blocks", None)
-    numbers = [str(number) for number in range(len(spec.layers))]
+    numbers = [str(number) for number in range(len(spec.blocks))]
     plan = model.pp_plan() if hasattr(model, "pp_plan") else None  # type: ignore[operator]  # a method
     if not isinstance(blocks, nn.ModuleDict) or list(blocks) != numbers:
         yield Violation(field, degree, f"{kind}.blocks is no ModuleDict with the keys 0 to {len(numbers) - 1}", BLOCKS)

@@ -12,7 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-ROUTING = ("titan_exp.topk_lowest_index", "titan_exp.exchange_counts", "titan_exp.all_to_all_rows")
+ROUTING = (
+    "titan_exp.topk_lowest_index",
+    "titan_exp.start_count_exchange",
+    "titan_exp.finish_count_exchange",
+    "titan_exp.all_to_all_rows",
+    "titan_exp.symmetric_dispatch",
+)
 """Choice of experts and exchange of their tokens, which no mode of activation checkpointing repeats."""
 
 

@@ -157,7 +157,7 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
         copy = _fake_copy(block, fake, recorder, {})
         args, kwargs = tree_map(fake, (args, dict(kwargs)))
-        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed)
         try:
             with mode, hooks, recorder:
                 type(block).forward(copy, *args, **kwargs)
@@ -174,6 +174,9 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
                     )
                 ],
             ) from error
+        finally:
+            # The graph holds the recorder's hook: a cycle, and no garbage is collected during a step.
+            recorder.tensors.clear()
     return recorder.calls()
 
 
@@ -194,15 +197,14 @@ class _Recorder(TorchDispatchMode):
         self._counts: Counter[str] = Counter()
         self._sources: dict[int, frozenset[int]] = {}
         """Indices of the matmuls that a storage is computed from, up to calls that are always saved."""
-        self._tensors: list[Any] = []
+        self.tensors: list[Any] = []
         """Traced tensors, so that no storage's address is used twice."""
         self._reached, self._read = 0, set[int]()
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Hook on a tensor that autograd saves."""
+    def pack(self, tensor: Tensor) -> None:
+        """Hook on a tensor that autograd saves. There is no backward pass; a saved output would hold its own graph."""
         self._reached = len(self._calls)
         self._read |= self._sources_of(tensor)
-        return tensor
 
     def calls(self) -> tuple[TracedCall, ...]:
         """Recorded calls."""
@@ -222,7 +224,7 @@ class _Recorder(TorchDispatchMode):
             sources = frozenset() if always else sources | {len(self._calls)}
             self._calls.append(TracedCall(call, self._module(name), _bytes(out), flops, always, True, True))
         self._counts[name] += 1
-        self._tensors.append(out)
+        self.tensors.append(out)
         # An output may be an input that the call has written to, or a view of one.
         self._sources |= dict.fromkeys(_storages(out), sources)
         return out

@@ -36,6 +36,10 @@ def check_supported(experiment: Experiment) -> None:
     if cuda and experiment.parallelism.async_tp:
         reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
         found.append(Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false"))
+    if cuda and experiment.parallelism.token_exchange == "symmetric_memory":
+        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
+        remedy = "parallelism.token_exchange=all_to_all plans the same run without"
+        found.append(Violation("parallelism.token_exchange", "symmetric_memory", reason, remedy))
     if cuda and experiment.compile.cuda_graphs:
         reason, remedy = "the private memory pool of a CUDA graph is not modelled", "compile.cuda_graphs=false"
         found.append(Violation("compile.cuda_graphs", True, reason, f"{remedy} plans the same run without"))

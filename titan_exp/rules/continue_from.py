@@ -18,10 +18,11 @@ from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.typed_config import read_values
+from titan_exp.models.spec.mtp import MTP_WEIGHT
 from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "checkpoint.continue_from"
-MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context")
+MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context", MTP_WEIGHT)
 """Keys of the model that change no weight."""
 
 

@@ -59,7 +59,7 @@ def experts_stay_on_the_device(
             )
             yield Violation(_FIELD, True, reason, f"{_OFF}, or dims of experts that are multiples of {ALIGNED}")
             return
-        layers, shape = len(spec.layers), (linear.inputs, linear.outputs)
+        layers, shape = len(spec.blocks), (linear.inputs, linear.outputs)
         if quantization.recipe in RECIPES[1:] and quantization.quantizes(name, *shape, layers=layers):
             reason = f"the host work of the grouped matmul of {name} in {quantization.recipe} is unknown"
             yield Violation(_FIELD, True, reason, f"{_OFF}, or quantization.filter=['*.experts.*']")

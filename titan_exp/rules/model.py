@@ -8,6 +8,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, HEAD_SIZES, ON_CPU
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.mtp import MTP_DEPTH
 from titan_exp.rules.rule import Refuse, rules
 
 
@@ -48,6 +49,12 @@ RULES = (
             lambda spec, model, training: spec and training.seq_len > model.context,
             "it is longer than the context of {model.name}, {model.context} tokens",
             "at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
+        ),
+        Refuse(
+            MTP_DEPTH,
+            lambda spec, training: spec.mtp_layers and len(spec.mtp_layers) >= training.seq_len,
+            "a sequence has training.seq_len={training.seq_len} tokens, and its last module predicts none of them",
+            f"{MTP_DEPTH}=1, as DeepSeek V3, or longer sequences",
         ),
     ),
     *rules(

@@ -33,7 +33,7 @@ def some_linear_is_quantized(
     spec: ModelSpec, model: ModelConfig, quantization: QuantizationConfig
 ) -> Iterator[Violation]:
     """The recipe quantizes at least one linear layer."""
-    config, layers = quantization, len(spec.layers)
+    config, layers = quantization, len(spec.blocks)
     if any(_quantized(spec, config)):
         return
     if config.high_precision_first + config.high_precision_last >= layers:
@@ -179,7 +179,7 @@ def moment_blocks_divide(
 
 def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[str, LinearSpec]]:
     for name, linear in spec.linears():
-        if config.quantizes(name, linear.inputs, linear.outputs, layers=len(spec.layers)):
+        if config.quantizes(name, linear.inputs, linear.outputs, layers=len(spec.blocks)):
             yield name, linear
 
 

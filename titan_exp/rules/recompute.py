@@ -44,7 +44,7 @@ RULES = rules(
     Refuse(
         "activation_checkpoint.every",
         lambda spec, activation_checkpoint: (
-            activation_checkpoint.mode == "every_n" and activation_checkpoint.every > len(spec.layers)
+            activation_checkpoint.mode == "every_n" and activation_checkpoint.every > len(spec.blocks)
         ),
         "there are {model.layers} blocks, so that none would be recomputed",
         "at most activation_checkpoint.every={model.layers}, or activation_checkpoint=none",

@@ -19,6 +19,7 @@ from titan_exp.models.build import (
     parameter_count,
 )
 from titan_exp.models.decoder import Decoder
+from titan_exp.models.spec.lookup import block_count
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
@@ -77,7 +78,7 @@ class BuiltModel:
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
         """FLOPs of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
-        recipe = describe(model, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+        recipe = describe(model, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         self.module: nn.Module = model
         """The whole model; on the meta device under pipeline parallelism."""
         self.pipeline: Pipeline | None = None
@@ -122,7 +123,7 @@ class BuiltModel:
         specs, places = init_specs(module), buffer_places(module)
         if isinstance(module, Decoder):
             module.positions_restart = experiment.data.reset_positions
-        quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+        quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():
             unfilled = materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
@@ -166,7 +167,9 @@ def _build_pipeline(
             continue
         with torch.device("meta"):
             module = build()
-        prune_to_stage(module, layers[number], first=number == 0, last=number == last)
+        # Modules of multi-token prediction follow the head's input.
+        behind = range(layout.layers, len(module.get_submodule("blocks"))) if number == last else ()  # type: ignore[arg-type]
+        prune_to_stage(module, [*layers[number], *behind], first=number == 0, last=number == last)
         parallelize_stage(module)
         stages.append(
             Stage(

@@ -13,7 +13,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.experts.global_counts import ExpertLoad
-from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
+from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 
 class Model(Protocol):
@@ -36,8 +36,10 @@ class Model(Protocol):
         """Micro-batches per call of `loss_sum` for the fastest evaluation."""
         ...
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
-        """Compute the gradients of a global batch of `tokens` predicted tokens from this rank's CPU micro-batches.
+    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
+        """Compute the gradients of a global batch from this rank's CPU micro-batches.
+
+        `tokens` are the predicted tokens of the global batch, then those of each further prediction (`token_counts`).
 
         Returns this rank's share of the loss and of the objective's metrics.
         """
@@ -68,16 +70,16 @@ class EagerModel:
         self.parts, self.objective, self.weights = [module], objective, weights or ComputeWeights()
         self._module, self._mesh = module, mesh
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
-        sums, divisor = MetricSums(self.objective, self._mesh.device), loss_divisor(tokens, self._mesh.device)
+        sums, divisors = MetricSums(self.objective, self._mesh.device), loss_divisors(tokens, self._mesh.device)
         with self.weights.training():
             for index, batch in enumerate(batches):
                 step_observer().microbatch_begin(index)
                 set_gradient_sync(self._module, last=index == len(batches) - 1)
                 # The batch on the device has no name here, so that backward frees what it has read.
                 loss, metrics = normalize_by_tokens(
-                    self.objective, self._module, shard_batch(batch, self._mesh), divisor
+                    self.objective, self._module, shard_batch(batch, self._mesh), divisors
                 )
                 loss.backward()
                 sums.add(metrics)

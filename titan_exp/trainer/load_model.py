@@ -16,7 +16,7 @@ from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import model_spec, with_mtp_depth
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.meta_init import buffer_places, init_buffers, local_shard, materialize_parameters
@@ -40,14 +40,15 @@ def load_source(
     """Build the model of a source and read its weights tensor by tensor, or this rank's shards.
 
     `divide` shards the model on the meta device and returns the rows of sharded parameters that are no DTensors.
-    `documents` and `parts` are as in `choose_attention_backend`.
+    `documents` and `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out.
     """
+    config = with_mtp_depth(source.model, 0)
     # The kernel used in training may not run here.
     spec = model_spec(source.model)
     trained_with = "auto" if spec is None else spec.attention_backend
     supported = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
     backend = choose_attention_backend(
-        source.model,
+        config,
         device,
         bf16=dtype == torch.bfloat16,
         seq_len=seq_len,
@@ -55,7 +56,7 @@ def load_source(
         parts=parts,
         auto=not supported,
     )
-    build = partial(build_model, source.model, seq_len=seq_len, attention_backend=backend)
+    build = partial(build_model, config, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):
         model = build()
     for parameter in model.parameters():

@@ -13,7 +13,7 @@ from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.experts.global_counts import ExpertLoad
-from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
+from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 
 class PipelineModel:
@@ -26,7 +26,7 @@ class PipelineModel:
         self.eval_microbatches = pipeline.microbatches
         self._pipeline, self._mesh = pipeline, mesh
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run the schedule once per `microbatches` micro-batches; gradients are reduced once."""
         sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.microbatches
         assert len(batches) % size == 0, "checked by the rules"
@@ -35,8 +35,8 @@ class PipelineModel:
             batch = shard_batch(batches[first + microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
-            divisor = loss_divisor(tokens, self._mesh.device)
-            loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisor, hidden)
+            divisors = loss_divisors(tokens, self._mesh.device)
+            loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisors, hidden)
             sums.add(metrics)
             return loss
 

@@ -60,8 +60,9 @@ def assemble(
     mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model))
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
-    chunk = layout.loss_chunk_tokens if computes_loss(built.module, model_spec(experiment.model)) else None
-    objective = build_objective(experiment.training, experiment.compile, shard, chunk)
+    spec = model_spec(experiment.model)
+    chunk = layout.loss_chunk_tokens if computes_loss(built.module, spec) else None
+    objective = build_objective(experiment.training, experiment.compile, shard, chunk, spec)
     parts = [built.module] if built.pipeline is None else [stage.module for stage in built.pipeline.stages]
     with fake_mode or nullcontext():
         weights = _compute_weights(parts, mesh, layout, experiment)

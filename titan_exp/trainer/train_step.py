@@ -15,7 +15,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.forward_backward import Model
-from titan_exp.trainer.objective.base import Objective
+from titan_exp.trainer.objective.base import Objective, token_counts
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     *,
-    tokens: int,
+    tokens: Sequence[int],
     lr: float,
     max_grad_norm: float | None,
     mesh: Mesh,
 ) -> StepResult:
-    """Train on one global batch of `tokens` predicted tokens, of which `batches` are this rank's CPU micro-batches."""
+    """Train on one global batch, of which `batches` are this rank's CPU micro-batches.
+
+    `tokens` are its predicted tokens, then those of each further prediction.
+    """
     metrics = model.forward_backward(batches, tokens)
 
     step_observer().gradients_ready(model.parts)
@@ -59,19 +62,21 @@ def train_step(
     optimizer.zero_grad()
     if model.load is not None:
         model.load.update()
-    return StepResult(metrics, grad_norm, tokens)
+    return StepResult(metrics, grad_norm, tokens[0])
 
 
 def sync_step_flags(
     objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool
-) -> tuple[int, bool, bool]:
+) -> tuple[tuple[int, ...], bool, bool]:
     """Sum the predicted tokens of the global batch, and share the flags of the step, in one message over the CPU.
 
-    Returns the tokens, True if any rank was asked to stop, and True if rank 0's clock asks for a checkpoint.
+    Returns the tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0's clock asks
+    for a checkpoint.
     """
-    tokens = sum(objective.count(batch) for batch in batches)
-    message = torch.tensor([tokens, int(stop), int(save and dist.get_rank() == 0)])
+    tokens = torch.tensor([token_counts(objective, batch) for batch in batches]).sum(0)
+    message = torch.cat((tokens, torch.tensor([int(stop), int(save and dist.get_rank() == 0)])))
     if dist.get_world_size(mesh.cpu_group) > 1:
         dist.all_reduce(message, group=mesh.cpu_group)
+    *counts, stops, saves = message.tolist()
     # Ranks that share rows count them all.
-    return int(message[0]) // mesh.batch_replicas, bool(message[1]), bool(message[2])
+    return tuple(count // mesh.batch_replicas for count in counts), bool(stops), bool(saves)

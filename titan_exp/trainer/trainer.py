@@ -22,6 +22,7 @@ from titan_exp.config.schema.config_diff import differences
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
@@ -71,7 +72,9 @@ class Trainer:
             "micro_batch_size": layout.micro_batch_size,
         }
         seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
-        self.loader = TrainLoader(experiment.data, training, seed, **shard, pin_memory=pin_memory)
+        self.loader = TrainLoader(
+            experiment.data, training, seed, **shard, pin_memory=pin_memory, mtp_depth=mtp_depth(experiment.model)
+        )
         self.validation = (
             ValidationLoader(experiment.data, training.seq_len, **shard) if training.evaluate_every else None
         )
@@ -181,11 +184,11 @@ class Trainer:
                 max_grad_norm=experiment.training.max_grad_norm,
                 mesh=self.mesh,
             )
-        self.step, self.tokens = step, self.tokens + tokens
+        self.step, self.tokens = step, self.tokens + result.tokens
         times.end()
         self.profile.after(step)
         self.memory.after(step, self.model.parts, self.optimizer, self.model.weights.copies, self.report.memory.read)
-        self.report.step(step, tokens)
+        self.report.step(step, result.tokens)
         PROGRESS.step(step)
         self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
         return stop

@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.meta_init import local_shard
@@ -30,7 +30,7 @@ def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude
     if "huggingface" not in checkpoint_formats(config):
         reason = "has no tensor names in Hugging Face's format"
         raise UserError(f"{folder}: model.architecture={config.architecture} {reason}.")
-    source = open_huggingface(folder, config.architecture)
+    source = open_huggingface(folder, config.architecture, mtp=mtp_depth(config) > 0)
     _check_shape(config, source.model, folder)
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in source.parameters.shapes)
     for name, tensor in (*model.named_parameters(), *buffers):

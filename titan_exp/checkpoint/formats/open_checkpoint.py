@@ -26,7 +26,7 @@ from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkp
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of, unread_prefixes, weight_blocks
 from titan_exp.models.convert.model_json import FILE, from_json
-from titan_exp.models.spec.lookup import family_violations, model_spec
+from titan_exp.models.spec.lookup import family_violations, model_spec, with_mtp_depth
 
 FORMATS = ("dcp", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
@@ -75,9 +75,10 @@ def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False) -> OpenCh
     raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
 
 
-def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheckpoint:
-    """Open a Hugging Face folder as an architecture; None reads it from config.json. Raises UserError if the
-    architecture is unknown, or a file is missing or damaged."""
+def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool = True) -> OpenCheckpoint:
+    """Open a Hugging Face folder as an architecture; None reads it from config.json. Without `mtp`, modules of
+    multi-token prediction are not read. Raises UserError if the architecture is unknown, or a file is missing or
+    damaged."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -93,6 +94,9 @@ def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheck
         store = BlockFP8Reader(store, blocks)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = unread_prefixes(values, architecture)
+    # transformers drops the modules' weights, and keeps their number in config.json.
+    if not mtp or (unread and not any(name.startswith(unread) for name in store.shapes)):
+        model = with_mtp_depth(model, 0)
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq") or name.startswith(unread)}
     parameters = _mapped(store, model, "huggingface", folder, extra)
     return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))

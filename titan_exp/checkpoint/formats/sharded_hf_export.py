@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.checkpoint_paths import step_name
+from titan_exp.models.blocks.initialization import ShardSpec
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
-from titan_exp.models.convert.state_dict_map import StateDictMap, row_blocks
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, row_blocks
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
@@ -136,7 +138,7 @@ class ShardedHFExporter:
     def _is_shared(self, name: str) -> bool:
         """True for a parameter of several pipeline stages."""
         spec = model_spec(self._model)
-        return spec is not None and name.partition(".")[0] in spec.pipeline.shared
+        return spec is not None and name.partition(".")[0] in spec.pipeline.copied
 
     def _publish(self, partial: Path, target: Path) -> None:
         sync_all(partial)
@@ -214,23 +216,33 @@ class _RowWriter:
         self._map, self._locations = row_map, locations
 
     def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> int:
-        """Write this rank's shard of a parameter; returns its bytes."""
+        """Write this rank's shard of a parameter, and into the tensors that duplicate it; returns its bytes."""
         part = local_shard(tensor)
         if 0 in part.size:
             return 0
         dtype = self._locations[self._map.their_names(name)[0]].spec.dtype
-        width, columns, column = (part.shape[-1], part.size[-1], part.start[-1]) if len(part.shape) > 1 else (1, 1, 0)
+        columns = part.size[-1] if len(part.shape) > 1 else 1
         held = local_tensor(tensor).detach().to("cpu", dtype).reshape(-1, columns).contiguous()
-        data, item, done = held.view(torch.uint8).numpy(), dtype.itemsize, 0
+        data, written, done = held.view(torch.uint8).numpy(), 0, 0
         for first, count in row_blocks(part.shape, part.start, part.size):
             for run in self._map.of(name, first, first + count):
-                location, at = self._locations[run.name], done + run.start - first
-                rows, begin = data[at : at + run.rows], location.begin + column * item
-                if columns == width and run.step == 1:
-                    files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
-                    continue
-                for number, row in enumerate(rows):
-                    offset = (run.first + number * run.step) * width * item
-                    files.write(location.file, begin + offset, row.data)
+                begin = done + run.start - first
+                for their_name in (run.name, *self._map.copies_of(run.name)):
+                    rows = data[begin : begin + run.rows]
+                    self._write_rows(files, self._locations[their_name], run, part, rows)
+                    written += rows.nbytes
             done += count
-        return held.nbytes
+        return written
+
+    def _write_rows(
+        self, files: _OffsetFiles, location: TensorLocation, run: RowRange, part: ShardSpec, rows: np.ndarray
+    ) -> None:
+        """Write rows, as bytes, to one of their tensors."""
+        item = location.spec.dtype.itemsize
+        width, columns, column = (part.shape[-1], part.size[-1], part.start[-1]) if len(part.shape) > 1 else (1, 1, 0)
+        begin = location.begin + column * item
+        if columns == width and run.step == 1:
+            files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
+            return
+        for number, row in enumerate(rows):
+            files.write(location.file, begin + (run.first + number * run.step) * width * item, row.data)

@@ -29,6 +29,8 @@ OTHER_NAMES = {
     "model.moe.scale": ("routed_scaling_factor", "route_scale", "router_topk_scaling_factor"),
     "model.moe.score": ("scoring_func", "score_func", "score_function"),
     "model.moe.shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "model.mtp.depth": ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_modules"),
+    "model.mtp.weight": ("mtp_loss_scaling_factor", "mtp_loss_weight"),
     "optimizer.lr": ("learning_rate",),
     "parallelism.cp": ("context_parallel_size", "context_parallel", "cp_size"),
     "parallelism.dp_replicate": ("data_parallel_size", "ddp"),
@@ -36,6 +38,7 @@ OTHER_NAMES = {
     "parallelism.ep": ("expert_parallel_size", "expert_model_parallel_size", "expert_parallel", "ep_size"),
     "parallelism.etp": ("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "expert_tensor_parallel"),
     "parallelism.pp": ("pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel", "pp_size"),
+    "parallelism.token_exchange": ("expert_parallel_comm_backend", "moe_token_dispatcher_type", "token_dispatcher"),
     "parallelism.tp": ("tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel", "tp_size"),
     "paths.runs": ("output_dir", "out_dir", "save_dir"),
     "tracking.log_every": ("logging_steps", "log_interval", "log_freq"),
@@ -51,6 +54,8 @@ OTHER_NAMES = {
 
 
 def other_names(typed: str) -> list[str]:
-    """Key that another trainer calls like the last part of the typed key; empty if there is none."""
+    """Key that another trainer calls like the last part of the typed key; empty if there is none, or for a key."""
+    if typed in value_keys():
+        return []
     name = typed.rpartition(".")[2].lower()
     return [key for key, names in OTHER_NAMES.items() if name in names and key in value_keys()]

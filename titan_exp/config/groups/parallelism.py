@@ -79,6 +79,11 @@ class ParallelismConfig:
     etp: Degree
     """Tensor-parallel degree inside experts: 1 keeps them whole on a rank, parallelism.tp divides their channels too,
     for experts that are wide."""
+    token_exchange: Literal["all_to_all", "symmetric_memory"]
+    """Way of tokens to experts on other ranks. `all_to_all` sends each rank its rows, for which the host waits once a
+    layer, for their number. `symmetric_memory` has ranks read each other's rows through NVSHMEM, without the host: room
+    for the worst case (every token of the ep ranks on one of them) in every tensor of rows, instead of the rows that
+    come. It has not run on a GPU yet."""
     cpu_offload: bool
     """Keep parameters, gradients and optimizer state in the CPU's memory and bring a block's parameters to the GPU
     when it computes: the least GPU memory, at the speed of the link between the two."""

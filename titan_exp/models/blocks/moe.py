@@ -50,8 +50,12 @@ class Experts(nn.Module):
         )
 
 
-Dispatch = Callable[[Tensor, Routing, Experts], Tensor]
-"""Outputs [tokens, dim] of the experts that tokens [tokens, dim] are routed to, weighted and summed."""
+Dispatch = Callable[[Tensor, Routing, Experts], Callable[[], Tensor]]
+"""Starts to bring tokens [tokens, dim] to the experts that they are routed to.
+
+The result computes the experts' outputs, weighted and summed [tokens, dim]. Between the two calls, messages are under
+way.
+"""
 
 
 class TokenSplit(Protocol):
@@ -83,14 +87,21 @@ class MoEFeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
         """Weighted sum of the routed experts, plus the shared ones."""
         part = x if self.token_split is None else self.token_split.split(x)
-        found = self.dispatch(part.flatten(0, 1), self.router(part), self.experts).view_as(part)
+        finish = self.dispatch(part.flatten(0, 1), self.router(part), self.experts)
+        shared = None if self.shared is None else self.shared(x)
+        found = finish().view_as(part)
         if self.token_split is not None:
             found = self.token_split.join(found, x.shape[1])
-        return found if self.shared is None else found + self.shared(x)
+        return found if shared is None else found + shared
 
 
-def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Callable[[], Tensor]:
     """Dispatch to experts that are all on this rank."""
+    return lambda: compute_locally(tokens, routing, experts)
+
+
+def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """Weighted sum of the outputs of experts that are all on this rank."""
     order, inverse, ends = sort_by_expert(routing.experts, experts.count)
     # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
     # a recipe rounds would then differ from what other ranks' experts round.

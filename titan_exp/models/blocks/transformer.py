@@ -30,8 +30,8 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.ops.recompute import recompute_input
 
-LogitsLoss = Callable[[Tensor, Tensor], LossSum]
-"""Loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
+"""Loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim], or losses of parts of the batch."""
 
 
 class RMSNorm(nn.Module):
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
         x: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq dim"],
         head: nn.Module | None = None,
         loss: LogitsLoss | None = None,
-    ) -> Float[Tensor, "batch seq dim"] | Float[Tensor, "batch seq vocab"] | LossSum:
+    ) -> Float[Tensor, "batch seq dim"] | Float[Tensor, "batch seq vocab"] | LossSum | tuple[LossSum, ...]:
         """Rows of the embedding for token ids; for hidden states, the result of a `head` tied to this weight.
 
         Both uses are calls of this module, because FSDP gathers its weight for the time of a call.
@@ -103,7 +103,7 @@ class Head(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: LogitsLoss | None = None
-    ) -> Float[Tensor, "batch seq vocab"] | LossSum:
+    ) -> Float[Tensor, "batch seq vocab"] | LossSum | tuple[LossSum, ...]:
         """Logits, or `loss` of the hidden states and the weight [vocab, dim]."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head gets the embedding's weight"

@@ -68,6 +68,18 @@ class TensorNames:
     """Up of the shared experts."""
     shared_down: str = ""
     """Down of the shared experts."""
+    mtp_projection: str = ""
+    """Projection of a module of multi-token prediction, from an embedding and a hidden state."""
+    mtp_embedding_norm: str = ""
+    """Norm over the embedding."""
+    mtp_hidden_norm: str = ""
+    """Norm over the hidden state."""
+    mtp_norm: str = ""
+    """Norm before the module's use of the head."""
+    mtp_embedding: str = ""
+    """The module's copy of the embedding."""
+    mtp_head: str = ""
+    """The module's copy of the head."""
 
     def of_norm(self, vector: str) -> str:
         """Tensor name of one of our norms (`attention.q_norm`)."""
@@ -79,6 +91,9 @@ class TensorNames:
             "attention.sinks": self.sinks,
             "attention.q_a_norm": self.query_down_norm,
             "attention.kv_a_norm": self.kv_down_norm,
+            "embedding_norm": self.mtp_embedding_norm,
+            "hidden_norm": self.mtp_hidden_norm,
+            "norm": self.mtp_norm,
         }[vector]
 
     def of_swiglu(self, module: str) -> tuple[str, str, str]:
@@ -122,6 +137,12 @@ HUGGINGFACE = TensorNames(
     shared_gate="model.layers.{}.mlp.shared_experts.gate_proj.weight",
     shared_up="model.layers.{}.mlp.shared_experts.up_proj.weight",
     shared_down="model.layers.{}.mlp.shared_experts.down_proj.weight",
+    mtp_projection="model.layers.{}.eh_proj.weight",
+    mtp_embedding_norm="model.layers.{}.enorm.weight",
+    mtp_hidden_norm="model.layers.{}.hnorm.weight",
+    mtp_norm="model.layers.{}.shared_head.norm.weight",
+    mtp_embedding="model.layers.{}.embed_tokens.weight",
+    mtp_head="model.layers.{}.shared_head.head.weight",
 )
 """Names of `transformers` (Llama, Qwen3, DeepSeek, with or without experts). Latent attention rotates neighbours."""
 
@@ -173,8 +194,12 @@ def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
     if not spec.tied:
         found.add("head.weight", names.head)
     elif names.tied_head:
-        found.theirs[names.head] = (spec.vocab_size, spec.dim)
         copies[names.head] = names.embedding
+    for number in range(len(spec.layers), len(spec.blocks)):
+        found.add_mtp_module(number, spec.blocks[number])
+        shared = {names.mtp_embedding: names.embedding, names.mtp_head: names.head}
+        copies |= {copy.format(number): original for copy, original in shared.items()}
+    found.theirs |= {copy: found.theirs[original] for copy, original in copies.items()}
     optional = frozenset({names.head} if spec.tied else ())
     shapes = {name: found.shapes[name] for name in found.runs}
     stacked = frozenset(name for name, shape in shapes.items() if len(shape) > 2)
@@ -217,6 +242,15 @@ class _MapBuilder:
             module, _, part = linear.name.rpartition(".")
             if part == "gate_up":
                 self._add_swiglu(f"blocks.{number}.{module}", number, self._names.of_swiglu(module))
+
+    def add_mtp_module(self, number: int, layer: LayerSpec) -> None:
+        """Add the parameters and buffers of a module of multi-token prediction."""
+        module, names = f"blocks.{number}", self._names
+        for part in ("embedding_norm", "hidden_norm"):
+            self.add(f"{module}.{part}.weight", names.of_norm(part).format(number))
+        self.add(f"{module}.projection.weight", names.mtp_projection.format(number))
+        self.add_layer(number, layer)
+        self.add(f"{module}.norm.weight", names.mtp_norm.format(number))
 
     def _add_norms(self, number: int, layer: LayerSpec, prefix: str) -> None:
         for vector in layer.vectors:

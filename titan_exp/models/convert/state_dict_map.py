@@ -104,6 +104,10 @@ class StateDictMap:
         """Our parameter that holds a tensor of theirs, or the one that it duplicates."""
         return self._owners[self.copies.get(name, name)][0]
 
+    def copies_of(self, name: str) -> list[str]:
+        """Their tensors that duplicate one of theirs."""
+        return [copy for copy, original in self.copies.items() if original == name]
+
     def of_theirs(self, name: str) -> TensorRows:
         """Row ranges of a tensor of theirs, or of the one that it duplicates."""
         name = self.copies.get(name, name)

@@ -26,7 +26,15 @@ class DecoderConfig(ModelConfig):
     FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention. The log says which one runs."""
 
 
-def decoder_spec(config: DecoderConfig, layers: tuple[LayerSpec, ...], *, rope: PlainRope, rope_dim: int) -> ModelSpec:
+def decoder_spec(
+    config: DecoderConfig,
+    layers: tuple[LayerSpec, ...],
+    *,
+    rope: PlainRope,
+    rope_dim: int,
+    mtp_layers: tuple[LayerSpec, ...] = (),
+    mtp_weight: float = 0.0,
+) -> ModelSpec:
     """Spec of a decoder with these layers, which rotates `rope_dim` features of a head."""
     return ModelSpec(
         layers,
@@ -38,4 +46,6 @@ def decoder_spec(config: DecoderConfig, layers: tuple[LayerSpec, ...], *, rope: 
         rope=rope,
         rope_dim=rope_dim,
         attention_backend=config.attention_backend,
+        mtp_layers=mtp_layers,
+        mtp_weight=mtp_weight,
     )

@@ -38,6 +38,24 @@ def has_experts(config: ModelConfig) -> bool:
     return spec is not None and spec.has_experts
 
 
+def block_count(config: ModelConfig) -> int:
+    """Number of blocks, modules of multi-token prediction included."""
+    spec = model_spec(config)
+    return config.layers if spec is None else len(spec.blocks)
+
+
+def mtp_depth(config: ModelConfig) -> int:
+    """Modules of multi-token prediction; 0 for a plain class."""
+    spec = model_spec(config)
+    return 0 if spec is None else len(spec.mtp_layers)
+
+
+def with_mtp_depth(config: ModelConfig, depth: int) -> ModelConfig:
+    """The same model with other modules of multi-token prediction; unchanged if it has no such key."""
+    has_key = any(field.name == "mtp" for field in fields(config))
+    return replace(config, mtp=replace(config.mtp, depth=depth)) if has_key else config  # type: ignore[attr-defined]
+
+
 def attention_backend(config: ModelConfig) -> str:
     """Requested attention kernel; `auto` for a model that describes no attention."""
     spec = model_spec(config)

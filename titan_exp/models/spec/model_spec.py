@@ -209,12 +209,22 @@ class ModelSpec:
     """Rotated width of a head."""
     attention_backend: str = "auto"
     """Requested attention kernel."""
+    mtp_layers: tuple[LayerSpec, ...] = ()
+    """Modules of multi-token prediction, numbered after the blocks; see `spec/mtp.py`."""
+    mtp_weight: float = 0.0
+    """Factor of their mean loss."""
+
+    @property
+    def blocks(self) -> tuple[LayerSpec, ...]:
+        """Blocks in order, those of multi-token prediction last; a number names `blocks.NUMBER`."""
+        return (*self.layers, *self.mtp_layers)
 
     @cached_property
     def pipeline(self) -> PipelinePlan:
         """Children of the model that the first and the last stage hold."""
-        shared = ("embedding",) if self.tied else ()
-        return PipelinePlan(first=("embedding",), last=("norm", "head"), shared=shared)
+        embedding = ("embedding",)
+        shared, looked_up = embedding if self.tied else (), embedding if self.mtp_layers else ()
+        return PipelinePlan(first=embedding, last=("norm", "head"), shared=shared, looked_up=looked_up)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -223,7 +233,7 @@ class ModelSpec:
         head = {} if self.tied else {"head.weight": table}
         blocks = {
             f"blocks.{number}.{name}": shape
-            for number, layer in enumerate(self.layers)
+            for number, layer in enumerate(self.blocks)
             for name, shape in layer.shapes.items()
         }
         return {"embedding.weight": table, **blocks, "norm.weight": (self.dim,), **head}
@@ -242,21 +252,22 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of parameters, a tied weight once."""
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
-        return tables + self.dim + sum(layer.parameters for layer in self.layers)
+        return tables + self.dim + sum(layer.parameters for layer in self.blocks)
 
     @cached_property
     def active_parameters(self) -> int:
         """Number of parameters that one token uses, without the embedding table."""
-        unused = sum(linear.parameters - linear.active_parameters for layer in self.layers for linear in layer.linears)
+        unused = sum(linear.parameters - linear.active_parameters for layer in self.blocks for linear in layer.linears)
         return self.parameters - self.vocab_size * self.dim - unused
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step per token, as executed.
 
         6 per weight of a matmul (2 forward, 4 backward), the head's included and the embedding's look-up not; and
-        causal attention over visible keys.
+        causal attention over visible keys. Each module of multi-token prediction runs the head once more.
         """
-        return 6 * self.dim * self.vocab_size + sum(layer.flops_per_token(seq_len) for layer in self.layers)
+        head = 6 * self.dim * self.vocab_size * (1 + len(self.mtp_layers))
+        return head + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
 
     @property
     def has_experts(self) -> bool:
@@ -266,7 +277,7 @@ class ModelSpec:
     @cached_property
     def expert_linears(self) -> tuple[LinearSpec, ...]:
         """Distinct linears stacked per expert."""
-        linears = (linear for layer in self.layers if layer.router is not None for linear in layer.linears)
+        linears = (linear for layer in self.blocks if layer.router is not None for linear in layer.linears)
         return tuple(dict.fromkeys(linear for linear in linears if linear.experts > 1))
 
     @property
@@ -299,7 +310,7 @@ class ModelSpec:
     def weights(self) -> tuple[object, ...]:
         """Shapes of all parameters, and heads within them: weights of equal values are interchangeable."""
         # The scale of scores follows from RoPE, which no weight depends on.
-        heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.layers)
+        heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.blocks)
         return self.shapes, tuple(heads)
 
     @cached_property
@@ -310,12 +321,12 @@ class ModelSpec:
 
     def routers(self) -> Iterator[tuple[str, RouterSpec]]:
         """Routers of all blocks by full module path."""
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.blocks):
             if layer.router is not None:
                 yield f"blocks.{number}.{layer.router.name}", layer.router
 
     def linears(self) -> Iterator[tuple[str, LinearSpec]]:
         """Linear layers of all blocks by full module path."""
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.blocks):
             for linear in layer.linears:
                 yield f"blocks.{number}.{linear.name}", linear

@@ -12,4 +12,11 @@ class PipelinePlan:
     last: tuple[str, ...]
     """Children of the last stage only."""
     shared: tuple[str, ...] = ()
-    """Children of `first` whose parameters the last stage uses too, as a copy (tied embeddings)."""
+    """Children of `first` whose parameters are the head's too, so that the last stage has a copy (tied embeddings)."""
+    looked_up: tuple[str, ...] = ()
+    """Children of `first` that the last stage calls too, with a copy of their parameters (multi-token prediction)."""
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Children of `first` that the last stage has a copy of."""
+        return tuple(dict.fromkeys((*self.shared, *self.looked_up)))

@@ -83,14 +83,20 @@ class _Permute(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows if weights is not None else None, inverse, weights)
+        ctx.inverse = None
+        if weights is None and not torch.compiler.is_compiling():
+            # Activation checkpointing ends a recomputation at the last saved tensor: this one would have it compute
+            # the rows again, or receive them.
+            ctx.inverse = inverse
+        else:
+            ctx.save_for_backward(rows if weights is not None else None, inverse, weights)
         return _sum_rows(rows, inverse, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows, inverse, weights = ctx.saved_tensors
+        rows, inverse, weights = ctx.saved_tensors if ctx.inverse is None else (None, ctx.inverse, None)
         gradient = gradients[0].contiguous()
-        if weights is None:
+        if weights is None or rows is None:
             return _copy_tokens(gradient, inverse), None, None, None
         rows_grad, weights_grad = _combine_backward(rows.contiguous(), gradient, inverse, weights)
         return rows_grad, None, None, weights_grad

@@ -10,12 +10,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.parallel.expert_parallel.dispatch import ExpertParallelDispatch
+from titan_exp.parallel.expert_parallel.symmetric_exchange import use_symmetric_memory
 from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.partial_gradients import mark_partial
 
 
-def apply_expert_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> None:
+def apply_expert_parallel(
+    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, symmetric_memory: bool = False
+) -> None:
     """Shard experts and replace the dispatch of tokens, in place; parameter names stay.
 
     Does nothing if experts are sharded over the same ranks as other weights.
@@ -26,11 +29,14 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     tp = mesh.sharding["tp"]
     tokens = TokenGroup(tp.get_group().group_name, tp.size(), tp.get_local_rank()) if tp.size() > 1 else None
     ep = axes["ep"]
+    if symmetric_memory:
+        use_symmetric_memory()
     for module in mixtures(model):
         module.dispatch = ExpertParallelDispatch(
             ep.get_group().group_name,
             ep.size(),
             tokens if axes["etp"].size() > 1 else None,
+            symmetric_memory,
         )
         _shard(module.experts.gate_up, axes, channels=1)
         _shard(module.experts.down, axes, channels=2)

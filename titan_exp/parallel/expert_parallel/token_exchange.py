@@ -1,5 +1,6 @@
 """Token exchange of expert parallelism: rows sorted by expert go to the experts' ranks by all-to-all, and back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from titan_exp.parallel.all_to_all import all_to_all_rows, exchange_counts
+from titan_exp.parallel.all_to_all import all_to_all_rows, finish_count_exchange, return_rows, start_count_exchange
+from titan_exp.parallel.expert_parallel.received import Received
 
 
 @dataclass(frozen=True)
@@ -24,26 +26,35 @@ class TokenExchange:
     """Name of the ranks' process group."""
 
     @staticmethod
-    def of(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "TokenExchange":
-        """Exchange of rows with these ends per expert; synchronizes with the host, once."""
+    def start(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "Callable[[], TokenExchange]":
+        """Start to exchange the counts of rows with these ends per expert.
+
+        The result waits for them, which synchronizes with the host, once.
+        """
         counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
-        received, rows = exchange_counts(counts, group)
-        return TokenExchange(rows[0], rows[1], received, group)
+        started = start_count_exchange(counts, group)
 
-    @property
-    def ends(self) -> Int32[Tensor, " local"]:
-        """End of the received rows of each of this rank's experts."""
-        return self.counts.sum(0).cumsum(0, dtype=torch.int32)
+        def finish() -> TokenExchange:
+            received, rows = finish_count_exchange(*started)
+            return TokenExchange(rows[0], rows[1], received, group)
 
-    def dispatch(self, rows: Float[Tensor, "rows dim"]) -> tuple[Float[Tensor, "received dim"], "RowOrder"]:
-        """Rows for this rank's experts, sorted by expert, source rank and token; and that order."""
+        return finish
+
+    def dispatch(self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None) -> Received:
+        """Rows for this rank's experts, with their weights."""
         found = all_to_all_rows(rows, self.sent, self.received, None, self.group)
         order = RowOrder.by_expert(self.counts, found.shape[0])
-        return order.apply(found), order
+        if weights is not None:
+            weights = order.apply(all_to_all_rows(weights, self.sent, self.received, found.shape[0], self.group))
+        return Received(order.apply(found), weights, self.counts.sum(0).cumsum(0, dtype=torch.int32), order)
 
-    def give_back(self, rows: Float[Tensor, "received dim"], order: "RowOrder", size: int) -> Float[Tensor, "rows dim"]:
+    def give_back(
+        self, rows: Float[Tensor, "received dim"], received: Received, size: int
+    ) -> Float[Tensor, "rows dim"]:
         """Rows of this rank's tokens, in the order and number `size` in which they were dispatched."""
-        return all_to_all_rows(order.undo(rows), self.received, self.sent, size, self.group)
+        # Weighted rows are summed as they are, so backward needs none of them.
+        send = all_to_all_rows if received.weights is None else return_rows
+        return send(received.order.undo(rows), self.received, self.sent, size, self.group)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.models.blocks.mtp import MTPModule
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.fp32_modules import matching_modules
@@ -166,8 +167,10 @@ def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
     groups = [_groups(block) for block in blocks]
     if ahead == 1 and all(len(of_block) == 1 for of_block in groups):
         return
+    # An evaluation would gather modules of multi-token prediction and not run them.
+    layers = sum(not isinstance(block, MTPModule) for block in blocks)
     for index, (block, *parts) in enumerate(groups):
-        later, earlier = groups[index + 1 : index + 1 + ahead], groups[max(0, index - ahead) : index][::-1]
+        later, earlier = groups[index + 1 : min(index + 1 + ahead, layers)], groups[max(0, index - ahead) : index][::-1]
         block.set_modules_to_forward_prefetch([*parts, *itertools.chain(*later)])
         block.set_modules_to_backward_prefetch([*parts[::-1], *itertools.chain(*earlier)])
 

@@ -19,7 +19,7 @@ def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, la
     for key in list(blocks):
         if int(key) not in layers:
             del blocks[key]
-    kept = {*(plan.first if first else ()), *((*plan.last, *plan.shared) if last else ())}
+    kept = {*(plan.first if first else ()), *((*plan.last, *plan.copied) if last else ())}
     for child in {*plan.first, *plan.last} - kept:
         setattr(model, child, None)
 
@@ -28,6 +28,6 @@ def shared_parameters(model: nn.Module) -> tuple[str, ...]:
     """Names of the first stage's parameters that the last stage has a copy of; for the unpruned model."""
     return tuple(
         f"{child}.{name}"
-        for child in model.pp_plan().shared  # type: ignore[operator]  # a method, not a submodule
+        for child in model.pp_plan().copied  # type: ignore[operator]  # a method, not a submodule
         for name, _ in model.get_submodule(child).named_parameters()
     )

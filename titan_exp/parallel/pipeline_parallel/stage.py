@@ -72,6 +72,10 @@ class Stage:
         if kept.input is None:
             return None  # No stage waits for it: the first stage computes its whole backward with the weights.
         kept.rest = BackwardSplit(kept.output, gradient, kept.input, self.module.parameters())
+        if kept.rest.added_early:
+            accumulate_gradients(self.module)
+        if not kept.rest.needs_graph:
+            kept.output = kept.output.detach()
         return kept.rest.input_gradient
 
     def backward_weights(self, microbatch: int) -> None:

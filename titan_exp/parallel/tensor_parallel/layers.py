@@ -92,7 +92,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.weight, self.region, self.first = weight, region, first
 
-    def forward(self, x: Tensor, head: nn.Module | None = None, loss: LogitsLoss | None = None) -> Tensor | LossSum:
+    def forward(
+        self, x: Tensor, head: nn.Module | None = None, loss: LogitsLoss | None = None
+    ) -> Tensor | LossSum | tuple[LossSum, ...]:
         """Embeddings of token ids [batch, seq], as [batch, seq of this rank, dim]; for hidden states, the tied head's
         result."""
         if head is not None:
@@ -115,7 +117,9 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.weight, self.region, self.vocabulary = weight, region, vocabulary
 
-    def forward(self, x: Tensor, tied: Tensor | None = None, loss: LogitsLoss | None = None) -> Tensor | LossSum:
+    def forward(
+        self, x: Tensor, tied: Tensor | None = None, loss: LogitsLoss | None = None
+    ) -> Tensor | LossSum | tuple[LossSum, ...]:
         """Logits [batch, seq, vocab], or `loss` of all tokens' hidden states and this rank's weight."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head is handed the embedding's weight"

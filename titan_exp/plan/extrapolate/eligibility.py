@@ -27,6 +27,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     spec = model_spec(experiment.model)
     reasons = {
         "a model without a spec may have different layers": spec is None,
+        "modules of multi-token prediction follow the last layer": spec is not None and bool(spec.mtp_layers),
         "layers differ": spec is not None and spec.distinct_layers > MAX_DISTINCT_LAYERS,
         "quantization may treat layers differently": experiment.quantization.recipe != "none",
         "layers share compiled code": experiment.compile.enabled,

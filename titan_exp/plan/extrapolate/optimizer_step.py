@@ -177,7 +177,7 @@ def _run_optimizer_step(fake: FakeRank) -> None:
         model,
         state.optimizer,
         [],
-        tokens=1,
+        tokens=[1],
         lr=fake.experiment.optimizer.lr,
         max_grad_norm=fake.experiment.training.max_grad_norm,
         mesh=state.mesh,

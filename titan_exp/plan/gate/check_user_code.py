@@ -22,7 +22,7 @@ from titan_exp.data.sources.build import own_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import to_huggingface
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import block_count, model_spec
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
@@ -114,7 +114,7 @@ def _check_model(experiment: Experiment) -> None:
     )
     for check in (
         lambda: require_modules(model, training.fp32_modules),
-        lambda: require_quantized_linears(model, experiment.quantization, layers=config.layers),
+        lambda: require_quantized_linears(model, experiment.quantization, layers=block_count(config)),
     ):
         try:
             check()

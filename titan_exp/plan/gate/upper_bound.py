@@ -24,8 +24,8 @@ def upper_bound(experiment: Experiment) -> int | None:
     if spec is None or not has_known_state(experiment.optimizer.name):
         return None
     layout, seq = ResolvedLayout.of(experiment), experiment.training.seq_len
-    blocks = sum(_numbers_per_token(layer, seq) for layer in spec.layers)
-    ends = 6 * spec.vocab_size + 4 * spec.dim
+    blocks = sum(_numbers_per_token(layer, seq) for layer in spec.blocks)
+    ends = (6 * spec.vocab_size + 4 * spec.dim) * (1 + len(spec.mtp_layers))
     rows = layout.micro_batch_size if layout.parallelism.pp == 1 else layout.sequences_per_dp_rank
     # Recipes keep quantized copies in addition to their sources.
     recipe = 1 if experiment.quantization.recipe == "none" else 2

@@ -200,7 +200,7 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
 def _expert_degrees(experiment: Experiment, degrees: Mapping[str, int], fixed: Collection[str]) -> list[int]:
     """Searched values of `parallelism.ep`: those that divide the regrouped ranks and the experts."""
     spec = model_spec(experiment.model)
-    counts = [] if spec is None else [layer.router.moe.experts for layer in spec.layers if layer.router is not None]
+    counts = [] if spec is None else [layer.router.moe.experts for layer in spec.blocks if layer.router is not None]
     if EP in fixed or not counts:
         return [experiment.parallelism.ep]
     return divisors(math.gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], *counts))

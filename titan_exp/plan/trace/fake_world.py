@@ -6,7 +6,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
+from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 from titan_exp.trainer.train_state import TrainState, assemble
@@ -61,7 +61,8 @@ class FakeRank:
             self.state.model,
             self.state.optimizer,
             batches,
-            tokens=self.experiment.training.global_batch_size * self.experiment.training.seq_len,
+            tokens=[self.experiment.training.global_batch_size * self.experiment.training.seq_len]
+            * (1 + mtp_depth(self.experiment.model)),
             lr=self.experiment.optimizer.lr,
             max_grad_norm=self.experiment.training.max_grad_norm,
             mesh=self.state.mesh,
@@ -93,7 +94,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
         with _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
             state = assemble(experiment, layout, device, fake_mode=mode)
             with mode:
-                yield FakeRank(experiment, state, fake_batches(layout, experiment.data, copied=device != GPU))
+                yield FakeRank(experiment, state, fake_batches(experiment, copied=device != GPU))
     finally:
         dist.destroy_process_group()
         # Cached shardings refer to this rank's process groups.
@@ -113,27 +114,31 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def fake_batches(layout: ResolvedLayout, data: DataConfig, *, copied: bool = True) -> list[Batch]:
+def fake_batches(experiment: Experiment, *, copied: bool = True) -> list[Batch]:
     """Micro-batches of one data-parallel rank, as from the loader.
 
     `copied` is False if the device of a GPU is another than the host's, so that torch copies them itself.
     """
+    layout, data = ResolvedLayout.of(experiment), experiment.data
     kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
     shape = (layout.micro_batch_size, layout.training.seq_len)
 
     def tokens() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
-    return [
-        kind(tokens(), tokens(), tokens() if data.reset_positions else None, tokens() if data.document_mask else None)
-        for _ in range(layout.gradient_accumulation)
-    ]
+    def further() -> tuple[Batch, ...]:
+        return tuple(Batch(tokens(), tokens(), None, None) for _ in range(mtp_depth(experiment.model)))
+
+    def batch() -> Batch:
+        positions, documents = (tokens() if has else None for has in (data.reset_positions, data.document_mask))
+        return kind(tokens(), tokens(), positions, documents, further())
+
+    return [batch() for _ in range(layout.gradient_accumulation)]
 
 
 def batch_tensors(batches: Iterable[Batch]) -> list[torch.Tensor]:
     """Tensors of all micro-batches."""
-    values = [getattr(batch, field.name) for batch in batches for field in fields(batch)]
-    return [value for value in values if value is not None]
+    return [tensor for batch in batches for tensor in batch.tensors]
 
 
 _MESH_METHODS = ("__getitem__", "get_group", "get_local_rank", "get_coordinate", "get_rank", "size", "_get_root_mesh")

@@ -13,6 +13,8 @@ from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
+SYMMETRIC_RANKS = SYMMETRIC_EXPERTS = 16
+"""Ranks, and experts of a rank, that torch 2.13's exchange over NVSHMEM has warps for: 512 threads of a block."""
 EP, ETP, TP = "parallelism.ep", "parallelism.etp", "parallelism.tp"
 
 
@@ -61,6 +63,28 @@ def tokens_of_experts_divide(
     if not parallelism.sequence_parallel and training.seq_len % parallelism.sequence_chunks == 0:
         reason = f"parallelism.tp={parallelism.tp} ranks each route an equal part of its tokens to experts"
         yield from check_multiple("training.seq_len", training.seq_len, degree, reason)
+
+
+def symmetric_memory_is_supported(spec: ModelSpec, parallelism: ParallelismConfig, device: str) -> Iterator[Violation]:
+    """Symmetric memory is that of GPUs, and its kernels have a thread or a warp for each rank and expert."""
+    field, ep = "parallelism.token_exchange", parallelism.ep
+    if parallelism.token_exchange == "all_to_all" or _rest(spec, ep):
+        return
+    local, remedy = max(linear.experts for linear in spec.expert_linears) // ep, ""
+    if ep == 1:
+        reason = "there is nothing to exchange: parallelism.ep is 1"
+    elif device == "cpu":
+        reason = "it needs symmetric memory, which a CPU lacks"
+    elif parallelism.async_tp:
+        reason, remedy = "async_tp has another kind of symmetric memory, of which a run has one", "async_tp=false, or "
+    elif ep > SYMMETRIC_RANKS or local > SYMMETRIC_EXPERTS:
+        reason = (
+            f"torch's kernel has room for {SYMMETRIC_RANKS} ranks with {SYMMETRIC_EXPERTS} experts each, "
+            f"and {EP}={ep} ranks have {local}"
+        )
+    else:
+        return
+    yield Violation(field, parallelism.token_exchange, reason, f"{remedy}{field}=all_to_all")
 
 
 def _etp(parallelism: ParallelismConfig) -> int:
@@ -133,6 +157,7 @@ RULES = (
     *rules(
         channels_are_whole_or_tensor_parallel,
         tokens_of_experts_divide,
+        symmetric_memory_is_supported,
         when=_routes_tokens,
     ),
 )

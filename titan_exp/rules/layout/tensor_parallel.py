@@ -91,7 +91,7 @@ def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[V
 
 def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
     """Distinct column-parallel linears, with their sharding; those of experts have rules of their own."""
-    linears = dict.fromkeys(linear for layer in spec.layers for linear in layer.linears)
+    linears = dict.fromkeys(linear for layer in spec.blocks for linear in layer.linears)
     return [(linear, linear.tp) for linear in linears if linear.experts == 1 and isinstance(linear.tp, Colwise)]
 
 

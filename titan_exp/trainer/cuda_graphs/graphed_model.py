@@ -4,7 +4,7 @@ Avoids kernel launches, which dominate small models. Everything that varies betw
 tokens and labels, token count, loss and gradients, which are zeroed instead of dropped.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.cuda_graphs.capture import Recorder, Recording
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
+from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 WARMUP_STEPS = 3
 """Passes before the captured one, in which compilation, autotuning and library setup happen."""
@@ -33,14 +33,14 @@ class GraphedModel(EagerModel):
     ) -> None:
         super().__init__(module, objective, mesh, weights)
         self._recorder = recorder
-        self._tokens, self._sums = loss_divisor(1, mesh.device), MetricSums(objective, mesh.device)
+        self._tokens, self._sums = list[Tensor](), MetricSums(objective, mesh.device)
         self._inputs: Batch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._warmup_passes = 0
         self._recording: Recording | None = None
         self._addresses: list[int] = []
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run micro-batches in order, each a replay once a pass has been captured.
 
         Raises:
@@ -49,7 +49,10 @@ class GraphedModel(EagerModel):
         with self.weights.training():
             self._restore_gradients()
             self._require_same_addresses()
-            self._tokens.copy_(loss_divisor(tokens, self._mesh.device))
+            divisors = loss_divisors(tokens, self._mesh.device)
+            self._tokens = self._tokens or divisors
+            for own, divisor in zip(self._tokens, divisors, strict=True):
+                own.copy_(divisor)
             self._sums.reset()
             for batch in batches:
                 self._one_pass(batch)
@@ -64,7 +67,7 @@ class GraphedModel(EagerModel):
             other = batch.to(self._mesh.device)
             self._recorder.warmup(lambda: self._compute(other))
             return
-        for target, source in zip(_tensors(inputs), _tensors(batch), strict=True):
+        for target, source in zip(inputs.tensors, batch.tensors, strict=True):
             target.copy_(source, non_blocking=True)
         if self._recording is not None:
             self._recording.replay()
@@ -103,11 +106,6 @@ class GraphedModel(EagerModel):
 
     def _current_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in (*self.parameters(), *self._module.buffers())]
-
-
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    tensors = (batch.tokens, batch.labels, batch.positions, batch.documents)
-    yield from (tensor for tensor in tensors if tensor is not None)
 
 
 def _same_shape(first: Batch, second: Batch) -> bool:

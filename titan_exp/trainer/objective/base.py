@@ -1,7 +1,7 @@
 """Interface of a training objective, metric accumulation, and normalization over the global batch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,8 @@ class Loss(NamedTuple):
     """Loss summed over the items, an fp32 scalar; backward starts here."""
     metrics: Mapping[str, Tensor]
     """Detached scalars: `loss` (logged, and used in evaluation) and one per name in `Objective.metrics`."""
+    further: Sequence["Loss"] = ()
+    """Weighted losses of `Batch.further`, each summed over its own tokens."""
 
 
 class Objective(Protocol):
@@ -64,21 +66,35 @@ class MetricSums:
 
 
 def normalize_by_tokens(
-    objective: Objective, module: nn.Module, batch: Batch, tokens: Tensor, hidden: Tensor | None = None
+    objective: Objective, module: nn.Module, batch: Batch, tokens: Sequence[Tensor], hidden: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a micro-batch and return its share of the global mean loss and of each metric.
 
-    Each share is divided by the tokens of the global batch (`loss_divisor`), so that gradients summed over
+    Each share is divided by the tokens of the global batch (`loss_divisors`), so that gradients summed over
     micro-batches and ranks are those of the global mean, however tokens are distributed.
     """
-    total, metrics = objective(module, batch, hidden)
-    means = {name for name in metrics if objective.metrics.get(name, "mean") == "mean"}
-    return total / tokens, {name: value / tokens if name in means else value for name, value in metrics.items()}
+    found = objective(module, batch, hidden)
+    total, metrics = _normalized(objective, found, tokens[0])
+    for further, count in zip(found.further, tokens[1:], strict=True):
+        share, reported = _normalized(objective, further, count)
+        total, metrics = total + share, {**metrics, **reported}
+    return total, metrics
 
 
-def loss_divisor(tokens: int, device: torch.device) -> Tensor:
-    """Number of tokens, at least 1, as an fp32 scalar on the device.
+def _normalized(objective: Objective, found: Loss, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    means = {name for name in found.metrics if objective.metrics.get(name, "mean") == "mean"}
+    metrics = {name: value / tokens if name in means else value for name, value in found.metrics.items()}
+    return found.total / tokens, metrics
+
+
+def token_counts(objective: Objective, batch: Batch) -> list[int]:
+    """Predicted tokens of a CPU batch, then those of each of its further predictions."""
+    return [objective.count(part) for part in (batch, *batch.further)]
+
+
+def loss_divisors(tokens: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Numbers of tokens, at least 1, as fp32 scalars on the device.
 
     Division by a Python number multiplies by its rounded reciprocal on CUDA, and a CUDA graph would capture it.
     """
-    return torch.full((), max(tokens, 1), dtype=torch.float32, device=device)
+    return [torch.full((), max(count, 1), dtype=torch.float32, device=device) for count in tokens]

@@ -9,9 +9,12 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.call_signature import Call, call_violations, require_members
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.secrets.variables import revealed
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.mtp import MTP_DEPTH
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
+from titan_exp.trainer.objective.multi_token_prediction import MultiTokenPrediction
 
 
 def build_objective(
@@ -19,15 +22,18 @@ def build_objective(
     compile_: CompileConfig,
     vocab_shard: VocabShard | None,
     automatic_chunk: int | None = None,
+    spec: ModelSpec | None = None,
 ) -> Objective:
     """Build `language_modeling`, or a class of the user's by its import path.
 
     `automatic_chunk` is the chunk of `training.loss_chunk_tokens=auto`, for objectives that compute a loss in chunks.
+    With multi-token prediction in the model's `spec`, the objective is also that of its modules.
 
     That class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
 
     Raises:
-        UserError: the import path cannot be imported, or a subclass with its own `loss` cannot compute it in chunks.
+        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks, or
+            the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind = _own_class(training) if is_dotted(name) else LanguageModeling
@@ -40,7 +46,14 @@ def build_objective(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "
             "logits. Use training.loss_chunk_tokens=null, or override `__call__` as well."
         )
-    return objective
+    if spec is None or not spec.mtp_layers:
+        return objective
+    if not isinstance(objective, LanguageModeling) or kind.__call__ is not LanguageModeling.__call__:
+        raise UserError(
+            f"{MTP_DEPTH}={len(spec.mtp_layers)}: {name} has its own `__call__`, which computes no loss of further "
+            f"predictions. Use {MTP_DEPTH}=0, or extend LanguageModeling and override `loss` alone."
+        )
+    return MultiTokenPrediction(objective, len(spec.mtp_layers), spec.mtp_weight)
 
 
 def _own_class(training: TrainingConfig) -> Any:

@@ -68,24 +68,26 @@ class LanguageModeling:
         inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
         if self.chunk_tokens is None:
             return self.loss(model(*inputs), batch)
-        return self._with_metrics(
-            model(
-                *inputs,
-                loss=partial(
-                    linear_loss_sum,
-                    labels=batch.labels,
-                    chunk_tokens=self.chunk_tokens,
-                    z_loss=self.z_loss,
-                    shard=self.vocab_shard,
-                    functions=self.chunk_functions,
-                ),
-            )
+        return self.with_metrics(model(*inputs, loss=partial(self.chunked_loss, batch=batch)))
+
+    def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
+        """Loss in chunks, from the last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+        assert self.chunk_tokens is not None, "whole logits are given to `loss`"
+        return linear_loss_sum(
+            hidden,
+            weight,
+            batch.labels,
+            chunk_tokens=self.chunk_tokens,
+            z_loss=self.z_loss,
+            shard=self.vocab_shard,
+            functions=self.chunk_functions,
         )
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
         """Loss of logits [batch, seq, vocab]; of this rank's vocabulary shard under loss parallelism."""
-        return self._with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
+        return self.with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
 
-    def _with_metrics(self, found: LossSum) -> Loss:
+    def with_metrics(self, found: LossSum) -> Loss:
+        """Loss with the metrics that are reported."""
         z_loss = {} if found.z_loss is None else {"z_loss": found.z_loss}
         return Loss(found.objective, {"loss": found.cross_entropy, **z_loss})

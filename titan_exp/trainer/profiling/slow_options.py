@@ -12,7 +12,7 @@ from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
-from titan_exp.models.spec.lookup import attention_backend, model_spec
+from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
@@ -105,7 +105,7 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
     small = [
         name
         for name, linear in (() if spec is None else spec.linears())
-        if config.quantizes(name, linear.inputs, linear.outputs, layers=model.layers)
+        if config.quantizes(name, linear.inputs, linear.outputs, layers=block_count(model))
         and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
     ]
     if small:

@@ -26,6 +26,8 @@ BASE = (
     "model.layers=6",
 )
 """Base of the cases below, independent of shipped defaults."""
+MIXED = ("model.architecture=tests.models.own_attention", "+model.window=64", "+model.chunk=128")
+"""A model of the base with windows, chunks and sinks."""
 
 
 @pytest.fixture(autouse=True)
@@ -627,6 +629,17 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         (["model.attention_backend=flex"], "", ""),
         (["model.attention_backend=fa3", "training.mixed_precision=bf16"], "model.attention_backend", "hopper"),
         (["model.attention_backend=fa4", "training.mixed_precision=bf16"], "model.attention_backend", "flash-attn-4"),
+        (
+            [*MIXED, "model.attention_backend=flash", "training.mixed_precision=bf16"],
+            "model.attention_backend",
+            "auto, efficient or flex",
+        ),
+        (
+            [*MIXED, "model.attention_backend=cudnn", "training.mixed_precision=bf16"],
+            "model.attention_backend",
+            "auto, efficient or flex",
+        ),
+        ([*MIXED, "model.attention_backend=flex"], "", ""),
         (
             ["model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=288"],
             "model.attention_backend",

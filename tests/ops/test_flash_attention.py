@@ -79,3 +79,10 @@ def test_they_are_torchs_flash_kernel_to_rounding(backend: str):
     activate("auto", GPU)
     for mine, expected in zip(found[backend], found["flash"], strict=True):
         torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("parts", "chosen"), [(False, "flex"), (True, "efficient")])
+def test_auto_takes_block_masks_for_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, parts: bool, chosen: str):
+    give_gpu(monkeypatch, (9, 0))
+    how = {"head_dim": 64, "bf16": True, "documents": False, "masked": True}
+    assert choose_backend("auto", GPU, **how, parts=parts) == chosen

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from titan_exp.ops.attention.mask_pattern import MaskPattern
+from titan_exp.parallel.context_parallel.attention import _chunks, _tiles
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 
 
@@ -31,3 +33,26 @@ def test_head_and_tail_is_even_work():
     tokens = torch.zeros(1, 32)
     work = [int((local_shard(4, 1, rank).positions(tokens) + 1).sum()) for rank in range(4)]
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spread"), [(MaskPattern(), 0.01), (MaskPattern(chunk=32), 0.01), (MaskPattern(16), 0.15)]
+)
+def test_head_and_tail_is_even_work_within_windows_and_chunks(pattern: MaskPattern, spread: float):
+    """Visible pairs: only the first tokens of the sequence see less than a window."""
+    degree, seq = 4, 256
+    half = seq // (2 * degree)
+    pairs = [
+        sum(pattern.visible_pairs(queries, range(seq)) for queries in _chunks(rank, degree, half))
+        for rank in range(degree)
+    ]
+    assert sum(pairs) == pattern.visible_pairs(range(seq), range(seq))
+    assert max(pairs) - min(pairs) <= spread * max(pairs)
+
+
+def test_blocks_beyond_the_window_are_skipped():
+    """A window shorter than a chunk reaches one chunk back: that of rank 0 from the head, of rank 2 from the tail."""
+    window, own = MaskPattern(16), range(4)
+    computed = [other for other in own if list(_tiles(window, 1, other, 4, 64))]
+    assert computed == [0, 1, 2]
+    assert all(list(_tiles(MaskPattern(), 1, other, 4, 64)) for other in own)

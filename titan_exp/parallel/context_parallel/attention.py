@@ -212,8 +212,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *of_heads, of_sinks = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.how)
-    return (*of_heads, None, of_sinks if ctx.saved_tensors[4] is not None else None, *(None,) * 6)
+    saved = ctx.saved_tensors  # once: activation checkpointing hands them out once
+    *of_heads, of_sinks = context_attention_backward(gradient, *saved, *ctx.how)
+    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 6)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)

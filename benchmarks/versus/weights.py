@@ -49,8 +49,10 @@ def export_weights(job: Job, cache: Path) -> Path:
     partial = Path(tempfile.mkdtemp(dir=cache, prefix=f".{target.name}."))
     try:
         write_hf_metadata(partial, run.model, DTYPE, *run_tokenizer(run.data))
-        specs = [TensorSpec(name, tuple(shape), DTYPE) for name, shape in row_map.their_shapes.items()]
-        write_safetensors(partial, specs, lambda spec: reader.read(spec.name).to(DTYPE), file_bytes=5e9)
+        specs = [TensorSpec(name, tuple(shape), DTYPE) for name, shape in row_map.stored_shapes.items()]
+        write_safetensors(
+            partial, specs, lambda spec, *window: reader.read(spec.name, *window).to(DTYPE), file_bytes=5e9
+        )
         os.rename(partial, target)
     except OSError:
         if not target.is_dir():  # otherwise another process was faster

@@ -115,7 +115,7 @@ HARM: list[tuple[Callable[[Path], object], str]] = [
     (_no_weights, "no \\*.safetensors"),
     (lambda copy: (copy / "config.json").unlink(), "without config.json"),
     (lambda copy: (copy / "config.json").write_text("{"), "cannot be read"),
-    (lambda copy: change(copy / "config.json", model_type="mamba"), "model_type is 'mamba'"),
+    (lambda copy: change(copy / "config.json", model_type="unheard"), "no class for its model_type, 'unheard'"),
     (lambda copy: change(copy / "config.json", attention_bias=True), "attention_bias=True"),
     (lambda copy: change(copy / "config.json", rope_scaling={"rope_type": "yarn"}), "'yarn' is not supported"),
     (

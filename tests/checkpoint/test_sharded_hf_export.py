@@ -62,6 +62,13 @@ def small_files_and_counted_bytes() -> None:
         pytest.param(
             "model=deepseek_debug model.mtp.depth=1 parallelism.pp=2 parallelism.tp=2", "fp32", marks=pytest.mark.night
         ),
+        # Rows of experts are columns of the files.
+        pytest.param(
+            "model=gpt_oss_debug parallelism.tp=2 parallelism.dp_shard=2 parallelism.ep=2 parallelism.etp=2",
+            "bf16",
+            marks=pytest.mark.night,
+        ),
+        pytest.param("model=gpt_oss_debug parallelism.dp_shard=2", "fp32", marks=pytest.mark.night),
     ],
 )
 def test_equals_convert(tmp_path: Path, layout: str, dtype: str, capsys):

@@ -182,6 +182,31 @@ def test_labels_have_varied_keys_and_columns_differing_keys(tmp_path: Path):
     assert compared(tmp_path).rows[0].label == "steps=50 decay_steps=40"
 
 
+@pytest.mark.parametrize("same_value", [True, False])
+def test_named_list_of_a_study_is_one_column(tmp_path: Path, same_value: bool):
+    points = []
+    for name, lr in [("plain", 1e-3), ("plain", 2e-3), ("steep", 1e-3), ("steep", 2e-3)]:
+        decay = {"plain": 0.1, "steep": 0.2}[name] + (0 if same_value or lr == 1e-3 else 0.5)
+        values = {"optimizer.weight_decay": decay, "training.max_grad_norm": decay, "optimizer.lr": lr}
+        path = make_run(tmp_path, values, metrics=rows(3.0 + lr))
+        points.append({"run_id": path.name, "variant": f"{name} lr={lr:g}", "choices": {"change": name}})
+    keys = ["optimizer.weight_decay", "training.max_grad_norm"]
+    study = {"name": "made", "points": points, "baseline": "plain lr=0.002", "lists": {"change": keys}}
+    (tmp_path / "made" / "study.json").write_text(json.dumps(study))
+    found = compared(tmp_path, baseline=None if same_value else points[1]["run_id"])
+    assert [row.label for row in found.rows] == [point["variant"] for point in points]
+    assert found.baseline == 1
+    # A name with two meanings, after a change of the study file, does not hide the keys.
+    assert ("change" in found.differing_keys.keys) == same_value
+    if same_value:
+        assert {*found.differing_keys.keys} == {"change", "optimizer.lr"}
+        assert [row.values["change"] for row in found.rows] == ["plain", "plain", "steep", "steep"]
+        assert compared(tmp_path, baseline="change=steep lr=0.001").baseline == 2
+        # Beside a run without a choice, the keys stay.
+        other = make_run(tmp_path / "other", {"optimizer.weight_decay": 0.7}, metrics=rows(3.0))
+        assert "change" not in compared(tmp_path, "made", str(other)).differing_keys.keys
+
+
 def test_ways_to_name_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = make_study(tmp_path / "runs", {0.001: [3.0], 0.002: [3.0]})
     one, two = sorted(path.name for path in folder.iterdir())

@@ -28,6 +28,10 @@ PUBLISHED = {
     "deepseek_v2_236b": 235_741_434_880,
     "deepseek_v3_671b": 671_026_404_352,
     "kimi_k2_1t": 1_026_408_209_408,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
+    "llama4_scout": 107_769_861_120,
+    "llama4_maverick": 400_711_848_960,
 }
 
 ACTIVE = {
@@ -41,6 +45,10 @@ ACTIVE = {
     "deepseek_v2_236b": 20_851_512_320,
     "deepseek_v3_671b": 36_625_603_584,
     "kimi_k2_1t": 31_687_072_768,
+    "gpt_oss_20b": 3_608_307_264,
+    "gpt_oss_120b": 5_132_849_472,
+    "llama4_scout": 16_138_408_960,
+    "llama4_maverick": 16_150_205_440,
 }
 """Parameters less the embedding table."""
 

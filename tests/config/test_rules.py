@@ -257,7 +257,7 @@ TILES = [
         (["training.seq_len=1024"], "", ""),
         (["model.rope.factor=8"], "model.rope.factor", "model.rope.scaling=llama3"),
         (
-            ["model.rope.scaling=llama3", "model.rope.low_freq_factor=4"],
+            ["model.rope.scaling=llama3", "model.rope.low_freq_factor=5"],
             "model.rope.low_freq_factor",
             "low_freq_factor=1",
         ),
@@ -274,6 +274,13 @@ TILES = [
         (["data.source=python-stdlib"], "data.source", "did you mean python_stdlib?"),
         (["optimizer.name=torch.optim.SGD"], "", ""),
         (["+optimizer.options.rho=1"], "optimizer.options", "your own code"),
+        (["+optimizer.lr_scales.expert=0.5"], "optimizer.lr_scales.expert", "leave it out"),
+        (["+optimizer.lr_scales.expert=0.5", "model=qwen3_moe_debug"], "", ""),
+        (
+            ["+optimizer.weight_decays.head=0", "model.tied_embeddings=true"],
+            "optimizer.weight_decays.head",
+            "optimizer.weight_decays.embedding=0",
+        ),
         (["+lr_schedule.options.a=1"], "lr_schedule.options", "your own code"),
         (["+data.options.a=1"], "data.options", "your own code"),
         (["+optimizer.options.momentum=0.9", "optimizer.name=torch.optim.SGD"], "", ""),

@@ -127,6 +127,19 @@ def test_typed_overrides_narrow_add_and_win(study):
         narrowed(zipped, OverridesParser.create().parse_overrides(["a.b=1"]))
 
 
+def test_the_name_of_a_list_chooses_among_its_points(study):
+    read = study("axes:\n  - {name: how, list: {x: [a=1], y: [a=2, b=3], z: []}}\n  - grid: {optimizer.lr: [1, 2]}\n")
+
+    def points(*typed: str) -> list[str]:
+        varied, fixed = narrowed(read, OverridesParser.create().parse_overrides(list(typed)))
+        return labels(study_points(varied, "", fixed))
+
+    assert points("how=y", "optimizer.lr=1") == ["how=y lr=1"]
+    assert points("how=z,x", "optimizer.lr=1") == ["how=z lr=1", "how=x lr=1"]
+    with pytest.raises(UserError, match="how=w: no choice of this axis; it has x, y and z"):
+        points("how=w")
+
+
 @pytest.mark.parametrize(
     ("baseline", "expected"),
     [("{a.b: 2.0, how: x}", "b=2 how=x"), ("b=1 how=y", "b=1 how=y")],

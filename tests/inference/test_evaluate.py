@@ -1,6 +1,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, float]:
+def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     assert evaluate_command([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -88,22 +89,38 @@ def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str
 def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
     words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
-    expected = evaluated(capsys, trained, *words)
-    found = run_ranks(4 if "tp" in layout else 2, evaluate_on_rank, str(trained), [*words, *layout.split()])[0]
+    by_position = "cp" not in layout
+    expected = evaluated(capsys, trained, *words, *["--positions"] * by_position)
+    ranks = 4 if "tp" in layout else 2
+    found = run_ranks(ranks, evaluate_on_rank, str(trained), [*words, *layout.split()], by_position)[0]
     assert found["tokens"] == expected["tokens"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    if by_position:
+        octaves = expected["positions"]
+        assert [octave["first"] for octave in octaves] == [0, 1, 2, 4, 8, 16, 32]
+        assert sum(octave["tokens"] for octave in octaves) == expected["tokens"]
+        total = sum(octave["tokens"] * octave["loss"] for octave in octaves)
+        assert total / expected["tokens"] == pytest.approx(expected["loss"], rel=1e-6)
+        for shared, alone in zip(found["positions"], octaves, strict=True):
+            assert shared == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-5)}
 
 
-def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
+def evaluate_on_rank(path: str, words: list[str], by_position: bool) -> dict[str, Any]:
+    import dataclasses
+
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment
+    from titan_exp.inference.evaluate import Evaluation, Observed, evaluate_source, evaluation_experiment
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
     experiment = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
-        return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)).result)
+        mesh = build_mesh(experiment.parallelism, device)
+        found = evaluate_source(source, experiment, mesh, observed=Observed(positions=by_position))
+    read = Evaluation.from_json(json.loads(json.dumps(dataclasses.asdict(found))))
+    assert read == found
+    return {**vars(read.result), "positions": [dataclasses.asdict(octave) for octave in read.octaves]}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +137,7 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
         (["data=text"], "data.paths"),
         (["split=some"], "held_out or all"),
         (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),
+        (["--positions", "parallelism.cp=2"], "parallelism.dp_shard=2"),
         (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
     ],
 )

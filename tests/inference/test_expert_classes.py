@@ -151,14 +151,14 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict:
     import dataclasses
 
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment
+    from titan_exp.inference.evaluate import Observed, evaluate_source, evaluation_experiment
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
     asked = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
-        found = evaluate_source(source, asked, build_mesh(asked.parallelism, device), experts=True)
+        found = evaluate_source(source, asked, build_mesh(asked.parallelism, device), observed=Observed(experts=True))
     read = Evaluation.from_json(json.loads(json.dumps(dataclasses.asdict(found))))
     assert read == found
     return {"experts": [dataclasses.asdict(layer) for layer in read.layers]}

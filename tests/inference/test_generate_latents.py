@@ -1,4 +1,5 @@
-"""Generation with latent attention: heads are split among tensor-parallel ranks, cached latents are not."""
+"""Generation with latent attention, whose heads are split among tensor-parallel ranks and cached latents are not; and
+with sinks and biases of experts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,17 +9,24 @@ import torch
 
 from tests.models.deepseek_shapes import LITE, V3
 from tests.models.test_deepseek import noisy_model
+from tests.models.test_gpt_oss import SHAPE as GPT_OSS
+from tests.models.test_gpt_oss import noisy_model as noisy_gpt_oss
 from tests.ranks import run_ranks
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.inference.generate import generate, tensor_parallel_experiment
+from titan_exp.models import gpt_oss
 
 PROMPTS = ["import ", "def main("]
 OPTIONS = GenerateOptions(temperature=0.0, tokens=24)
 MODELS = {
-    name: replace(shape, vocab_size=257, dense_layers=shape.layers) for name, shape in {"lite": LITE, "v3": V3}.items()
+    **{
+        name: replace(shape, vocab_size=257, dense_layers=shape.layers)
+        for name, shape in {"lite": LITE, "v3": V3}.items()
+    },
+    "sinks and experts": replace(GPT_OSS, vocab_size=257),
 }
 
 
@@ -32,10 +40,14 @@ def on_rank(path: str, options: GenerateOptions) -> list[str]:
         return generate(source, options, PROMPTS, window=48, mesh=mesh)
 
 
-@pytest.mark.parametrize("name", [pytest.param("lite", marks=pytest.mark.night), "v3"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("lite", marks=pytest.mark.night), "v3", pytest.param("sinks and experts", marks=pytest.mark.night)],
+)
 def test_tensor_parallel_text_equals_that_of_one_device(tmp_path: Path, name: str):
     config = MODELS[name]
-    weights = {key: 2 * tensor.detach() for key, tensor in noisy_model(config).state_dict().items()}
+    model = noisy_gpt_oss(config) if isinstance(config, gpt_oss.Config) else noisy_model(config)
+    weights = {key: 2 * tensor.detach() for key, tensor in model.state_dict().items()}
     special = {"bos_token_id": 256, "eos_token_id": 256}
     source = OpenCheckpoint(Path("memory"), "torch", config, TorchFileReader(weights), "bytes", special)
     export_weights(source, tmp_path / "export", ExportOptions("dcp"))

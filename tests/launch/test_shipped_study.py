@@ -67,6 +67,21 @@ def attempts() -> list[int]:
     return [len(run.folder.read_attempts()) for run in find_runs(["mine"], Path("runs"))]
 
 
+def test_record_has_the_keys_and_choices_of_named_lists(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("sweeps/mine.yaml").write_text(
+        "question: Which?\nheld_fixed: [model=llama_debug, cluster.device=cpu]\naxes:\n"
+        "  - name: change\n    list:\n      none: []\n"
+        "      both: [optimizer.weight_decay=0.2, training.max_grad_norm=2]\n"
+        "  - grid: {training.steps: [2, 3]}\n"
+    )
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper._submit", lambda *_: ({}, 0))
+    assert main(["sweep", "mine"]) == 0
+    record = StudyFolder(home / "runs" / "mine").read()
+    assert record is not None
+    assert record.lists == {"change": ("optimizer.weight_decay", "training.max_grad_norm")}
+    assert [point.choices["change"] for point in record.points] == ["none", "none", "both", "both"]
+
+
 def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = finish(start("die_unless_lucky", "sweep", "mine"))
     assert code == 1
@@ -79,7 +94,7 @@ def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str])
     assert states() == ["done", "failed", "done", "failed"]
     fields = json.loads((home / "runs" / "mine" / "study.json").read_text())
     assert set(fields) == {
-        *("name", "question", "size", "typed", "baseline", "metrics", "points", "skipped", "removed", "time"),
+        *("name", "question", "size", "typed", "baseline", "metrics", "points", "lists", "skipped", "removed", "time"),
     }
     assert all((home / "runs" / "mine" / point["run_id"] / "config.yaml").exists() for point in fields["points"])
 

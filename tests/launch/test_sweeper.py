@@ -96,6 +96,16 @@ def test_skip_leaves_out_impossible_points(capsys: pytest.CaptureFixture[str]) -
     assert "parallelism.tp=8: 4 query heads" in out
 
 
+def test_key_that_one_model_lacks_is_explained_by_point(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama_debug,qwen3_moe_debug", "model.moe.balance.coefficient=1e-3", "cluster.device=cpu"]
+    assert main(["train", "-m", *words, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "1 point(s) of the sweep cannot run" in said
+    assert "model=llama_debug does not have this key\n" in said
+    assert "it comes with model=deepseek_debug" in said
+    assert "+model" not in said
+
+
 def test_repeated_reading_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = ["parallelism.dp_replicate=3", "training.global_batch_size=12", "experiment.seed=0,1", "--dry-run"]
     assert main(["train", "-m", "model=llama_debug", "cluster.device=cpu", *seeds]) == 0

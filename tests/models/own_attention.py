@@ -32,7 +32,7 @@ def variants(config: Config) -> tuple[AttentionVariant, ...]:
         AttentionVariant(window=config.window, sinks_std=1.0, bias_std=0.1),
         AttentionVariant(sinks_std=1.0, bias_std=0.1),
         AttentionVariant(chunk=config.chunk, rotated_norm_eps=1e-5),
-        AttentionVariant(rope=False, temperature=QueryTemperature(0.5, 8)),
+        AttentionVariant(rope=False, temperature=QueryTemperature(20.0, 8)),
     )
 
 

@@ -78,7 +78,7 @@ def plain_logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Te
                 query, key = norm(query, None), norm(key, None)
             if layer == 3:
                 steps = torch.floor((positions + 1.0) / 8)
-                query = query * (1 + 0.5 * torch.log(1 + steps))[..., None].float()
+                query = query * (1 + 20 * torch.log(1 + steps))[..., None].float()
             scores = (query @ key.mT / width**0.5).masked_fill(~seen, -torch.inf)
             if layer < 2:
                 sink = of["attention.sinks.weight"][head].expand(*scores.shape[:2], 1)

@@ -16,6 +16,7 @@ from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.build import build_model, init_specs
@@ -29,7 +30,7 @@ SHAPES = {"lite": LITE, "v2": V2, "v3": V3}
 IDS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def noisy_model(config: Config) -> nn.Module:
+def noisy_model(config: ModelConfig) -> nn.Module:
     """Weights of a few tenths, norms around one, router biases around zero: ones and zeros would hide errors."""
     model = build_model(config, seq_len=64, attention_backend="math")
     model.reset_buffers()  # type: ignore[operator]  # the decoder's own

@@ -9,8 +9,8 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, config_classes
 
 PACKAGE = Path(titan_exp.__file__).parent
-COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend"}
-"""Fields of every model; and the attention kernel, which is a key of every model with attention."""
+COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend", "repository"}
+"""Fields of every model; the attention kernel, a key of every model with attention; and a word that git has too."""
 
 
 def sources() -> dict[str, str]:

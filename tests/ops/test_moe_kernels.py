@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
+from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
+from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
 from titan_exp.ops.swiglu import swiglu
 
 Results = dict[str, tuple[Tensor, Tensor]]
@@ -98,6 +100,10 @@ def weighted(device: str) -> Results:
             out = module.weighted_swiglu(x, weights, group)
             parts = torch.autograd.grad(out, (x, weights), gradient)
             found |= {f"{group}": out.detach(), f"{group}, gradient": parts[0], f"{group}, weights": parts[1]}
+            overwritten = gradient.clone(memory_format=torch.contiguous_format)
+            again = module.weighted_swiglu_backward(x.detach(), weights.detach(), overwritten, group)
+            assert all(map(torch.equal, again, parts))
+            found[f"{group}, again"] = overwritten
         assert module.weighted_swiglu(x[:0], weights[:0], 16).shape == (0, 32)
         return found
 
@@ -108,7 +114,11 @@ def weighted(device: str) -> Results:
 @pytest.mark.parametrize("device", DEVICES)
 def test_weighted_swiglu_and_its_gradients_are_those_of_torch(device: str):
     [found] = run_kernels(1, device, weighted)
-    assert len(found) == 6
+    assert len(found) == 8
+    for name in ("5", "16"):
+        assert all(map(torch.equal, found[name], found[f"{name}, again"])), (
+            "backward computes the output as forward does"
+        )
     for name, (theirs, ours) in found.items():
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
         # Intermediate results are rounded alike; their exponentials differ in the last bit of fp32.
@@ -151,6 +161,25 @@ def test_weighted_swiglu_is_swiglu_times_weights():
     torch.testing.assert_close(weighted_swiglu(x, weights, 4), swiglu(x[None], 4)[0] * weights[:, None])
     assert torch.autograd.gradcheck(lambda x, weights: weighted_swiglu(x, weights, 4), (x, weights))
     assert torch.autograd.gradcheck(lambda x, weights: weighted_swiglu(x[:0], weights[:0], 4), (x, weights))
+
+
+def test_gradients_of_rows_and_matrices_may_come_apart():
+    """Zero-bubble schedules ask for them one after the other; layers may be frozen."""
+    gate_up, weight, row_weights = leaves = [
+        torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((7, 16), (3, 6, 8), (7,))
+    ]
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    out = weighted_swiglu_linear(gate_up, weight, row_weights, ends, 4)
+    plain = grouped_linear(weighted_swiglu(gate_up, row_weights, 4), weight, ends)
+    assert torch.equal(out, plain)
+    upstream = torch.randn_like(out)
+    expected = torch.autograd.grad(plain, leaves, upstream)
+    for wanted in ((0, 1, 2), (0, 2), (1,), (2,)):
+        found = torch.autograd.grad(out, [leaves[place] for place in wanted], upstream, retain_graph=True)
+        for place, gradient in zip(wanted, found, strict=True):
+            torch.testing.assert_close(gradient, expected[place])
+    only = weighted_swiglu_linear(gate_up.detach(), weight.detach(), row_weights, ends, 4)
+    torch.testing.assert_close(torch.autograd.grad(only, row_weights, upstream)[0], expected[2])
 
 
 def test_weighted_swiglu_is_rounded_once():

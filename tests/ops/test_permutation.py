@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from titan_exp.ops.moe import permutation as module
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
-from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
+from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
 from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
 
@@ -151,11 +151,10 @@ def experts_by_rows(
     order, inverse, ends = sort_by_expert(experts, len(gate_up))
     fused = recompute_input(lambda x: permute(x, order, inverse), x, lambda rows: grouped_linear(rows, gate_up, ends))
     factors = permute_weights(weights, order, inverse)
-    rows = recompute_input(
-        lambda fused: weighted_swiglu(fused, factors, 4) if before_down else swiglu(fused, 4),
-        fused,
-        lambda hidden: grouped_linear(hidden, down, ends),
-    )
+    if before_down:
+        rows = weighted_swiglu_linear(fused, down, factors, ends, 4)
+    else:
+        rows = recompute_input(lambda fused: swiglu(fused, 4), fused, lambda hidden: grouped_linear(hidden, down, ends))
     return combine(rows, order, inverse, None if before_down else weights)
 
 

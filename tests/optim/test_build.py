@@ -10,6 +10,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.parameter_groups import named_parameters
 
 ADAMW = AdamWConfig(
@@ -66,7 +67,7 @@ def test_sgd_is_one_file_whose_fields_are_its_own():
     """AdamW's fields are neither accepted nor part of its run id."""
     config = to_experiment(compose(["optimizer=sgd", "optimizer.momentum=0.5"]))
     assert set(to_dict(config)["optimizer"]) == {
-        *("name", "lr", "weight_decay", "decay_vectors", "options"),
+        *("name", "lr", "weight_decay", "decay_vectors", "lr_scales", "weight_decays", "options"),
         *("momentum", "nesterov"),
     }
     optimizer = build_optimizer([real_model()], config.optimizer)
@@ -82,6 +83,22 @@ def test_roles_are_those_of_the_modules():
     assert {role for name, role in roles.items() if "norm" in name} == {"vector"}
     assert {role for name, role in roles.items() if name.endswith(("qkv.weight", "down.weight"))} == {"matrix"}
     assert named_parameters([GroupedLinear(2, 4, 8, 0.02)])[0].role == "expert"
+
+
+def test_roles_have_their_own_learning_rate_and_weight_decay():
+    model = torch.nn.ModuleList([real_model(), GroupedLinear(2, 4, 8, 0.02)])
+    config = replace(ADAMW, lr_scales={"expert": 0.5, "embedding": 2.0}, weight_decays={"expert": 0.0, "vector": 0.3})
+    optimizer = build_optimizer([model], config)
+    set_lr(optimizer, 1e-3)
+    found = {group["role"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    plain = (1e-3, 0.1)
+    assert found == {
+        "embedding": (2e-3, 0.1),
+        "head": plain,
+        "matrix": plain,
+        "vector": (1e-3, 0.3),
+        "expert": (5e-4, 0),
+    }
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def a_rotation_is_not_turned_back() -> None:
 
 def gates_are_taken_for_ups() -> None:
     patch(
-        "titan_exp.ops.swiglu._halves",
+        "titan_exp.ops.swiglu.halves",
         lambda original: lambda gate_up, group: tuple(reversed(original(gate_up, group))),
     )
 

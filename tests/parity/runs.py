@@ -2,7 +2,7 @@
 
 import logging
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -114,6 +114,13 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_noticed(path: Path, words: Sequence[str], mutate: Callable[[], None], expected: Curve) -> None:
+    """Train with a mutation, whose curve must differ from the expected one."""
+    found = train(path, *words, "training.stop_on_nonfinite=false", mutate=mutate)
+    with pytest.raises(AssertionError):
+        assert_same_curve(found, expected)
 
 
 def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, torch.Tensor]:

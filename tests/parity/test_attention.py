@@ -29,7 +29,7 @@ def one_device(tmp_path_factory):
     ("experiment", "layout"),
     [
         ("mixed", "parallelism.tp=2"),
-        ("mixed", "parallelism.cp=2 parallelism.cp_method=ring"),
+        pytest.param("mixed", "parallelism.cp=2 parallelism.cp_method=ring", marks=pytest.mark.day),
         ("documents", "parallelism.cp=2 parallelism.cp_method=allgather"),
         ("positions restart", "parallelism.cp=2 parallelism.cp_method=ulysses"),
         pytest.param("documents", "parallelism.cp=2 parallelism.cp_method=ring", marks=pytest.mark.night),

@@ -50,11 +50,7 @@ def one_device(tmp_path_factory):
         ("plain", "parallelism.pp=4 parallelism.tp=2 parallelism.loss_parallel=false training.micro_batch_size=2"),
         # Sixteen.
         ("documents", f"{FOUR_D} training.micro_batch_size=1"),
-        pytest.param(
-            "tied",
-            f"{FOUR_D} parallelism.pp_schedule=ZBVZeroBubble parallelism.cp_method=allgather",
-            marks=pytest.mark.day,
-        ),
+        ("tied", f"{FOUR_D} parallelism.pp_schedule=ZBVZeroBubble parallelism.cp_method=allgather"),
         ("no groups", f"{FOUR_D} parallelism.cp_method=ulysses parallelism.pp_schedule=Interleaved1F1B"),
         ("plain", "parallelism.pp=2 parallelism=hsdp parallelism.tp=2 parallelism.pp_schedule=LoopedBFS"),
     ],

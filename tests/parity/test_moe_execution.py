@@ -7,6 +7,7 @@ import pytest
 
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_quantized import assert_same_recipe
+from tests.quantization.test_sharded_experts import scales_are_of_a_rank_s_channels
 
 PLAIN = "model=qwen3_moe_debug training.steps=3"
 V3 = (
@@ -31,6 +32,7 @@ EXPERIMENTS = {
 }
 
 EP2, EP2_EFSDP2 = "parallelism.dp_shard=2 parallelism.ep=2", "parallelism.dp_shard=4 parallelism.ep=2"
+ETP2 = "parallelism.tp=2 parallelism.etp=2"
 COMPILED, INDUCTOR = "compile=blocks compile.backend=aot_eager", "compile=blocks compile.backend=inductor"
 FULL = "activation_checkpoint=full"
 
@@ -90,7 +92,7 @@ def test_execution_does_not_change_the_curve(tmp_path: Path, one_device, experim
             pytest.param(*case, marks=pytest.mark.night)
             for case in (
                 ("float8_tensorwise", "parallelism.dp_shard=2"),
-                ("float8_tensorwise", f"{EP2} parallelism.tp=2 parallelism.etp=2"),
+                ("float8_tensorwise", f"{EP2} {ETP2}"),
                 ("float8_tensorwise", f"{EP2} {COMPILED} activation_checkpoint=selective"),
                 ("float8_rowwise", EP2),
                 ("float8_rowwise", "parallelism.dp_shard=2"),
@@ -98,12 +100,35 @@ def test_execution_does_not_change_the_curve(tmp_path: Path, one_device, experim
                 ("mxfp8", EP2_EFSDP2),
                 ("mxfp8", f"{pipeline('ZBVZeroBubble')} {EP2}"),
                 ("experts in bf16", EP2),
+                ("float8_rowwise", f"{ETP2} {COMPILED}"),
+                ("mxfp8", f"{ETP2} {pipeline('ZBVZeroBubble')}"),
             )
         ),
     ],
 )
 def test_recipes_of_experts_are_the_same_in_every_layout(tmp_path: Path, one_device, recipe: str, layout: str):
     assert_same_recipe(train(tmp_path, *RECIPES[recipe].split(), *layout.split()), one_device(recipe))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    ("recipe", "mutate"),
+    [
+        ("float8_tensorwise", None),
+        ("float8_rowwise", None),
+        ("nvfp4", None),
+        ("float8_rowwise", scales_are_of_a_rank_s_channels),
+    ],
+)
+def test_scales_of_experts_are_of_all_ranks_channels(tmp_path: Path, recipe: str, mutate: Callable[[], None] | None):
+    """Exact in the first step, if no number of another layer is rounded to its other neighbour."""
+    words = [*f"{PLAIN} training.steps=1 quantization={recipe} quantization.power_of_two_scales=false".split()]
+    words.append("quantization.filter=[*.attention.*]")
+    expected = train(tmp_path / "one", *words)
+    found = train(tmp_path / "two", *words, *ETP2.split(), mutate=mutate)
+    same = found.loss == pytest.approx(expected.loss, rel=5e-7)
+    same = same and found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert same == (mutate is None), (found.loss, expected.loss, found.grad_norm, expected.grad_norm)
 
 
 @pytest.mark.night

@@ -1,12 +1,18 @@
-"""Promise 1 for a user's optimizer in one file, which updates matrices differently by their role."""
+"""Promise 1 for parameters updated by their role: a user's optimizer in one file, learning rates and weight decays."""
 
 from pathlib import Path
 
 import pytest
+from torch.distributed.tensor import DTensor
 
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
+from tests.patching import patch
 
 OWN = ["optimizer.name=tests.optim.matrix_momentum", "+optimizer.momentum=0.8", "optimizer.lr=0.02", *LINES]
+ROLES = [
+    *("model=qwen3_moe_debug", "training.steps=3", "+optimizer.lr_scales={embedding:2.0,expert:0.25,vector:0.5}"),
+    "+optimizer.weight_decays={expert:5.0,matrix:1.0}",
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +28,51 @@ def test_matrices_are_updated_apart_in_every_layout(tmp_path: Path, one_device: 
     expected = [row[name] for row in one_device.rows]
     assert min(expected) > 0
     assert [row[name] for row in curve.rows] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def roles_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return train(tmp_path_factory.mktemp("roles"), *ROLES)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism.dp_shard=2 parallelism.ep=2",
+        *(
+            pytest.param(layout, marks=pytest.mark.night)
+            for layout in (
+                "parallelism.tp=2 parallelism.etp=2 optimizer.implementation=foreach",
+                "parallelism.dp_shard=2 parallelism.tp=2 parallelism.ep=4",
+                "parallelism.dp_shard=2 parallelism.cp=2 parallelism.ep=2 compile=blocks compile.backend=aot_eager",
+                "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble training.micro_batch_size=1 "
+                "parallelism.dp_shard=2 parallelism.ep=2",
+                "parallelism=ddp parallelism.dp_replicate=2",
+            )
+        ),
+    ],
+)
+def test_roles_have_their_learning_rate_and_weight_decay_in_every_layout(
+    tmp_path: Path, roles_on_one_device: Curve, layout: str
+):
+    assert_same_curve(train(tmp_path, *ROLES, *layout.split()), roles_on_one_device)
+
+
+def sharded_experts_are_taken_for_matrices() -> None:
+    patch(
+        "titan_exp.optim.parameter_groups._role",
+        lambda original: (
+            lambda module, parameter: (
+                "matrix" if isinstance(parameter, DTensor) and parameter.dim() > 2 else original(module, parameter)
+            )
+        ),
+    )
+
+
+@pytest.mark.night
+def test_a_role_that_depends_on_the_layout_is_noticed(tmp_path: Path, roles_on_one_device: Curve):
+    layout = ["parallelism.dp_shard=2", "parallelism.ep=2"]
+    with pytest.raises(AssertionError):
+        assert_same_curve(
+            train(tmp_path, *ROLES, *layout, mutate=sharded_experts_are_taken_for_matrices), roles_on_one_device
+        )

@@ -22,7 +22,7 @@ LAYOUTS = [
     # More ranks than key and value heads, of which there are two.
     pytest.param(f"{TP4} training.micro_batch_size=1", marks=pytest.mark.night),
     pytest.param(f"{TP4} {WHOLE_TOKENS} activation_checkpoint=selective", marks=pytest.mark.day),
-    f"{TP4} {FSDP2} {AOT}",
+    pytest.param(f"{TP4} {FSDP2} {AOT}", marks=pytest.mark.night),
     f"{TP2} {FSDP2} training.micro_batch_size=2",
     f"{TP2} {FSDP2} {AOT} activation_checkpoint=full {WHOLE_TOKENS}",
     f"{TP2} parallelism.dp_shard=4 parallelism.reshard_after_forward=always",

@@ -39,6 +39,9 @@ WHOLE = {
     "parallelism.reshard_after_forward=always",
     "a dense layer first, ep on CUDA": CUDA
     + "model=deepseek_debug model.layers=7 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
+    "a dense layer first, ep, multi-token prediction on CUDA": CUDA
+    + "model=deepseek_debug model.mtp.depth=1 model.layers=7 parallelism.dp_shard=4 parallelism.ep=2 "
+    "training.micro_batch_size=1",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS
@@ -76,7 +79,11 @@ PIPELINES = {
 }
 """Overrides with a pipeline, by name."""
 
-QUICK = ("fsdp x tp on CUDA, full", "a dense layer first, ep on CUDA", "1F1B x fsdp, full, bf16")
+QUICK = (
+    "fsdp x tp on CUDA, full",
+    "a dense layer first, ep, multi-token prediction on CUDA",
+    "1F1B x fsdp, full, bf16",
+)
 """Compared each time; the others by `make night`."""
 
 
@@ -156,9 +163,12 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
         ("training.fp32_modules=[blocks.0] training.mixed_precision=bf16", "single layers"),
         ("quantization=float8_rowwise training.mixed_precision=bf16", "treat layers differently"),
         ("optimizer.name=torch.optim.SGD optimizer.implementation=for_loop", "optimizer.name=torch.optim.SGD may"),
-        ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the tied embedding"),
+        ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the embedding"),
+        (
+            "model=deepseek_debug model.layers=8 model.mtp.depth=1 parallelism.pp=2 parallelism.pp_microbatches=2",
+            "share the embedding",
+        ),
         ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
-        ("model=deepseek_debug model.mtp.depth=1", "modules of multi-token prediction"),
     ],
 )
 def test_unsupported_runs_have_a_reason(overrides: str, reason: str):

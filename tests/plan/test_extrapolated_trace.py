@@ -32,7 +32,7 @@ MANY = {
     "uneven stages": "model.layers=8 parallelism.pp=3 parallelism.pp_layers=[2,5,1] parallelism.pp_microbatches=4",
 }
 QUICK = (
-    "one device on CUDA, accumulated, full",
+    "experts x ep on CUDA, full",
     "fsdp, accumulated",
     "hsdp, every third recomputed, bf16",
     "1F1B x fsdp, full, bf16",

@@ -60,16 +60,27 @@ def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
     return found[0], found[2], sum(cached is not None for cached in memo._cached.values())
 
 
-WORDS = ["parallelism.dp_replicate=1", "training.micro_batch_size=2", "training.global_batch_size=16"]
+WORDS = [
+    "parallelism.dp_replicate=1",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=16",
+    "model.layers=8",
+]
+SEARCHED = {
+    "whole units": (8, WORDS),
+    "replicated units": (8, [*WORDS, "model.ffn_dim=160"]),
+    "experts": (4, ["model=qwen3_moe_debug", *WORDS, "parallelism.cp=1", "activation_checkpoint=full"]),
+}
+"""GPUs and overrides of searches by name."""
 
 
 @pytest.mark.night
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("ffn_dim", [None, 160], ids=["whole units", "replicated units"])
-def test_bounded_search_equals_exhaustive_search(ffn_dim: int | None):
+@pytest.mark.parametrize("name", SEARCHED)
+def test_bounded_search_equals_exhaustive_search(name: str):
     """On devices where all, half and few layouts fit, the rows equal those of an exhaustive search."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from tests.plan.test_lower_bounds import print_both; print_both({ffn_dim})"],
+        [sys.executable, "-c", f"from tests.plan.test_lower_bounds import print_both; print_both({name!r})"],
         capture_output=True,
         text=True,
         timeout=900,
@@ -78,23 +89,22 @@ def test_bounded_search_equals_exhaustive_search(ffn_dim: int | None):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["violations"] == []
-    assert found["looked at"] > 2 * found["at least"]
+    assert found["looked at"] > (1 if name == "experts" else 2) * found["at least"]
     for everything, bounded in found["rows"]:
         assert bounded == everything
 
 
-def print_both(ffn_dim: int | None) -> None:
+def print_both(name: str) -> None:
     """Rows of an exhaustive and of bounded searches on three devices, as JSON."""
     from titan_exp.plan.cuda.devices import device_named
-    from titan_exp.plan.search.layouts import search_space
+    from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.search.search import LayoutSearch
 
     def quiet(_: str) -> None:
         return
 
-    words = [*WORDS, "model.layers=8", *([] if ffn_dim is None else [f"model.ffn_dim={ffn_dim}"])]
-    experiment = composed(*words)
-    space = search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"})
+    gpus, words = SEARCHED[name]
+    space = search_space(composed(*words), gpus, fixed_keys(words))
     device = device_named("h100")
     whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)
     whole.run()

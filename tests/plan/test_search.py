@@ -3,17 +3,20 @@
 import json
 import math
 import shlex
+from functools import partial
 
 import pytest
 
 from tests.cli.test_plan import planned
 from titan_exp.cli.plan_commands.search import search_options
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.search.layouts import KEYS, fixed_keys, search_space, train_command
-from titan_exp.rules import violations
+from titan_exp.plan.search.layout_checks import LayoutChecks
+from titan_exp.plan.search.layouts import KEYS, _enumerate, fixed_keys, search_space, train_command
+from titan_exp.rules import EVERY_RULE, violations
+from titan_exp.rules.rule import find_violations
 
 TYPED = [
     "model=llama_debug",
@@ -42,6 +45,24 @@ def test_candidates_are_all_factorizations_that_the_rules_allow():
     assert len(layouts) < math.comb(8, 4)
     assert max(pp for *_, pp in layouts) == 4
     assert {violation.field for _, violation in found.left_out} >= {"parallelism.pp"}
+
+
+def test_a_rule_is_called_once_for_layouts_equal_to_it():
+    experiment, fixed = composed("model=qwen3_moe_debug"), {"training.micro_batch_size", "parallelism.cp"}
+    calls = [0] * len(EVERY_RULE)
+
+    def check(number: int, layout: Experiment) -> Violation | None:
+        calls[number] += 1
+        return next(iter(find_violations(EVERY_RULE[number : number + 1], layout)), None)
+
+    checks = LayoutChecks([partial(check, number) for number in range(len(EVERY_RULE))], KEYS)
+    layouts = list(_enumerate(experiment, 8, fixed))
+    found = [checks.first(layout) for layout in layouts]
+    assert found[::3] == [next(iter(violations(layout)), None) for layout in layouts[::3]]
+    assert 0 < found.count(None) < len(found)
+    assert max(calls) <= len(layouts)
+    assert sorted(calls)[len(calls) // 2] < 10
+    assert {None if layout.parallelism.tp == 1 else layout.parallelism.etp for layout in layouts} > {None, 1, 2}
 
 
 def test_typed_keys_stay_fixed():

@@ -15,8 +15,9 @@ titan-exp sweep: run every point of a study, sweeps/NAME.yaml, that is not done 
   titan-exp sweep NAME --dry-run               every point: run, resources, state, reason if skipped
   titan-exp sweep NAME [overrides] [flags]     run it; NAME is also a path
 
-Overrides hold for every point. An override of an axis narrows it (optimizer.lr=1e-3); one that lists values is a
-further axis (experiment.seed=0,1). size=NAME chooses one of the study's sizes, cluster=slurm submits.
+Overrides hold for every point. An override of an axis narrows it (optimizer.lr=1e-3, or the names of a list:
+balance=none,bias); one that lists values is a further axis (experiment.seed=0,1). size=NAME chooses one of the study's
+sizes, cluster=slurm submits.
 
 Flags
   --dry-run      print the plan and start no run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, choose_metrics
-from titan_exp.compare.differing_keys import ABSENT, LABEL_OF_MODEL, DifferingKeys, differing_keys, flatten, value_text
+from titan_exp.compare.differing_keys import ABSENT, DifferingKeys, differing_keys, flatten, value_text
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
 from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
@@ -93,7 +93,7 @@ def compare(
     """
     notes = list(selection.notes)
     runs = _without_duplicates(selection.runs, notes)
-    columns = differing_keys([run.config for run in runs])
+    columns = _columns(runs, selection.study)
     groups = _grouped(runs, columns, notes)
     if selection.study is None:
         groups.sort(key=lambda group: [_order(group[0][key]) for key in columns.keys])
@@ -132,13 +132,18 @@ def _without_duplicates(runs: Sequence[Run], notes: list[str]) -> list[Run]:
     return list(best.values())
 
 
+def _columns(runs: Sequence[Run], study: StudyRecord | None) -> DifferingKeys:
+    configs = [run.config for run in runs]
+    if study is None:
+        return differing_keys(configs)
+    return differing_keys(configs, study.lists, [study.choices.get(run.run_id, {}) for run in runs])
+
+
 def _grouped(runs: Sequence[Run], columns: DifferingKeys, notes: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
-    for run in runs:
+    for run, names in zip(runs, columns.names, strict=True):
         flat = flatten(run.config)
-        every = {key: flat.get(key, ABSENT) for key in columns.all_keys}
-        if LABEL_OF_MODEL in columns.stands_for:
-            every[LABEL_OF_MODEL] = flat.get(LABEL_OF_MODEL, ABSENT)
+        every = {**{key: flat.get(key, ABSENT) for key in columns.all_keys}, **names}
         _, members = groups.setdefault(repr(sorted(every.items())), (every, []))
         if any(other.seed == run.seed for other in members):
             notes.append(

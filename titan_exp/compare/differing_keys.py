@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.identity_keys import has_effect
+from titan_exp.config.schema.identity_keys import has_effect, is_among
 
 SEED = "experiment.seed"
 """Runs that differ only in this key are repetitions."""
@@ -32,6 +32,8 @@ class DifferingKeys:
     """Unique short name of each key."""
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keys folded into a column that determines them, by column."""
+    names: Sequence[Mapping[str, Any]] = ()
+    """Values of the columns that others are folded into, by configuration."""
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -45,16 +47,40 @@ class DifferingKeys:
         )
 
 
-def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:
-    """Keys in which nested configurations differ, without the seed and keys that do not affect results."""
+def differing_keys(
+    configs: Sequence[Mapping[str, Any]],
+    lists: Mapping[str, Sequence[str]] | None = None,
+    choices: Sequence[Mapping[str, str]] = (),
+) -> DifferingKeys:
+    """Keys in which nested configurations differ, without the seed and keys that do not affect results.
+
+    Keys that a named list of a study sets together become one column of its name: `lists` has their keys by list,
+    `choices` for each configuration the chosen name by list. So do the shape keys of a model with a name.
+    """
     flat = [flatten(config) for config in configs]
     keys = [
         key
         for key in dict.fromkeys(key for values in flat for key in values)
         if key != SEED and has_effect(key) and len({_hashable(values.get(key, ABSENT)) for values in flat}) > 1
     ]
-    keys, stands_for = _fold_model(keys, flat)
-    return DifferingKeys(tuple(keys), _short_names(keys), stands_for)
+    folds = [
+        (column, [key for key in keys if is_among(key, together)], [chosen.get(column) for chosen in choices])
+        for column, together in (lists or {}).items()
+    ]
+    shape = [key for key in keys if key.startswith("model.")]
+    folds.append((LABEL_OF_MODEL, shape, [values.get(LABEL_OF_MODEL) for values in flat]))
+    stands_for: dict[str, tuple[str, ...]] = {}
+    named: list[dict[str, Any]] = [{} for _ in flat]
+    for column, together, names in folds:
+        folded = [key for key in together if key in keys]
+        if len(folded) < (3 if column == LABEL_OF_MODEL else 2) or not _determines(names, folded, flat):
+            continue
+        first = keys.index(folded[0])
+        keys = [*keys[:first], column, *(key for key in keys[first:] if key not in folded)]
+        stands_for[column] = tuple(folded)
+        for values, name in zip(named, names, strict=True):
+            values[column] = name
+    return DifferingKeys(tuple(keys), _short_names(keys), stands_for, named)
 
 
 def value_text(value: Any) -> str:
@@ -62,15 +88,10 @@ def value_text(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else shown(value)
 
 
-def _fold_model(keys: list[str], flat: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Fold three or more keys of a model's shape into one column `model.name` if equal names mean equal shapes."""
-    shape = tuple(key for key in keys if key.startswith("model."))
-    names = [values.get(LABEL_OF_MODEL) for values in flat]
-    shapes = [tuple(_hashable(values.get(key, ABSENT)) for key in shape) for values in flat]
-    if len(shape) < 3 or None in names or len(set(zip(names, shapes, strict=True))) != len(set(names)):
-        return keys, {}
-    first = keys.index(shape[0])
-    return [*keys[:first], LABEL_OF_MODEL, *(key for key in keys[first:] if key not in shape)], {LABEL_OF_MODEL: shape}
+def _determines(names: Sequence[Any], keys: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> bool:
+    """True if all configurations have a name, and equal names mean equal values of the keys."""
+    values = [tuple(_hashable(config.get(key, ABSENT)) for key in keys) for config in flat]
+    return None not in names and len(set(zip(names, values, strict=True))) == len(set(names))
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:

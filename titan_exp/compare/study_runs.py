@@ -23,6 +23,10 @@ class StudyRecord:
     """Baseline point, as in `points`."""
     metrics: tuple[tuple[str, str], ...] = ()
     """Metric names with their better direction, `min` or `max`."""
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys that a named list of the study sets together, by its name."""
+    choices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Name of the chosen value by named list, by run id."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Skip reasons, by point label."""
 
@@ -40,6 +44,8 @@ def read_study_record(folder: Path) -> StudyRecord | None:
             points={point["run_id"]: point["variant"] for point in found.get("points", ())},
             baseline=found.get("baseline"),
             metrics=tuple(found.get("metrics", {}).items()),
+            lists={name: tuple(keys) for name, keys in found.get("lists", {}).items()},
+            choices={point["run_id"]: point.get("choices", {}) for point in found.get("points", ())},
             skipped=found.get("skipped", {}),
         )
     except (TypeError, KeyError, AttributeError) as error:

@@ -27,7 +27,9 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization, lines
+from titan_exp.inference import expert_classes, loss_by_position
+from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization
+from titan_exp.inference.loss_by_position import LossByPosition, PositionLoss
 from titan_exp.inference.token_classes import TokenClassifier
 from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.parallel.apply import parallelize
@@ -48,14 +50,16 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--experts] [--json] [--trust]
+                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--experts] [--positions] [--json]
+                   [--trust]
   for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
   process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. --experts also prints what each expert
-  specialises in: which classes of tokens are routed to it. --trust imports the model or data source of a run that
-  another user launched."""
+  specialises in: which classes of tokens are routed to it. --positions also prints the loss by position: of tokens with
+  1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or data source of a run that another user
+  launched."""
 
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
@@ -81,22 +85,24 @@ def evaluate_command(
     source = open_checkpoint(path, options.step, trust=options.trust)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
-    if options.experts:
-        check_classified(experiment, source)
+    observed = Observed(options.experts, options.positions)
+    check_observed(experiment, source, observed)
     if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
             mesh = _mesh(experiment, device)
-            evaluation = evaluate_source(source, experiment, mesh, all_documents, experts=options.experts)
+            evaluation = evaluate_source(source, experiment, mesh, all_documents, observed)
     else:
         assert run_on_ranks is not None, "given by the command line"
         request = {"path": str(source.path), "all_documents": all_documents, "trust": options.trust}
-        request["experts"] = options.experts
+        request["observed"] = dataclasses.asdict(observed)
         evaluation = Evaluation.from_json(run_on_ranks(f"{__name__}.rank_main", experiment, request))
     found = evaluation.result
     numbers: dict[str, Any] = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
     numbers |= {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
     if options.experts:
         numbers["experts"] = [dataclasses.asdict(layer) for layer in evaluation.layers]
+    if options.positions:
+        numbers["positions"] = [dataclasses.asdict(octave) for octave in evaluation.octaves]
     if options.json:
         print(json.dumps(numbers))
         return 0
@@ -106,9 +112,21 @@ def evaluate_command(
         described, experiment.data.source, f"{found.tokens:,}", f"{found.loss:.4f}", f"{found.perplexity:.4g}"
     )
     Console(highlight=False).print(table)
-    for line in lines(evaluation.layers, found.tokens) if evaluation.layers else ():
+    for line in expert_classes.lines(evaluation.layers, found.tokens) if evaluation.layers else ():
+        print(line)
+    for line in loss_by_position.lines(evaluation.octaves) if evaluation.octaves else ():
         print(line)
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """Observations of an evaluation beside the loss."""
+
+    experts: bool = False
+    """Token classes of the tokens of each expert."""
+    positions: bool = False
+    """Loss by position."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +135,16 @@ class Evaluation:
 
     result: ValidationResult
     layers: list[LayerSpecialization] = dataclasses.field(default_factory=list)
-    """Specialization of the experts, if asked for."""
+    """Specialization of the experts, if observed."""
+    octaves: list[PositionLoss] = dataclasses.field(default_factory=list)
+    """Loss by octave of positions, if observed."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
         """Read the dictionary of `dataclasses.asdict`."""
         layers = [LayerSpecialization.from_json(layer) for layer in values["layers"]]
-        return Evaluation(ValidationResult(**values["result"]), layers)
+        octaves = [PositionLoss(**octave) for octave in values["octaves"]]
+        return Evaluation(ValidationResult(**values["result"]), layers, octaves)
 
 
 def evaluate_source(
@@ -131,14 +152,14 @@ def evaluate_source(
     experiment: Experiment,
     mesh: Mesh,
     all_documents: bool = False,
+    observed: Observed = Observed(),
     *,
-    experts: bool = False,
     most_tokens: int = 0,
 ) -> Evaluation:
     """Loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh must call
     it; each reads its shard of the weights.
 
-    `experts` also classifies the tokens of each expert. `most_tokens` ends early, on one device; 0 does not.
+    `most_tokens` ends early where experts are observed, on one device; 0 does not.
     """
     loader = ValidationLoader(
         experiment.data,
@@ -167,23 +188,25 @@ def evaluate_source(
     if chunk == "auto":
         computes = computes_loss(model, model_spec(source.model))
         chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
-    eager = EagerModel(model, LanguageModeling(chunk, vocab_shard=vocab), mesh)
-    classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device) if experts else None
-    observed = nullcontext(loader.sources) if classes is None else classes.observe(loader.sources, most_tokens)
-    with observed as batches:
+    by_position = LossByPosition(chunk, vocab_shard=vocab) if observed.positions else None
+    eager = EagerModel(model, by_position or LanguageModeling(chunk, vocab_shard=vocab), mesh)
+    classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device) if observed.experts else None
+    watched = nullcontext(loader.sources) if classes is None else classes.observe(loader.sources, most_tokens)
+    with watched as batches:
         row = evaluate_sources(eager, batches, mesh)
     result = ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
-    return Evaluation(result, [] if classes is None else classes.layers(mesh))
+    layers = [] if classes is None else classes.layers(mesh)
+    return Evaluation(result, layers, [] if by_position is None else by_position.octaves(mesh))
 
 
-def check_classified(experiment: Experiment, source: OpenCheckpoint) -> None:
-    """Raise UserError if the model has no experts, or if a rank would see other tokens than its batch has."""
-    if not has_experts(source.model):
+def check_observed(experiment: Experiment, source: OpenCheckpoint, observed: Observed) -> None:
+    """Raise UserError if the model has no experts, or if a rank would not see whole sequences or all their tokens."""
+    if observed.experts and not has_experts(source.model):
         raise UserError(f"--experts: {source.model.name} has no experts. Leave the flag out for its loss.")
-    parallelism = experiment.parallelism
-    for key in ("tp", "cp"):
-        if (degree := getattr(parallelism, key)) > 1:
-            reason = "with --experts a rank classifies whole sequences"
+    refused = [("tp", "--experts", observed.experts), ("cp", "--experts", observed.experts)]
+    for key, flag, asked in [*refused, ("cp", "--positions", observed.positions)]:
+        if asked and (degree := getattr(experiment.parallelism, key)) > 1:
+            reason = f"with {flag} a rank reads whole sequences"
             violation = Violation(f"parallelism.{key}", degree, reason, f"parallelism.dp_shard={degree}")
             raise UserError("This cannot be evaluated.", [violation])
 
@@ -194,7 +217,7 @@ def rank_main(run_folder: str) -> None:
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
         source = open_checkpoint(Path(request["path"]), trust=request["trust"])
         mesh = _mesh(experiment, device)
-        found = evaluate_source(source, experiment, mesh, request["all_documents"], experts=request["experts"])
+        found = evaluate_source(source, experiment, mesh, request["all_documents"], Observed(**request["observed"]))
         return dataclasses.asdict(found)
 
     serve(run_folder, evaluate)

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import Violation
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, META, TORCHTUNE, decoder_map
-from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, rope_values
+from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys
+from titan_exp.models.convert.llama3_rope_keys import llama3_keys, llama3_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.rope import RopeConfig
+from titan_exp.models.spec.rope import RopeConfig, rope_violations
 from titan_exp.models.spec.transformer import (
     TransformerConfig,
     shape_violations,
@@ -47,21 +48,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 def violations(config: Config) -> Iterator[Violation]:
     """Shape violations of a Llama."""
     yield from shape_violations(config)
-    rope = config.rope
-    if rope.scaling == "none" and rope.factor != 1:
-        yield Violation(
-            "model.rope.factor",
-            rope.factor,
-            "without a scaling it changes nothing",
-            "choose the scaling (model.rope.scaling=llama3), or model.rope.factor=1",
-        )
-    if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        yield Violation(
-            "model.rope.low_freq_factor",
-            rope.low_freq_factor,
-            f"it must be below model.rope.high_freq_factor, {rope.high_freq_factor:g}",
-            "Llama 3.1 has model.rope.low_freq_factor=1 and model.rope.high_freq_factor=4",
-        )
+    yield from rope_violations(config.rope)
 
 
 STATE_DICTS = {"huggingface": HUGGINGFACE, "llama": META, "torchtune": TORCHTUNE}
@@ -74,36 +61,13 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
 
 
 def _to_config_json(config: Config) -> dict[str, Any]:
-    # RoPE in the keys that every version of transformers reads.
-    rope, scaling = config.rope, None
-    if rope.scaling == "llama3":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_context,
-        }
     extra = {"intermediate_size": config.ffn_dim, "attention_bias": False, "mlp_bias": False}
-    return common_keys(config, rope_scaling=scaling, extra=extra)
+    return common_keys(config, rope_scaling=llama3_keys(config.rope), extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    rope_keys = rope_values(values)
-    theta, kind = float(rope_keys["rope_theta"]), rope_keys["rope_type"]
     context = int(values.get("max_position_embeddings", 2048))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: rope scaling {kind!r} is not supported; default and llama3 are.")
-    rope = RopeConfig(theta, "none", 1.0, 1.0, 4.0, context)
-    if kind == "llama3":
-        rope = RopeConfig(
-            theta,
-            "llama3",
-            float(rope_keys["factor"]),
-            float(rope_keys["low_freq_factor"]),
-            float(rope_keys["high_freq_factor"]),
-            int(rope_keys["original_max_position_embeddings"]),
-        )
+    rope = llama3_rope(values, context)
     fields = {"ffn_dim": int(values["intermediate_size"]), **common_fields(values)}
     return Config(name=name, architecture="llama", context=context, rope=rope, **fields)
 

@@ -7,9 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.errors.user_error import Violation
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
-from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, plain_rope, routed_experts
+from titan_exp.models.convert.hf_config import (
+    PLAIN_ROUTER,
+    HuggingFace,
+    common_fields,
+    common_keys,
+    plain_rope,
+    routed_experts,
+    router_violations,
+)
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
@@ -87,29 +95,11 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
             normalized=bool(values.get("norm_topk_prob", False)),
             balance=BalanceConfig("global_batch", float(values.get("router_aux_loss_coef", 0.001)), 0.0, 0.0, True),
             fp32_router=False,
-            **_ROUTING,
+            **PLAIN_ROUTER,
         ),
         **common_fields(values),
     )
 
-
-def _inexpressible(config: Config) -> Iterator[Violation]:
-    for key, wanted in _ROUTING.items():
-        if (value := getattr(config.moe, key)) != wanted and ("group" not in key or config.moe.groups > 1):
-            reason = "Qwen3 with experts has no such router in transformers"
-            yield Violation(f"model.moe.{key}", value, reason, f"model.moe.{key}={shown(wanted)}")
-
-
-_ROUTING: dict[str, Any] = {
-    "shared_experts": 0,
-    "score": "softmax",
-    "router_bias": False,
-    "scale": 1.0,
-    "groups": 1,
-    "active_groups": 1,
-    "group_score": "max",
-}
-"""Fields of `MoEConfig` that `config.json` has no keys for."""
 
 _FIXED = {
     "attention_bias": False,
@@ -125,6 +115,6 @@ huggingface = HuggingFace(
     fixed=_FIXED,
     to_config=_to_config_json,
     from_config=_from_config_json,
-    violations=_inexpressible,
+    violations=lambda config: router_violations(config.moe, PLAIN_ROUTER, "Qwen3 with experts"),
 )
 """`config.json` of Hugging Face's Qwen3 with experts."""

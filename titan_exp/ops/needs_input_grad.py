@@ -5,18 +5,17 @@ from typing import Any
 import torch
 
 
-def needs_input_grad(context: Any) -> tuple[bool, bool]:
-    """True for each of an operator's first two inputs whose gradient this backward pass needs; call it inside backward.
+def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
+    """True for each of an operator's first `count` inputs whose gradient this backward pass needs; call it in backward.
 
     `ctx.needs_input_grad` covers all backward passes. A compiled graph computes both.
     """
-    needed_ever = context.needs_input_grad[:2]
+    needed_ever = context.needs_input_grad[:count]
     if torch.compiler.is_compiling():
         return needed_ever
-    first, second = (
+    return tuple(
         needed and _will_run(node[0]) for node, needed in zip(context.next_functions, needed_ever, strict=False)
     )
-    return first, second
 
 
 def _will_run(node: Any) -> bool:

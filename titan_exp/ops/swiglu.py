@@ -8,7 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.clamped_swiglu import clamped_swiglu
 from titan_exp.ops.runs_kernel import runs_kernel
+from titan_exp.ops.swiglu_chunks import halves, swiglu_backward_in_chunks, swiglu_in_chunks
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 GROUP = 32
 """Gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching halves of both."""
@@ -16,24 +19,23 @@ BLOCK = 1024
 """Numbers of the output per kernel program."""
 
 
-def swiglu(gate_up: Float[Tensor, "*rows two_ffn"], group: int = GROUP) -> Float[Tensor, "*rows ffn"]:
-    """silu(gate) · up, where `gate_up` alternates `group` gate columns and `group` up columns.
+def swiglu(
+    gate_up: Float[Tensor, "*rows two_ffn"], group: int = GROUP, variant: SwiGLUVariant = SWIGLU
+) -> Float[Tensor, "*rows ffn"]:
+    """silu(gate) · up or a variant, where `gate_up` alternates `group` gate columns and `group` up columns.
 
     Backward keeps `gate_up` alone.
     """
+    if variant != SWIGLU:
+        return clamped_swiglu(gate_up, None, variant, group)
     if torch.compiler.is_compiling():
         # The compiler derives the same backward and fuses it.
         return _forward(gate_up, group)
     return _SwiGLU.apply(gate_up, group)  # type: ignore[return-value]  # a Tensor
 
 
-def _halves(gate_up: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    gate, up = gate_up.unflatten(-1, (-1, 2, group)).unbind(-2)
-    return gate, up
-
-
 def _forward(gate_up: Tensor, group: int) -> Tensor:
-    gate, up = _halves(gate_up, group)
+    gate, up = halves(gate_up, group)
     return (F.silu(gate) * up).flatten(-2)
 
 
@@ -42,24 +44,18 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, group: int) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.group = group
-        return _swiglu(gate_up.contiguous(), group) if runs_kernel(gate_up) else _forward(gate_up, group)
+        return _swiglu(gate_up.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
-        if runs_kernel(gate_up):
-            return _swiglu_backward(gate_up.contiguous(), gradients[0].contiguous(), ctx.group), None
-        gate, up = _halves(gate_up, ctx.group)
-        gradient = gradients[0].unflatten(-1, (-1, ctx.group))
-        gate_up_grad = torch.empty_like(gate_up)
-        gate_grad, up_grad = _halves(gate_up_grad, ctx.group)
-        torch.mul(gradient, F.silu(gate), out=up_grad)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_grad)
-        return gate_up_grad, None
+        return _swiglu_backward(gate_up.contiguous(), gradients[0].contiguous(), ctx.group), None
 
 
 @torch.library.custom_op("titan_exp::swiglu", mutates_args=())
 def _swiglu(gate_up: Tensor, group: int) -> Tensor:
+    if not runs_kernel(gate_up):
+        return swiglu_in_chunks(gate_up, None, group)
     out = _empty_output(gate_up, group)
     if not isinstance(gate_up, FakeTensor):
         from titan_exp.ops.swiglu_kernels import swiglu_kernel
@@ -70,6 +66,8 @@ def _swiglu(gate_up: Tensor, group: int) -> Tensor:
 
 @torch.library.custom_op("titan_exp::swiglu_backward", mutates_args=())
 def _swiglu_backward(gate_up: Tensor, gradient: Tensor, group: int) -> Tensor:
+    if not runs_kernel(gate_up):
+        return swiglu_backward_in_chunks(gate_up, None, gradient, group)[0]
     gate_up_grad = torch.empty_like(gate_up)
     if not isinstance(gate_up, FakeTensor):
         from titan_exp.ops.swiglu_kernels import swiglu_backward_kernel

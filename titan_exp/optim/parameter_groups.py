@@ -3,16 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.config.groups.optimizer import OptimizerConfig
-
-Role = Literal["embedding", "head", "matrix", "vector", "expert"]
-"""Kind of a parameter: token embedding, LM head, weight of a linear layer, one-dimensional (norm, bias), or stacked
-weights of experts."""
+from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 
 
 @dataclass(frozen=True)
@@ -41,18 +37,27 @@ def named_parameters(parts: Iterable[nn.Module]) -> list[NamedParameter]:
 def parameter_groups(
     parameters: Sequence[NamedParameter], config: OptimizerConfig, *, by_role: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay, for every mesh, and for every `role` if `by_role`."""
+    """Parameter groups with and without weight decay, for every mesh, and for every `role` if `by_role` or if the
+    configuration has values by role."""
+    by_role = by_role or bool(config.lr_scales or config.weight_decays)
     # Fused and foreach kernels take tensors of one mesh at a time.
-    groups: dict[tuple[bool, object, str], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, object, Role | None], list[nn.Parameter]] = defaultdict(list)
     for named in parameters:
         parameter = named.parameter
         decayed = parameter.dim() >= 2 or config.decay_vectors
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups[decayed, mesh, named.role if by_role else ""].append(parameter)
+        groups[decayed, mesh, named.role if by_role else None].append(parameter)
     return [
-        {"params": group, "weight_decay": config.weight_decay if decayed else 0.0, **({"role": role} if role else {})}
+        {"params": group, **_options(role, config.weight_decay if decayed else 0.0, config)}
         for (decayed, _, role), group in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
+
+
+def _options(role: Role | None, weight_decay: float, config: OptimizerConfig) -> dict[str, Any]:
+    if role is None:
+        return {"weight_decay": weight_decay}
+    options = {"weight_decay": config.weight_decays.get(role, weight_decay), "role": role}
+    return options | ({"lr_scale": config.lr_scales[role]} if role in config.lr_scales else {})
 
 
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
 from titan_exp.parallel.process_groups import group_named
 
 
@@ -141,13 +142,13 @@ def _backward_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
 
 
 def _set_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str], output: Tensor) -> None:
-    # Activation checkpointing recomputes until the last saved tensor, so this operator must save none.
-    rows, *ctx.counts, _, ctx.group = inputs
+    rows, *counts, _, ctx.group = inputs
+    keep_unsaved(ctx, *counts)
     ctx.size = rows.shape[0]
 
 
 def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    sent, received = ctx.counts
+    sent, received = unsaved_tensors(ctx)
     return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
 
 

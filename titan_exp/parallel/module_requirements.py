@@ -162,7 +162,7 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
             reason = f"{kind}.{name} is a {type(child).__name__}, whose vocabulary is not sharded"
             yield Violation(field, degree, reason, f"titan_exp.models.blocks.transformer.{name.capitalize()}")
     planned = {
-        f"{path}.{child}": module.get_submodule(child)
+        f"{path}.{child}" if path else child: module.get_submodule(child)
         for path, module in model.named_modules()
         if hasattr(module, "tp_plan")
         for child in module.tp_plan()  # type: ignore[operator]  # a method, not a submodule

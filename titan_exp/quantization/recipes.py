@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -79,8 +78,7 @@ class Float8LinearImpl(ScaledLinearImpl):
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Reduce amax over the tensor-parallel ranks."""
-        sharded = {"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce}
-        self.recipe = replace(self.recipe, **sharded)
+        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
 
     def extra_repr(self) -> str:
         """Recipe for `print(model)`."""
@@ -125,8 +123,7 @@ class NVFP4LinearImpl(ScaledLinearImpl):
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Reduce amax over the tensor-parallel ranks."""
-        sharded = {"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce}
-        self.recipe = replace(self.recipe, **sharded)
+        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
 
     def extra_repr(self) -> str:
         """Recipe for `print(model)`."""

@@ -47,6 +47,9 @@ BEGINNING_RULES: tuple[Rule, ...] = (*checkpoint.BEGINNING_RULES, *continue_from
 LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))
 """Rules that need a resolved layout."""
 
+EVERY_RULE = (*RULES, *LAYOUT_RULES, *BEGINNING_RULES)
+"""All rules, in the order of their violations."""
+
 
 def _never(_: Experiment) -> bool:
     return False

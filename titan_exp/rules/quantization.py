@@ -117,17 +117,6 @@ def kv_heads_are_whole(
             return
 
 
-def scales_of_experts_are_local(
-    spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig
-) -> Iterator[Violation]:
-    """Ranks with other channels of an expert need no scale of all its channels, unless scales are powers of two."""
-    experts = [name for name, linear in _quantized(spec, quantization) if linear.experts > 1]
-    if experts and parallelism.etp > 1 and not quantization.power_of_two_scales:
-        reason = f"each rank would compute the scales of {experts[0]} from its own channels"
-        remedy = "parallelism.etp=1, or quantization.power_of_two_scales=true, with which that changes hardly a number"
-        yield Violation("parallelism.etp", parallelism.etp, reason, remedy)
-
-
 def all_gather_in_float8(quantization: QuantizationConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """FSDP can all-gather weights in float8."""
     recipe, field = quantization.recipe, "quantization.float8_all_gather"
@@ -239,7 +228,6 @@ RULES = (
         some_linear_is_quantized,
         dims_divide,
         kv_heads_are_whole,
-        scales_of_experts_are_local,
         Refuse(
             "quantization.power_of_two_scales",
             lambda quantization: quantization.recipe == "mxfp8" and not quantization.power_of_two_scales,

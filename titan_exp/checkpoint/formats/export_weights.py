@@ -94,7 +94,7 @@ def _tensors(
         buffers = {name for name in shapes if is_training_state(name) or (spec is not None and name in spec.buffers)}
     else:
         row_map = state_dict_map(source.model, mapped_format)
-        reader, shapes = ExportReader(source.parameters, row_map), row_map.their_shapes
+        reader, shapes = ExportReader(source.parameters, row_map), row_map.stored_shapes
         buffers = {name for name in shapes if row_map.is_buffer(name)}
 
     def export_dtype(name: str) -> torch.dtype:

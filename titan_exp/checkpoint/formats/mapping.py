@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.tensor_reader import TensorReader, window_extent
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, row_blocks
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 
 HELD_BYTES = 2**28
 """Bytes of stacked experts read at once, at least one expert: saved shards, of several experts, are read whole."""
@@ -28,9 +28,10 @@ class ImportReader:
         shape = self.shapes[name]
         start, size = window_extent(shape, window)
         gathered = torch.empty(size, dtype=self.dtype(name))
-        rows, columns = (gathered.flatten(0, -2), window[len(shape) - 1 :]) if len(shape) > 1 else (gathered, ())
+        stacked = name in self._map.stacked
+        rows, columns = gathered.flatten(0, 1) if stacked else gathered, window[1 + stacked :]
         done = 0
-        for first, count in row_blocks(shape, start, size):
+        for first, count in self._map.blocks(name, start, size):
             self._gather(rows[done : done + count], name, first, columns)
             done += count
         return gathered
@@ -42,16 +43,26 @@ class ImportReader:
             by_name[run.name].append(run)
         for their_name, runs in by_name.items():
             low, high = min(run.first for run in runs), max(run.theirs.stop for run in runs)
-            block = self._store.read(their_name, slice(low, high), *columns)
+            block = self._read(their_name, slice(low, high), *columns)
             for run in runs:
                 theirs = slice(run.theirs.start - low, run.theirs.stop - low, run.step)
                 target[run.start - first : run.start - first + run.rows] = block[theirs]
+
+    def _read(self, name: str, *window: slice) -> Tensor:
+        """Slice of a tensor of theirs, stored alone or with those of other experts."""
+        stored, expert = self._map.stored(name)
+        if expert is None:
+            return self._store.read(name, *window)
+        rows, *columns = window
+        of_weights = len(self._map.their_shapes[name]) > 1
+        columns = (columns or [slice(None)]) if of_weights else []
+        return self._store.read(stored, slice(expert, expert + 1), *columns, rows)[0].t()
 
     def _promoted(self, name: str) -> torch.dtype:
         """Promoted dtype of a parameter's source tensors."""
         found = None
         for their_name in self._map.their_names(name):
-            kind = self._store.dtype(their_name)
+            kind = self._store.dtype(self._map.stored(their_name)[0])
             found = kind if found is None else torch.promote_types(found, kind)
         assert found is not None, "a parameter has rows"
         return found
@@ -70,8 +81,17 @@ class ExportReader:
         return self._store.dtype(self._map.owner(name))
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read a tensor, of which the window is taken in memory."""
-        return self._read(name)[window]
+        """Read a tensor, of which the window is taken in memory; of one of all experts, experts in the window only."""
+        template = self._map.stacks.get(name)
+        if template is None:
+            return self._read(name)[window]
+        experts, *rest = window or (slice(None),)
+        shape, dtype = self._map.stored_shapes[name], self.dtype(name)
+        chosen = range(*experts.indices(shape[0]))
+        found = torch.empty((len(chosen), *shape[1:]), dtype=dtype)
+        for place, expert in enumerate(chosen):
+            found[place] = self._read(template.format(expert)).t()
+        return found[:, *rest]
 
     def _read(self, name: str) -> Tensor:
         source, shape = self._map.of_theirs(name), self._map.their_shapes[name]

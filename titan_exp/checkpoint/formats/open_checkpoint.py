@@ -11,6 +11,8 @@ from titan_exp.checkpoint.formats.block_fp8 import BlockFP8Reader
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors
 from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
+from titan_exp.checkpoint.formats.mxfp4 import MXFP4Reader
+from titan_exp.checkpoint.formats.prefixed import PrefixedReader
 from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
 from titan_exp.checkpoint.formats.tensor_reader import TensorReader
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader, torch_load_safely
@@ -24,7 +26,13 @@ from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
-from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of, unread_prefixes, weight_blocks
+from titan_exp.models.convert.hf_config import (
+    from_huggingface,
+    language_model,
+    quantized_weights,
+    special_tokens_of,
+    unread_prefixes,
+)
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.spec.lookup import family_violations, model_spec, with_mtp_depth
 
@@ -83,15 +91,20 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    values, prefix = language_model(values)
     model = _require_supported(from_huggingface(values, folder.absolute().name, architecture), folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
             "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
         )
-    blocks, store = weight_blocks(values), SafetensorsReader(folder)
-    if blocks is not None:
-        store = BlockFP8Reader(store, blocks)
+    quantized, store = quantized_weights(values), SafetensorsReader(folder)
+    if quantized == "mxfp4":
+        store = MXFP4Reader(store)
+    elif quantized is not None:
+        store = BlockFP8Reader(store, quantized)
+    elif prefix:
+        store = PrefixedReader(store, prefix)
     # Some tied checkpoints also store the head, and old ones a RoPE table.
     unread = unread_prefixes(values, architecture)
     # transformers drops the modules' weights, and keeps their number in config.json.
@@ -201,7 +214,7 @@ def _mapped(
             f"{path}: the architecture {model.architecture} has no tensor names in the format {mapped_format}."
         )
     row_map = state_dict_map(model, mapped_format)
-    wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
+    wanted = {name: shape for name, shape in row_map.stored_shapes.items() if name not in row_map.copies}
     check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
     return ImportReader(store, row_map)
 

@@ -3,11 +3,11 @@
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -114,14 +114,22 @@ class TensorSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-TensorProducer = Callable[[TensorSpec], Tensor]
-"""Produces the tensor of a spec; called once per spec, in order."""
+PIECE_BYTES = 2**28
+"""Bytes of stacked experts written at once, at least one expert."""
+
+
+class TensorProducer(Protocol):
+    """Producer of tensors and of slices of them, called in order."""
+
+    def __call__(self, spec: TensorSpec, *window: slice) -> Tensor:
+        """Tensor of a spec, or a window of it: one slice per dim, later dims whole."""
+        ...
 
 
 def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float) -> None:
     """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
 
-    One tensor is in memory at a time; the library's writer would hold a whole file.
+    One tensor, or some experts of it, is in memory at a time; the library's writer would hold a whole file.
     """
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
@@ -210,9 +218,21 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer
     with path.open("wb") as file:
         file.write(_header(specs)[0])
         for spec in specs:
-            tensor = produce(spec).contiguous()
-            assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), spec.name
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
-            del tensor
+            for window in _windows(spec):
+                tensor = produce(spec, *window).contiguous()
+                whole = (len(tensor), *spec.shape[1:]) if window else spec.shape
+                assert (tuple(tensor.shape), tensor.dtype) == (whole, spec.dtype), spec.name
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
+                del tensor
         file.flush()
         os.fsync(file.fileno())
+
+
+def _windows(spec: TensorSpec) -> Iterator[tuple[slice, ...]]:
+    """Windows of a tensor that are written one after the other: the whole, or some experts each."""
+    if len(spec.shape) < 3 or spec.bytes <= PIECE_BYTES:
+        yield ()
+        return
+    count = max(1, PIECE_BYTES * spec.shape[0] // spec.bytes)
+    for first in range(0, spec.shape[0], count):
+        yield (slice(first, first + count),)

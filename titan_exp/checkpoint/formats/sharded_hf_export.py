@@ -6,9 +6,11 @@ offsets. No tensor is communicated, and a rank holds one extra copy of one param
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.models.blocks.initialization import ShardSpec
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, row_blocks
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
@@ -85,7 +87,7 @@ class ShardedHFExporter:
         row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]
         specs = [
             TensorSpec(name, tuple(shape), torch.float32 if row_map.is_buffer(name) else dtype)
-            for name, shape in row_map.their_shapes.items()
+            for name, shape in row_map.stored_shapes.items()
         ]
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
@@ -220,29 +222,76 @@ class _RowWriter:
         part = local_shard(tensor)
         if 0 in part.size:
             return 0
-        dtype = self._locations[self._map.their_names(name)[0]].spec.dtype
-        columns = part.size[-1] if len(part.shape) > 1 else 1
-        held = local_tensor(tensor).detach().to("cpu", dtype).reshape(-1, columns).contiguous()
+        inputs = _Inputs.of(part, stacked=name in self._map.stacked)
+        dtype = self._location(self._map.their_names(name)[0])[0].spec.dtype
+        held = local_tensor(tensor).detach().to("cpu", dtype).reshape(-1, inputs.size).contiguous()
         data, written, done = held.view(torch.uint8).numpy(), 0, 0
-        for first, count in row_blocks(part.shape, part.start, part.size):
+        for first, count in self._map.blocks(name, part.start, part.size):
+            of_stacks: defaultdict[str, list[tuple[RowRange, np.ndarray]]] = defaultdict(list)
             for run in self._map.of(name, first, first + count):
                 begin = done + run.start - first
+                rows = data[begin : begin + run.rows]
                 for their_name in (run.name, *self._map.copies_of(run.name)):
-                    rows = data[begin : begin + run.rows]
-                    self._write_rows(files, self._locations[their_name], run, part, rows)
+                    location, expert = self._location(their_name)
+                    if expert is None:
+                        self._write_rows(files, location, run, inputs, rows)
+                    else:
+                        of_stacks[their_name].append((run, rows))
                     written += rows.nbytes
+            for their_name, runs in of_stacks.items():
+                self._write_transposed(files, their_name, inputs, runs)
             done += count
         return written
 
+    def _location(self, their_name: str) -> tuple[TensorLocation, int | None]:
+        """Location of the stored tensor that holds one of theirs, and the number of the expert in it."""
+        stored, expert = self._map.stored(their_name)
+        return self._locations[stored], expert
+
+    @staticmethod
     def _write_rows(
-        self, files: _OffsetFiles, location: TensorLocation, run: RowRange, part: ShardSpec, rows: np.ndarray
+        files: _OffsetFiles, location: TensorLocation, run: RowRange, inputs: "_Inputs", rows: np.ndarray
     ) -> None:
         """Write rows, as bytes, to one of their tensors."""
         item = location.spec.dtype.itemsize
-        width, columns, column = (part.shape[-1], part.size[-1], part.start[-1]) if len(part.shape) > 1 else (1, 1, 0)
-        begin = location.begin + column * item
-        if columns == width and run.step == 1:
-            files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
+        begin, stride = location.begin + inputs.start * item, inputs.whole * item
+        if inputs.size == inputs.whole and run.step == 1:
+            files.write(location.file, begin + run.first * stride, rows.reshape(-1).data)
             return
         for number, row in enumerate(rows):
-            files.write(location.file, begin + (run.first + number * run.step) * width * item, row.data)
+            files.write(location.file, begin + (run.first + number * run.step) * stride, row.data)
+
+    def _write_transposed(
+        self, files: _OffsetFiles, name: str, inputs: "_Inputs", runs: Sequence[tuple[RowRange, np.ndarray]]
+    ) -> None:
+        """Write rows of an expert as columns of its matrix in a stored tensor [experts, in, out]."""
+        location, expert = self._location(name)
+        item, outputs = location.spec.dtype.itemsize, self._map.their_shapes[name][0]
+        columns = np.concatenate([np.arange(run.rows) * run.step + run.first for run, _ in runs])
+        rows = np.concatenate([rows for _, rows in runs]).reshape(len(columns), inputs.size, item)
+        order = np.argsort(columns)
+        columns, matrix = columns[order], np.ascontiguousarray(rows[order].transpose(1, 0, 2))
+        begin = location.begin + (expert or 0) * inputs.whole * outputs * item
+        if len(columns) == outputs:
+            files.write(location.file, begin + inputs.start * outputs * item, matrix.reshape(-1).data)
+            return
+        ends = [*(np.flatnonzero(np.diff(columns) > 1) + 1).tolist(), len(columns)]
+        for number, row in enumerate(matrix):
+            of_row, first = begin + (inputs.start + number) * outputs * item, 0
+            for end in ends:
+                files.write(location.file, of_row + int(columns[first]) * item, row[first:end].reshape(-1).data)
+                first = end
+
+
+class _Inputs(NamedTuple):
+    """Inputs of a shard of a weight; one of a vector."""
+
+    start: int
+    size: int
+    whole: int
+
+    @staticmethod
+    def of(part: ShardSpec, *, stacked: bool) -> "_Inputs":
+        """Inputs of a shard; `stacked` parameters have a dim of experts before the outputs."""
+        has_inputs = len(part.shape) - stacked > 1
+        return _Inputs(part.start[-1], part.size[-1], part.shape[-1]) if has_inputs else _Inputs(0, 1, 1)

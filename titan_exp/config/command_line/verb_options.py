@@ -123,6 +123,8 @@ class EvaluateOptions:
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
     experts: bool = False
     """Also print the classes of tokens (keywords, digits, brackets, ...) that each expert specialises in."""
+    positions: bool = False
+    """Also print the loss by position, which shows how much of a long context the model uses."""
     json: bool = False
     """Print JSON."""
     trust: bool = False

@@ -1,22 +1,25 @@
 """Hydra composition errors: the overrides and option files at fault, with the nearest names."""
 
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
 import omegaconf
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import titan_exp
-from titan_exp.config.command_line.hydra_args import Arguments
+from titan_exp.config.command_line.hydra_args import Arguments, read_arguments
 from titan_exp.config.errors.check_names import NameCheck
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.unreadable_overrides import joined_words, unreadable
@@ -64,6 +67,16 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
     return (
         UserError(MESSAGE, found) if found else UserError(f"Hydra cannot compose the configuration: {_reason(error)}")
     )
+
+
+def explain_point(error: UserError, overrides: Sequence[str]) -> str:
+    """Text of a point's error; a composition error names the key at fault. Only after Hydra's last composition."""
+    if not isinstance(error.__cause__, HydraException):
+        return str(error)
+    GlobalHydra.instance().clear()
+    arguments = read_arguments(sys.argv[1:])
+    found = unknown_names(replace(arguments, overrides=(*arguments.overrides, *overrides)))
+    return "\n".join(map(str, found)) or _reason(error)
 
 
 def unknown_names(arguments: Arguments) -> list[Violation]:

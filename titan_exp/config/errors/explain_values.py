@@ -59,7 +59,9 @@ def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def from_pydantic(error: Mapping[str, Any], field: str, annotation: Any, meaning: str) -> Violation:
-    """Violation of a key's type or bounds, from a pydantic error."""
+    """Violation of a key's type or bounds, from a pydantic error; of a key in a mapping, whose type is `annotation`."""
+    if error["loc"][-1] == "[key]":
+        return Violation(field, "", *_choice(error["input"], get_args(annotation)[0]))
     reason, remedy = _reason(error, field, annotation)
     return Violation(field, error["input"], reason, remedy or _about(field, meaning))
 

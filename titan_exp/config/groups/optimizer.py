@@ -8,6 +8,10 @@ from annotated_types import Interval, Len
 from titan_exp.config.groups.builtins import OPTIMIZERS
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, Ratio
 
+Role = Literal["embedding", "head", "matrix", "vector", "expert"]
+"""Kind of a parameter: token embedding, LM head, weight of a linear layer (a router's too), one-dimensional (norm,
+bias), or stacked weights of experts."""
+
 MOMENT_BLOCK = 32
 """Block size of 8-bit AdamW moments: numbers of a row that share a scale."""
 
@@ -25,6 +29,11 @@ class OptimizerConfig:
     """Weight decay per step; in AdamW decoupled, times the learning rate."""
     decay_vectors: bool
     """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
+    lr_scales: dict[Role, NonNegativeFloat] = field(default_factory=dict)
+    """Factor of the learning rate by role: `embedding`, `head`, `matrix`, `vector`, `expert`; 1 for others, 0 leaves
+    parameters as they are."""
+    weight_decays: dict[Role, NonNegativeFloat] = field(default_factory=dict)
+    """Weight decay by role, in place of `weight_decay` and `decay_vectors`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for an optimizer class of your own."""
 

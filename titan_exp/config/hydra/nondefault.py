@@ -61,13 +61,20 @@ def _differing(
     composed = flatten(raw.get(group) or {}, f"{group}.")
     declared = flatten(_declared(group, wanted), f"{group}.")
     inactive = idle_keys({**declared, **wanted})
+    computed, mappings = [key for key, value in composed.items() if _interpolates(value)], dict[str, None]()
     for key, value in wanted.items():
         if not key.startswith(f"{group}.") or is_among(key, inactive):
             continue
-        if key not in composed:
+        if mapping := next((name for name in computed if key.startswith(f"{name}.")), None):
+            mappings[mapping] = None
+        elif key not in composed:
             if key not in declared or not same_value(declared[key], value):
                 yield f"+{key}", value
         elif not same_value(_value(composed[key], key, plain), value):
+            yield key, value
+    for key in mappings:  # computed as a whole, such as the content of a file
+        value = OmegaConf.to_container(OmegaConf.select(plain, key))
+        if not same_value(_value(composed[key], key, plain), value):
             yield key, value
 
 

@@ -14,6 +14,15 @@ from titan_exp.config.errors.user_error import Violation
 _MISSING = object()
 
 
+class UnreadableSourceError(ValueError):
+    """Failure of a resolver that its first key explains, such as the path of a file that it reads."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+        """Values that would work."""
+
+
 @dataclass(frozen=True)
 class Uncomputed:
     """Key whose value could not be computed."""
@@ -22,6 +31,8 @@ class Uncomputed:
     """Violation to report."""
     sources: tuple[str, ...] = ()
     """Keys read by its interpolation; their violations are the cause."""
+    cause: Violation | None = None
+    """Violation of such a key, to report instead."""
 
 
 def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Uncomputed]]:
@@ -55,7 +66,19 @@ def _failure(node: Any, key: Any, field: str, error: Exception) -> Uncomputed:
     message = str(error).splitlines()[0].partition("while resolving interpolation: ")
     sources = tuple(_sources(str(raw), field.rpartition(".")[0]))
     remedy = f"give {field} a value of its own" + (f", or change {listed(sources)}" if sources else "")
-    return Uncomputed(Violation(field, raw, f"it cannot be computed: {message[2] or message[0]}", remedy), sources)
+    violation = Violation(field, raw, f"it cannot be computed: {message[2] or message[0]}", remedy)
+    unreadable = _unreadable_source(error)
+    if unreadable is None:
+        return Uncomputed(violation, sources)
+    value = OmegaConf.to_container(node, resolve=False)[sources[0].rpartition(".")[2]]  # type: ignore[index, call-overload]
+    return Uncomputed(violation, sources, Violation(sources[0], value, str(unreadable), unreadable.remedy))
+
+
+def _unreadable_source(error: BaseException | None) -> UnreadableSourceError | None:
+    """The resolver's own error, around which OmegaConf raises others."""
+    while error is not None and not isinstance(error, UnreadableSourceError):
+        error = error.__context__
+    return error
 
 
 def _sources(text: str, group: str) -> Iterator[str]:

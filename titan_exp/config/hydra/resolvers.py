@@ -1,4 +1,4 @@
-"""OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`."""
+"""OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`, and model repositories."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import shown
+from titan_exp.config.hydra.repository_config import config_size, repository_config
 from titan_exp.config.secrets.variables import register_secret_resolvers
 
 
@@ -32,6 +33,8 @@ def register_resolvers() -> None:
     """Register the resolvers; idempotent."""
     for function in (share_of, rest_of, quotient):
         OmegaConf.register_new_resolver(function.__name__, _of_numbers(function), replace=True)
+    for reader in (repository_config, config_size):
+        OmegaConf.register_new_resolver(reader.__name__, reader, replace=True)
     register_secret_resolvers()
 
 

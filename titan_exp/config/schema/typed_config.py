@@ -129,15 +129,19 @@ def _build_groups(
         built = {name: getattr(read, name) for name in classes}
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            field = _key_at(detail["loc"])
+            *group, last = detail["loc"]
+            names_key = last == "[key]"  # the key of a mapping is wrong, not its value
+            field = _key_at(group if names_key else detail["loc"])
+            declared = _key_at(group[:-1]) if names_key else field
             if names := variables_in(detail["input"]):
                 remedy = "type the value, or use a variable with another name"
                 add(Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy))
             else:
-                add(from_pydantic(detail, field, annotation_of(field), meaning_of(field)))
+                add(from_pydantic(detail, field, annotation_of(declared), meaning_of(declared)))
     if not found:
         return built
     _drop_consequences(found, uncomputed)
+    found |= {key: cause for each in uncomputed if (key := each.violation.field) in found and (cause := each.cause)}
     order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
 

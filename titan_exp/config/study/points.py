@@ -68,24 +68,26 @@ def folder_name(study: Study, size: str) -> str:
 def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str, ...]]:
     """Apply typed overrides to a study; returns it, and the overrides common to all points.
 
-    An override of an axis' key replaces its values; an override with several values of another key adds an axis.
+    An override of an axis' key replaces its values, one of a `list` axis' name keeps the named choices; several values
+    of another key add an axis.
 
     Raises:
-        UserError: an override would separate values that the study sets together.
+        UserError: an override would separate values that the study sets together, or names no choice of a list.
     """
     fixed: list[str] = []
     for change in typed:
         key, texts = change.key_or_group, values_of(change)
-        axis = next((axis for axis in study.axes if key in _keys_of(axis)), None)
+        axis = next((axis for axis in study.axes if key in (axis.name, *keys_of(axis))), None)
         values = [split_override(text)[1] for text in texts]
         choices = tuple(Choice((text,), text) for text in texts)
         if key == SEED and all(map(str.isdigit, values)):
             study = replace(study, seeds=tuple(map(int, values)))
-        elif axis is not None and axis.keys == (axis.name,):
-            axes = tuple(replace(other, choices=choices) if other is axis else other for other in study.axes)
+        elif axis is not None and (key == axis.name or axis.keys == (axis.name,)):
+            kept = choices if axis.keys == (axis.name,) else _named_choices(axis, values)
+            axes = tuple(replace(other, choices=kept) if other is axis else other for other in study.axes)
             study = replace(study, axes=axes)
         elif axis is not None:
-            together = listed(_keys_of(axis), "and")
+            together = listed(keys_of(axis), "and")
             raise UserError(
                 f"{change.input_line}: this study varies {key} together with others ({together}). "
                 f"Change it in {study.path}, or in a copy of your own: sweeps/{study.name}.yaml."
@@ -95,6 +97,15 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
         else:
             fixed += texts
     return study, tuple(fixed)
+
+
+def _named_choices(axis: Axis, names: Sequence[str]) -> tuple[Choice, ...]:
+    choices = {facts_of(axis, choice)[axis.name]: choice for choice in axis.choices}
+    for name in names:
+        if name not in choices:
+            offer = did_you_mean(name, choices) or f"it has {listed(choices, 'and')}"
+            raise UserError(f"{axis.name}={name}: no choice of this axis; {offer}")
+    return tuple(choices[name] for name in names)
 
 
 def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Point]:
@@ -181,7 +192,8 @@ def _applies(axis: Axis, facts: Mapping[str, str]) -> bool:
     return _all_hold(axis.when, facts) and not any(condition.holds(facts) for condition in axis.unless)
 
 
-def _keys_of(axis: Axis) -> list[str]:
+def keys_of(axis: Axis) -> list[str]:
+    """Keys that the axis sets at any of its points."""
     inside = [split_override(text)[0] for choice in axis.choices for text in choice.overrides]
     return list(dict.fromkeys([*axis.keys, *inside]))
 

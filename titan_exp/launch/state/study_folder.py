@@ -6,7 +6,7 @@ Holds `study.yaml` and `study.json`, with earlier versions in `history/`.
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class StudyRun:
     steps: int
     kind: str
     overrides: tuple[str, ...]
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Name of the chosen value by named list."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class StudyRecord:
     """Points that can run, in study order."""
     skipped: Mapping[str, str]
     """Skip reasons of all other points, by label."""
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys that a named list sets together, by its name."""
     removed: tuple[StudyRun, ...] = ()
     """Points of earlier versions that the study no longer contains."""
     time: float = 0.0
@@ -88,6 +92,7 @@ class StudyFolder:
                 **{
                     **fields,
                     "typed": tuple(fields["typed"]),
+                    "lists": {name: tuple(keys) for name, keys in fields.get("lists", {}).items()},
                     "points": tuple(map(_study_run, fields["points"])),
                     "removed": tuple(map(_study_run, fields["removed"])),
                 }

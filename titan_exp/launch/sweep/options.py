@@ -16,7 +16,7 @@ class SweepOptions:
     size: str | None = None
     """Study size; None is the first."""
     typed: tuple[str, ...] = ()
-    """Overrides typed after a study's name; they may refer to groups that only its points choose."""
+    """Typed overrides, which may refer to keys that only the points' groups have."""
     dry_run: bool = False
     """Print the plan and start nothing."""
     skip: bool = False

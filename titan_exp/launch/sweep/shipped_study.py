@@ -2,14 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import default_overrides
-from titan_exp.config.study.points import baseline_of, chosen_size, narrowed, study_points
+from titan_exp.config.study.points import baseline_of, chosen_size, keys_of, narrowed, study_points
 from titan_exp.config.study.study import Study
 from titan_exp.launch.executor import executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
@@ -69,6 +69,7 @@ class StudySweep:
         self._folder = StudyFolder(parents.pop())
         order = {point.label: index for index, point in enumerate(self.points)}
         planned = sorted((*sweep_plan.planned, *sweep_plan.duplicates), key=lambda entry: order[entry.point.label])
+        lists = {axis.name: tuple(keys_of(axis)) for axis in self.study.axes if axis.name and not axis.keys}
         self._record = StudyRecord(
             name=self.study.name,
             question=self.study.question,
@@ -76,7 +77,8 @@ class StudySweep:
             typed=self._typed,
             baseline=self._baseline,
             metrics=self.study.metrics,
-            points=tuple(map(_study_run, planned)),
+            points=tuple(_study_run(entry, lists) for entry in planned),
+            lists=lists,
             skipped={entry.point.label: entry.reason for entry in sweep_plan.skipped},
         )
 
@@ -152,7 +154,7 @@ def cancel_runs(folders: Sequence[RunFolder], labels: dict[str, str], echo: Call
             echo(f"{label}: {done.get(folder.path, 'nothing was done')}")
 
 
-def _study_run(entry: PlannedPoint) -> StudyRun:
+def _study_run(entry: PlannedPoint, lists: Iterable[str]) -> StudyRun:
     point, plan = entry.point, entry.plan
     return StudyRun(
         label=point.label,
@@ -164,6 +166,7 @@ def _study_run(entry: PlannedPoint) -> StudyRun:
         steps=plan.experiment.training.steps,
         kind=plan.experiment.cluster.kind,
         overrides=point.overrides,
+        choices={name: point.facts[name] for name in lists if name in point.facts},
     )
 
 

@@ -10,6 +10,9 @@ from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study, study_files
 from titan_exp.launch.sweep.options import SweepOptions
 
+SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
+"""Flags that show something instead of training."""
+
 
 @dataclass(frozen=True)
 class SweepArgs:
@@ -43,24 +46,38 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
             )
     overrides = [word for word in arguments.overrides if word != names[0]]
     size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
-    for_hydra = [word for word in overrides if word.startswith("hydra")]
-    others = tuple(word for word in overrides if word not in for_hydra and not word.startswith("size="))
+    for_hydra, others = _of_hydra([word for word in overrides if not word.startswith("size=")])
     options = replace(_options(flags), study=study.path, size=size[-1] if size else None, typed=others)
+    lists = {axis.name for axis in study.axes if not axis.keys}
+    nested = (*_overrides_in(study), *(word for word in others if word.partition("=")[0] not in lists))
     hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
-    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, (*_overrides_in(study), *others), str(study.path))
+    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path))
 
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
     """Parse the arguments of `titan-exp train`. Raises UserError about a sweep flag without -m."""
-    if not any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
-        return SweepArgs(list(typed), SweepOptions())
-    flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
-    if "-m" not in rest and "--multirun" not in rest:
+    flags, rest = {}, list(typed)
+    if any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
+        flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
+    arguments = read_arguments(rest)
+    if flags and not arguments.has("-m", "--multirun"):
         raise UserError(
             f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep. One run is checked and "
             "predicted by titan-exp plan, with the same overrides."
         )
-    return SweepArgs(rest, _options(flags))
+    if set(arguments.flags) & SHOWS or not arguments.has("-m", "--multirun"):
+        return SweepArgs(rest, _options(flags))
+    for_hydra, others = _of_hydra(arguments.overrides)
+    return SweepArgs([*arguments.flags, *for_hydra], replace(_options(flags), typed=others), others)
+
+
+def _of_hydra(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Overrides of Hydra's own keys, and all others.
+
+    Hydra would apply the others to the default model first, which may lack keys that all models of the sweep have.
+    """
+    found = [word for word in overrides if word.lstrip("+~").startswith("hydra")]
+    return found, tuple(word for word in overrides if word not in found)
 
 
 def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from titan_exp.config.errors.explain_hydra import explain_point
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.study.points import Point
@@ -51,7 +52,7 @@ def plan_sweep(
     planned: dict[object, PlannedPoint] = {}
     duplicates: list[PlannedPoint] = []
     skipped: list[SkippedPoint] = []
-    refused: list[SkippedPoint] = []
+    refused: list[tuple[Point, UserError]] = []
     for point in points:
         if point.excluded is not None:
             skipped.append(SkippedPoint(point, point.excluded))
@@ -59,7 +60,7 @@ def plan_sweep(
         try:
             experiment = compose(point)
         except UserError as error:
-            refused.append(SkippedPoint(point, str(error)))
+            refused.append((point, error))
             continue
         try:
             planned_point = PlannedPoint(point, plan_run(experiment, point.overrides))
@@ -68,12 +69,13 @@ def plan_sweep(
                 reason = "\n".join(str(violation) for violation in error.violations)
                 skipped.append(SkippedPoint(point, reason or str(error)))
             else:
-                refused.append(SkippedPoint(point, str(error)))
+                refused.append((point, error))
             continue
         if planned.setdefault(planned_point.plan.folder.path, planned_point) is not planned_point:
             duplicates.append(planned_point)
     if refused:
-        raise cannot_run(f"{len(refused)} point(s) {where} cannot run, so none was started.", refused)
+        reasons = [SkippedPoint(point, explain_point(error, point.overrides)) for point, error in refused]
+        raise cannot_run(f"{len(refused)} point(s) {where} cannot run, so none was started.", reasons)
     if not planned:
         raise cannot_run(f"None of the {len(points)} points {where} can run here.", skipped)
     return SweepPlan(tuple(planned.values()), tuple(duplicates), tuple(skipped))

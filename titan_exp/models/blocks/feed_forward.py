@@ -19,7 +19,7 @@ class FeedForward(nn.Module):
         assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
         assert layer.linear(f"{name}.down").inputs % GROUP == 0, "checked by the family's rules"
         self._plan = layer.tp_plan(name)
-        self.group = GROUP
+        self.group, self.variant = GROUP, layer.swiglu
         self.gate_up = linear(layer, f"{name}.gate_up")
         self.down = linear(layer, f"{name}.down")
 
@@ -28,5 +28,5 @@ class FeedForward(nn.Module):
         return self._plan
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
-        """down(silu(gate(x)) · up(x))."""
-        return recompute_input(lambda fused: swiglu(fused, self.group), self.gate_up(x), self.down)
+        """down(silu(gate(x)) · up(x)), or a variant."""
+        return recompute_input(lambda fused: swiglu(fused, self.group, self.variant), self.gate_up(x), self.down)

@@ -25,10 +25,15 @@ class Linear(nn.Linear):
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Initialization of the parameters by name."""
-        weight = {"weight": InitSpec("normal", self.std)}
-        if self.bias_std is None:
-            return weight
-        return {**weight, "bias": InitSpec("normal", self.bias_std) if self.bias_std else InitSpec("zeros")}
+        return weight_and_bias(self.std, self.bias_std)
+
+
+def weight_and_bias(std: float, bias_std: float | None, bias: str = "bias") -> dict[str, InitSpec]:
+    """Initialization of a weight, and of the parameter `bias` unless `bias_std` is None; 0 is zeros."""
+    weight = {"weight": InitSpec("normal", std)}
+    if bias_std is None:
+        return weight
+    return {**weight, bias: InitSpec("normal", bias_std) if bias_std else InitSpec("zeros")}
 
 
 def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] | None) -> Float[Tensor, "*any fan_out"]:

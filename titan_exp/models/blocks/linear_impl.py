@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
+from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
 
 
 class LinearImpl(nn.Module):
@@ -28,3 +30,15 @@ class GroupedLinearImpl(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs]."""
         return grouped_linear(x, weight, ends)
+
+    def of_swiglu(self, gate_up: Tensor, weight: Tensor, ends: Tensor, row_weights: Tensor) -> Tensor:
+        """The same for x = silu(gate) · up · row weight of `gate_up` [tokens, 2 · inputs]."""
+        if type(self) is GroupedLinearImpl:
+            return weighted_swiglu_linear(gate_up, weight, row_weights, ends)
+        return self(weighted_swiglu(gate_up, row_weights), weight, ends)
+
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Note that ranks with the same tokens compute with shards of the experts' channels, inputs or outputs.
+
+        `amax_reduce` is the elementwise maximum over these ranks.
+        """

@@ -16,6 +16,7 @@ from titan_exp.ops.moe.routing import Routing
 from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
 from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
+from titan_exp.ops.swiglu_variant import SWIGLU
 
 
 class Experts(nn.Module):
@@ -25,6 +26,9 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = _grouped(layer, "feed_forward.experts.gate_up")
         self.down = _grouped(layer, "feed_forward.experts.down")
+        self.variant = layer.swiglu
+        self.weighted_inputs = layer.router is not None and layer.router.weighted_inputs
+        """True if weights multiply the rows that go in, and not those that come out."""
         self.count = self.gate_up.experts
         """Experts of the layer."""
 
@@ -39,14 +43,19 @@ class Experts(nn.Module):
         ends: Int32[Tensor, " experts"],
         weights: Float[Tensor, " rows"] | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given.
+        """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given; or a variant of SwiGLU.
 
         `ends` are the ends of the experts' rows.
         """
+        fused, variant = self.gate_up(rows, ends), self.variant
+        if weights is not None and variant == SWIGLU:
+            return self.down(fused, ends, weights, of_swiglu=True)
         return recompute_input(
-            swiglu if weights is None else lambda fused: weighted_swiglu(fused, weights),
-            self.gate_up(rows, ends),
-            lambda hidden: self.down(hidden, ends),
+            lambda fused: (
+                swiglu(fused, variant=variant) if weights is None else weighted_swiglu(fused, weights, variant=variant)
+            ),
+            fused,
+            lambda hidden: self.down(hidden, ends, weights),
         )
 
 
@@ -103,6 +112,16 @@ def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Call
 def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Weighted sum of the outputs of experts that are all on this rank."""
     order, inverse, ends = sort_by_expert(routing.experts, experts.count)
+    if experts.weighted_inputs:
+        by_row = permute_weights(routing.weights, order, inverse)
+        rows = recompute_input(
+            lambda tokens: permute(tokens, order, inverse),
+            tokens,
+            lambda rows: recompute_input(
+                lambda rows: weigh_rows(rows, by_row), rows, lambda weighed: experts(weighed, ends)
+            ),
+        )
+        return combine(rows, order, inverse, None)
     # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
     # a recipe rounds would then differ from what other ranks' experts round.
     weights = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
@@ -112,6 +131,11 @@ def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tenso
     return combine(rows, order, inverse, routing.weights if weights is None else None)
 
 
+def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Rows [rows, dim] times their weights, in the dtype of the rows."""
+    return rows * weights.to(rows.dtype)[:, None]
+
+
 def _grouped(layer: LayerSpec, name: str) -> GroupedLinear:
     spec = layer.linear(name)
-    return GroupedLinear(spec.experts, spec.inputs, spec.outputs, spec.std)
+    return GroupedLinear(spec.experts, spec.inputs, spec.outputs, spec.std, spec.bias_std if spec.bias else None)

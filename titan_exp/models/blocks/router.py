@@ -6,6 +6,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import InitSpec
+from titan_exp.models.blocks.linear import add_bias, weight_and_bias
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.ops.moe.balance import (
     SumCounts,
@@ -34,8 +35,9 @@ class Router(nn.Module):
     def __init__(self, spec: RouterSpec) -> None:
         super().__init__()
         moe = self.moe = spec.moe
-        self.std = spec.std
+        self.std, self.logit_bias_std = spec.std, spec.logit_bias_std
         self.weight = nn.Parameter(torch.empty(moe.experts, spec.inputs))
+        self.logit_bias = None if spec.logit_bias_std is None else nn.Parameter(torch.empty(moe.experts))
         if moe.router_bias:
             self.register_buffer("bias", torch.zeros(moe.experts))
         if moe.balance.loss == "global_batch":
@@ -53,10 +55,12 @@ class Router(nn.Module):
         """Route these tokens; in training also balance and count them."""
         moe = self.moe
         logits = F.linear(x.float(), self.weight.float()) if moe.fp32_router else F.linear(x, self.weight)
-        logits = logits.float()
+        logits = add_bias(logits, self.logit_bias).float()
         scores = router_scores(logits, sigmoid=moe.score == "sigmoid")
+        # Sigmoids of large logits are all 1.
+        ranking = logits if moe.score == "sigmoid" and moe.groups == 1 else scores
         experts = choose_experts(
-            scores.detach() + self.bias if moe.router_bias else scores,
+            scores.detach() + self.bias if moe.router_bias else ranking,
             moe.active_experts,
             groups=moe.groups,
             active_groups=moe.active_groups,
@@ -85,7 +89,7 @@ class Router(nn.Module):
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Initialization of the parameters by name."""
-        return {"weight": InitSpec("normal", self.std)}
+        return weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

@@ -5,7 +5,7 @@ does torchtune: rows of their query and key projections are permuted within each
 ours one for all experts of a layer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from titan_exp.models.convert.fused_rows import gate_up_rows, qkv_rows, rotated_tail_rows
@@ -61,7 +61,13 @@ class TensorNames:
     expert_up: str = ""
     """Up of one expert."""
     expert_down: str = ""
-    """Down of one expert."""
+    """Down of one expert; of all of them [experts, in, out] if `experts_gate_up` is given."""
+    experts_gate_up: str = ""
+    """Gate and up of all experts [experts, in, out], in place of `expert_gate` and `expert_up`."""
+    alternating_gate_up: bool = False
+    """True if outputs of `experts_gate_up` alternate, gate first; False if the first half is the gate."""
+    router_logit_bias: str = ""
+    """Bias of the router's logits."""
     shared_gate: str = ""
     """Gate of the shared experts, as one feed-forward."""
     shared_up: str = ""
@@ -201,9 +207,9 @@ def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
         copies |= {copy.format(number): original for copy, original in shared.items()}
     found.theirs |= {copy: found.theirs[original] for copy, original in copies.items()}
     optional = frozenset({names.head} if spec.tied else ())
-    shapes = {name: found.shapes[name] for name in found.runs}
-    stacked = frozenset(name for name, shape in shapes.items() if len(shape) > 2)
-    return StateDictMap(found.runs, shapes, found.theirs, copies, optional, stacked, frozenset(spec.buffers))
+    shapes, buffers = {name: found.shapes[name] for name in found.runs}, frozenset(spec.buffers)
+    stacked = frozenset(found.stacked)
+    return StateDictMap(found.runs, shapes, found.theirs, copies, optional, stacked, found.stacks, buffers)
 
 
 class _MapBuilder:
@@ -214,16 +220,26 @@ class _MapBuilder:
         self.shapes = spec.state_shapes
         self.runs: dict[str, tuple[RowRange, ...]] = {}
         self.theirs: dict[str, tuple[int, ...]] = {}
+        self.stacked: set[str] = set()
+        self.stacks: dict[str, str] = {}
 
-    def add(self, ours: str, name: str) -> None:
-        """Add a parameter that equals one of their tensors, or with `{}` in the name one tensor per expert."""
-        shape = self.shapes[ours]
-        *stacked, rows, columns = shape if len(shape) > 1 else (*shape, 0)
-        if stacked:
-            self.theirs |= {name.format(expert): (rows, columns) for expert in range(stacked[0])}
-        else:
-            self.theirs[name] = shape
-        self.runs[ours] = (RowRange(0, rows, name, 0),)
+    def add(self, ours: str, name: str, rows: Iterable[RowRange] = ()) -> None:
+        """Add a parameter that equals one of their tensors, or has the given rows of it."""
+        self.theirs[name] = self.shapes[ours]
+        self.runs[ours] = tuple(rows) or (RowRange(0, self.shapes[ours][0], name, 0),)
+
+    def add_stacked(self, ours: str, names: Sequence[str], rows: Iterable[RowRange] = ()) -> None:
+        """Add a parameter stacked per expert, of whose tensors, with `{}` for the expert, it has equal shares."""
+        experts, outputs, *inputs = self.shapes[ours]
+        shape = (outputs // len(names), *inputs)
+        for expert in range(experts):
+            self.theirs |= {name.format(expert): shape for name in names}
+        self.stacked.add(ours)
+        self.runs[ours] = tuple(rows) or (RowRange(0, outputs, names[0], 0),)
+
+    def stack(self, name: str) -> str:
+        """Name of an expert's tensor in a stored one of all experts."""
+        return self.stacks.setdefault(name, f"{name}[{{}}]")
 
     def add_layer(self, number: int, layer: LayerSpec) -> None:
         """Add the parameters and buffers of a block."""
@@ -236,12 +252,13 @@ class _MapBuilder:
         if layer.router is not None:
             router = f"blocks.{number}.{layer.router.name}"
             self.add(f"{router}.weight", self._names.router.format(number))
-            if f"{router}.bias" in self.shapes:
-                self.add(f"{router}.bias", self._names.router_bias.format(number))
+            for ours, theirs in (("bias", self._names.router_bias), ("logit_bias", self._names.router_logit_bias)):
+                if f"{router}.{ours}" in self.shapes:
+                    self.add(f"{router}.{ours}", theirs.format(number))
         for linear in layer.linears:
             module, _, part = linear.name.rpartition(".")
             if part == "gate_up":
-                self._add_swiglu(f"blocks.{number}.{module}", number, self._names.of_swiglu(module))
+                self._add_swiglu(f"blocks.{number}.{module}", number)
 
     def add_mtp_module(self, number: int, layer: LayerSpec) -> None:
         """Add the parameters and buffers of a module of multi-token prediction."""
@@ -295,18 +312,32 @@ class _MapBuilder:
         self.add(f"{module}.kv_b.weight", names.kv_up.format(number))
         self.add(f"{module}.out.weight", names.out.format(number))
 
-    def _add_swiglu(self, module: str, number: int, names: Iterable[str]) -> None:
-        """Add a feed-forward, or those of all experts."""
-        shape = self.shapes[f"{module}.down.weight"]
-        *stacked, dim, channels = shape
-        experts = stacked[0] if stacked else 1
-        gate, up, down = (name.format(number, "{}") for name in names)
-        for expert in range(experts):
-            self.theirs |= {name.format(expert): (channels, dim) for name in (gate, up)}
-        self.runs[f"{module}.gate_up.weight"] = tuple(gate_up_rows(channels, gate, up))
-        self.add(f"{module}.down.weight", down)
+    def _add_swiglu(self, module: str, number: int) -> None:
+        """Add a feed-forward, or those of all experts, with their biases."""
+        names, within = self._names, module.removeprefix(f"blocks.{number}.")
+        gate, up, down = (name.format(number, "{}") for name in names.of_swiglu(within))
+        how: dict[str, int] = {}
+        *stacked, _, channels = self.shapes[f"{module}.down.weight"]
+        if stacked and names.experts_gate_up:
+            gate = up = names.experts_gate_up.format(number)
+            how = {"up_first": 1, "step": 2} if names.alternating_gate_up else {"up_first": channels}
+        for kind in ("weight", "bias"):
+            if f"{module}.down.{kind}" not in self.shapes:
+                continue
+            of_kind = (gate, up, down) if kind == "weight" else map(_bias, (gate, up, down))
+            their_gate, their_up, their_down = map(self.stack, of_kind) if how else of_kind
+            rows = gate_up_rows(channels, their_gate, their_up, **how)
+            pair = list(dict.fromkeys((their_gate, their_up)))
+            if stacked:
+                self.add_stacked(f"{module}.gate_up.{kind}", pair, rows)
+                self.add_stacked(f"{module}.down.{kind}", [their_down])
+                continue
+            columns = self.shapes[f"{module}.gate_up.{kind}"][1:]
+            self.theirs |= dict.fromkeys(pair, (channels, *columns))
+            self.runs[f"{module}.gate_up.{kind}"] = tuple(rows)
+            self.add(f"{module}.down.{kind}", their_down)
 
 
 def _bias(weight: str) -> str:
     """Name of the bias beside a weight of theirs."""
-    return f"{weight.removesuffix('weight')}bias"
+    return f"{weight.removesuffix('weight')}bias" if weight.endswith("weight") else f"{weight}_bias"

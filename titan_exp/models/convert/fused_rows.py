@@ -23,11 +23,15 @@ def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interle
         start += attention.v_dim
 
 
-def gate_up_rows(channels: int, gate: str, up: str) -> Iterator[RowRange]:
-    """Rows of the fused weight, which alternate in groups (see `ops.swiglu`)."""
+def gate_up_rows(channels: int, gate: str, up: str, *, up_first: int = 0, step: int = 1) -> Iterator[RowRange]:
+    """Rows of the fused weight, which alternate in groups (see `ops.swiglu`).
+
+    Their up rows begin at `up_first`, and `step` is the stride of both.
+    """
     for group in range(channels // FFN_GROUP):
-        yield RowRange(2 * group * FFN_GROUP, FFN_GROUP, gate, group * FFN_GROUP)
-        yield RowRange((2 * group + 1) * FFN_GROUP, FFN_GROUP, up, group * FFN_GROUP)
+        first, theirs = 2 * group * FFN_GROUP, group * FFN_GROUP * step
+        yield RowRange(first, FFN_GROUP, gate, theirs, step)
+        yield RowRange(first + FFN_GROUP, FFN_GROUP, up, up_first + theirs, step)
 
 
 def rotated_tail_rows(heads: int, width: int, rotated: int, name: str) -> Iterator[RowRange]:

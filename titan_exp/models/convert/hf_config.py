@@ -1,14 +1,18 @@
 """Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, component
+from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.transformer import AttentionConfig
+
+ANY_TYPE = "*"
+"""`model_type` of the family that reads those of no other family."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class HuggingFace:
     """Values of the family's config that `config.json` cannot express."""
     unread: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: ()
     """Prefixes of tensors that the family does not read, from `config.json`."""
+    multimodal_type: str = ""
+    """`model_type` of a multimodal model whose `text_config` is one of the family's."""
+    multimodal_prefix: str = ""
+    """Prefix of its language model's tensors; the others are not read."""
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,13 +84,23 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
         raise UserError(f"config.json has no {error.args[0]}, which a {family.model_type}'s has.") from error
 
 
+def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Language model's part of a multimodal `config.json` and its tensors' prefix; else the whole and no prefix."""
+    for name in builtin_components("model"):
+        family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
+        if family is not None and values.get("model_type") == family.multimodal_type and "text_config" in values:
+            return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefix
+    return values, ""
+
+
 def unread_prefixes(values: Mapping[str, Any], architecture: str | None = None) -> tuple[str, ...]:
     """Prefixes of tensors beside a `config.json` that its family does not read."""
     return tuple(_family(values, architecture).unread(values))
 
 
-def weight_blocks(values: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block of fp8 weights that share a scale, from `config.json`; None for plain weights.
+def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["mxfp4"] | None:
+    """Rows and columns of a block of fp8 weights that share a scale, or MXFP4, from `config.json`; None for plain
+    weights.
 
     Raises:
         UserError: the weights are quantized otherwise.
@@ -92,12 +110,14 @@ def weight_blocks(values: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     method, form = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     blocks = quantization.get("weight_block_size")
+    if method == "mxfp4":
+        return "mxfp4"
     if method != "fp8" or form != "e4m3" or not blocks:
         found = f"quant_method={method!r}, fmt={form!r}, weight_block_size={blocks!r}"
         raise UserError(
             f"config.json: weights quantized with {found} cannot be read. Supported are fp32, bf16 and fp16, and fp8 "
-            "(e4m3) with a scale per block, as in DeepSeek V3. Dequantize the others with transformers and "
-            "save_pretrained."
+            "(e4m3) with a scale per block, as in DeepSeek V3, and MXFP4, as in GPT-OSS. Dequantize the others with "
+            "transformers and save_pretrained."
         )
     rows, columns = map(int, blocks)
     return rows, columns
@@ -153,6 +173,26 @@ def routed_experts(values: Mapping[str, Any], key: str) -> int:
     return int(values[key] if key in values or "num_local_experts" not in values else values["num_local_experts"])
 
 
+PLAIN_ROUTER: Mapping[str, Any] = {
+    "shared_experts": 0,
+    "score": "softmax",
+    "router_bias": False,
+    "scale": 1.0,
+    "groups": 1,
+    "active_groups": 1,
+    "group_score": "max",
+}
+"""Fields of `MoEConfig` for which the `config.json` of most families with experts has no keys."""
+
+
+def router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) -> Iterator[Violation]:
+    """Fields of a router that differ from those of a family in `transformers`."""
+    for key, value in wanted.items():
+        if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
+            reason = f"{family} has no such router in transformers"
+            yield Violation(f"model.moe.{key}", own, reason, f"model.moe.{key}={shown(value)}")
+
+
 def plain_rope(values: Mapping[str, Any]) -> PlainRope:
     """RoPE without context scaling.
 
@@ -185,6 +225,8 @@ def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
         if family is not None:
             found |= dict.fromkeys((family.model_type, *family.other_types), family)
     kind = values.get("model_type")
+    if kind not in found and ANY_TYPE in found:
+        return found[ANY_TYPE]
     if kind not in found:
         raise UserError(f"config.json: model_type is {kind!r}; supported: {', '.join(map(repr, found))}.")
     return found[kind]

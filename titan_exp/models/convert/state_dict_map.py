@@ -5,21 +5,8 @@ Streaming and sharded reading need no whole tensors: a range of rows of ours is 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-
-
-def row_blocks(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive rows of a rectangular shard, in its order in memory: first row in the whole and number of rows.
-
-    Rows are numbered as in `StateDictMap`.
-    """
-    if len(shape) < 3 or size[1] == shape[1]:
-        rows = shape[1] if len(shape) > 2 else 1
-        yield start[0] * rows, size[0] * rows
-        return
-    for expert in range(start[0], start[0] + size[0]):
-        yield expert * shape[1] + start[1], size[1]
 
 
 @dataclass(frozen=True)
@@ -71,8 +58,8 @@ class TensorRows:
 class StateDictMap:
     """Our parameters and persistent buffers as row ranges of their tensors.
 
-    Rows of weights [experts, out, in], stacked per expert, are numbered from 0 to experts · out. Rows of a vector are
-    its elements.
+    Rows of weights [experts, out, in] and biases [experts, out], stacked per expert, are numbered from 0 to
+    experts · out. Rows of a vector are its elements.
     """
 
     runs: Mapping[str, tuple[RowRange, ...]]
@@ -86,9 +73,35 @@ class StateDictMap:
     optional: frozenset[str] = frozenset()
     """Their tensors that may be there and are not read, such as the head of a tied model."""
     stacked: frozenset[str] = frozenset()
-    """Our parameters [experts, out, in], by full name; `{}` in the names of their ranges stands for the expert."""
+    """Our parameters stacked per expert, by full name; `{}` in the names of their ranges stands for the expert."""
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    """Name of an expert's tensor, with `{}` for its number, by the name of their tensor of all experts: weights
+    [experts, in, out], each expert's the transposed one of ours, or biases [experts, out]."""
     buffers: frozenset[str] = frozenset()
     """Our persistent buffers, by full name; in fp32 in every format."""
+
+    @cached_property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape by the name of a stored tensor, in the order of writing; those of all experts are one."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.their_shapes.items():
+            stack, _ = self.stored(name)
+            found[stack] = shape if stack == name else (self._experts(stack), *reversed(shape))
+        return found
+
+    def stored(self, name: str) -> tuple[str, int | None]:
+        """Stored tensor that holds one of theirs, and the expert's number in it; itself and None if stored alone."""
+        return self._members.get(name, (name, None))
+
+    def blocks(self, name: str, start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Consecutive rows of a rectangular shard, in its order in memory: first row in the whole, number of rows."""
+        shape = self.shapes[name]
+        if name not in self.stacked or size[1] == shape[1]:
+            rows = shape[1] if name in self.stacked else 1
+            yield start[0] * rows, size[0] * rows
+            return
+        for expert in range(start[0], start[0] + size[0]):
+            yield expert * shape[1] + start[1], size[1]
 
     def of(self, name: str, start: int, stop: int) -> Iterator[RowRange]:
         """Row ranges of our rows `start` to `stop`."""
@@ -101,8 +114,8 @@ class StateDictMap:
                 yield replace(run, start=run.start + expert * rows, name=run.name.format(expert))
 
     def owner(self, name: str) -> str:
-        """Our parameter that holds a tensor of theirs, or the one that it duplicates."""
-        return self._owners[self.copies.get(name, name)][0]
+        """Our parameter that holds a tensor of theirs, stored or not, or the one that it duplicates."""
+        return self._owners[self.stacks.get(self.copies.get(name, name), self.copies.get(name, name)).format(0)][0]
 
     def copies_of(self, name: str) -> list[str]:
         """Their tensors that duplicate one of theirs."""
@@ -134,6 +147,18 @@ class StateDictMap:
             if part is None:
                 return
             yield part
+
+    def _experts(self, stack: str) -> int:
+        return self.shapes[self.owner(stack)][0]
+
+    @cached_property
+    def _members(self) -> dict[str, tuple[str, int]]:
+        """Stack and number of each expert's tensor that is stored in one, by its name."""
+        return {
+            template.format(expert): (stack, expert)
+            for stack, template in self.stacks.items()
+            for expert in range(self._experts(stack))
+        }
 
     @cached_property
     def _owners(self) -> dict[str, tuple[str, int | None]]:

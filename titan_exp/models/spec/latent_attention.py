@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
-from titan_exp.models.spec.rope import YarnRope
+from titan_exp.models.spec.rope import YarnRope, yarn_violations
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise
 
 
@@ -102,21 +102,3 @@ def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Viola
             f"at most model.v_head_dim={qk_dim}",
         )
     yield from yarn_violations(config.rope)
-
-
-def yarn_violations(rope: YarnRope) -> Iterator[Violation]:
-    """Context scalings that YaRN does not define."""
-    if rope.beta_fast < rope.beta_slow:
-        yield Violation(
-            "model.rope.beta_fast",
-            rope.beta_fast,
-            f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}",
-            "DeepSeek has model.rope.beta_fast=32 and model.rope.beta_slow=1",
-        )
-    if rope.scaling == "none" and rope.factor != 1:
-        yield Violation(
-            "model.rope.factor",
-            rope.factor,
-            "without a scaling it changes nothing",
-            "choose the scaling (model.rope.scaling=yarn), or model.rope.factor=1",
-        )

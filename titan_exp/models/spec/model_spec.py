@@ -4,6 +4,7 @@ Tensor and pipeline parallelism, quantization filters, rules, planner, converter
 a family describes itself once.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from titan_exp.models.spec.tp_plan import (
     TPStyle,
 )
 from titan_exp.ops.attention.mask_pattern import MaskPattern
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,38 @@ class VectorSpec:
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A parameter that is neither a linear's nor one vector of a norm, by its full name in the block or model."""
+
+    name: str
+    """Parameter name (`norm.bias`)."""
+    shape: tuple[int, ...]
+    """Shape."""
+    in_matmul: bool = False
+    """True if each token is multiplied with it."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward FLOPs of its matmul per token."""
+        return 6 * self.parameters if self.in_matmul else 0
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """An axis along which the model cannot be divided."""
+
+    key: str
+    """Key of its degree (`parallelism.cp`)."""
+    reason: str
+    """Reason, for messages."""
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One block of the model."""
 
@@ -143,6 +177,10 @@ class LayerSpec:
     """Norm weights, and numbers per head."""
     router: RouterSpec | None = None
     """Router of a layer with experts."""
+    swiglu: SwiGLUVariant = SWIGLU
+    """Gate of the feed-forward, or of every expert."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """All other parameters."""
 
     def linear(self, name: str) -> LinearSpec:
         """Linear layer by module path."""
@@ -166,25 +204,26 @@ class LayerSpec:
         """Shape of each parameter by its name inside the block."""
         shapes: dict[str, tuple[int, ...]] = {f"{vector.name}.weight": (vector.size,) for vector in self.vectors}
         if self.router is not None:
-            shapes[f"{self.router.name}.weight"] = (self.router.moe.experts, self.router.inputs)
+            shapes |= {f"{self.router.name}.{name}": shape for name, shape in self.router.shapes.items()}
         for linear in self.linears:
             stacked = (linear.experts,) if linear.experts > 1 else ()
             shapes[f"{linear.name}.weight"] = (*stacked, linear.outputs, linear.inputs)
             if linear.bias:
                 shapes[f"{linear.name}.bias"] = (*stacked, linear.outputs)
-        return shapes
+        return shapes | {tensor.name: tensor.shape for tensor in self.tensors}
 
     @property
     def parameters(self) -> int:
         """Number of parameters, all experts counted."""
         router = 0 if self.router is None else self.router.parameters
-        return router + sum(part.parameters for part in self.linears) + sum(part.size for part in self.vectors)
+        matrices = sum(part.parameters for part in (*self.linears, *self.tensors))
+        return router + matrices + sum(part.size for part in self.vectors)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward FLOPs of matmuls per token."""
         attention = 0.0 if self.attention is None else self.attention.flops_per_token(seq_len)
-        router = 0 if self.router is None else self.router.parameters
-        return 6 * router + sum(linear.flops_per_token for linear in self.linears) + attention
+        router = 0 if self.router is None else self.router.flops_per_token
+        return router + sum(part.flops_per_token for part in (*self.linears, *self.tensors)) + attention
 
 
 @dataclass(frozen=True)
@@ -213,6 +252,10 @@ class ModelSpec:
     """Modules of multi-token prediction, numbered after the blocks; see `spec/mtp.py`."""
     mtp_weight: float = 0.0
     """Factor of their mean loss."""
+    ends: tuple[TensorSpec, ...] | None = None
+    """Parameters outside of embedding, blocks and head; None is the weight of the final norm."""
+    unsupported: tuple[Unsupported, ...] = ()
+    """Axes along which the model cannot be divided."""
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:
@@ -224,7 +267,8 @@ class ModelSpec:
         """Children of the model that the first and the last stage hold."""
         embedding = ("embedding",)
         shared, looked_up = embedding if self.tied else (), embedding if self.mtp_layers else ()
-        return PipelinePlan(first=embedding, last=("norm", "head"), shared=shared, looked_up=looked_up)
+        last = ("norm", "head") if self.ends is None else ("head",)
+        return PipelinePlan(first=embedding, last=last, shared=shared, looked_up=looked_up)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -236,7 +280,8 @@ class ModelSpec:
             for number, layer in enumerate(self.blocks)
             for name, shape in layer.shapes.items()
         }
-        return {"embedding.weight": table, **blocks, "norm.weight": (self.dim,), **head}
+        ends = {"norm.weight": (self.dim,)} if self.ends is None else {end.name: end.shape for end in self.ends}
+        return {"embedding.weight": table, **blocks, **ends, **head}
 
     @cached_property
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -252,7 +297,8 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of parameters, a tied weight once."""
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
-        return tables + self.dim + sum(layer.parameters for layer in self.blocks)
+        ends = self.dim if self.ends is None else sum(end.parameters for end in self.ends)
+        return tables + ends + sum(layer.parameters for layer in self.blocks)
 
     @cached_property
     def active_parameters(self) -> int:
@@ -267,7 +313,8 @@ class ModelSpec:
         causal attention over visible keys. Each module of multi-token prediction runs the head once more.
         """
         head = 6 * self.dim * self.vocab_size * (1 + len(self.mtp_layers))
-        return head + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
+        ends = sum(end.flops_per_token for end in self.ends or ())
+        return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
 
     @property
     def has_experts(self) -> bool:

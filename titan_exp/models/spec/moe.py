@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 TRAINING_BUFFERS = frozenset({"previous_load"})
 """Persistent buffers, by their name in the module, that only training reads: state of the load balance."""
@@ -68,6 +69,24 @@ class MoEConfig:
         return (self.active_experts + self.shared_experts) * self.ffn_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoEVariant:
+    """Experts of one layer, beyond SwiGLU whose outputs are weighted."""
+
+    swiglu: SwiGLUVariant = SWIGLU
+    """Gate of every expert."""
+    bias_std: float | None = None
+    """Standard deviation of the initial biases of experts, 0 for zeros; None is no biases."""
+    logit_bias_std: float | None = None
+    """The same of the bias of the router's logits."""
+    weighted_inputs: bool = False
+    """True if weights multiply the inputs of experts, and not their outputs (Llama 4)."""
+
+
+PLAIN_EXPERTS = MoEVariant()
+"""SwiGLU without biases."""
+
+
 @dataclass(frozen=True)
 class RouterSpec:
     """Linear layer from a token to the logits of its experts; neither quantized nor sharded."""
@@ -80,11 +99,26 @@ class RouterSpec:
     """Standard deviation of initial weights."""
     moe: MoEConfig
     """Experts that it chooses from."""
+    logit_bias_std: float | None = None
+    """Standard deviation of the initial bias of the logits, 0 for zeros; None is no bias."""
+    weighted_inputs: bool = False
+    """True if weights multiply the inputs of experts, and not their outputs."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter, by its name in the module. The bias that balances the load is no parameter."""
+        bias = {} if self.logit_bias_std is None else {"logit_bias": (self.moe.experts,)}
+        return {"weight": (self.moe.experts, self.inputs), **bias}
 
     @property
     def parameters(self) -> int:
-        """Number of weights; the bias is no parameter."""
-        return self.inputs * self.moe.experts
+        """Number of parameters."""
+        return (self.inputs + (self.logit_bias_std is not None)) * self.moe.experts
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward FLOPs of the matmul per token."""
+        return 6 * self.inputs * self.moe.experts
 
     @property
     def buffers(self) -> dict[str, tuple[int, ...]]:

@@ -9,8 +9,10 @@ from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
 
 
-def moe_linears(config: MoEConfig, dim: int, *, std: float, out_std: float) -> tuple[LinearSpec, ...]:
-    """Linears of all experts of a layer, and of its shared experts."""
+def moe_linears(
+    config: MoEConfig, dim: int, *, std: float, out_std: float, bias_std: float | None = None
+) -> tuple[LinearSpec, ...]:
+    """Linears of all experts of a layer, with biases if `bias_std` is given, and of its shared experts."""
     key = "model.moe.ffn_dim"
     routed = swiglu_linears(
         "feed_forward.experts",
@@ -21,6 +23,7 @@ def moe_linears(config: MoEConfig, dim: int, *, std: float, out_std: float) -> t
         key=key,
         experts=config.experts,
         active=config.active_experts,
+        bias_std=bias_std,
     )
     if not config.shared_experts:
         return routed

@@ -1,9 +1,11 @@
 """Configuration of rotary position embedding (Su et al. 2021): base frequency, and context scaling."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -13,6 +15,10 @@ class PlainRope:
 
     theta: PositiveFloat
     """Base of the geometric series of wavelengths."""
+
+    def resolved(self, context: int) -> "PlainRope":
+        """The same embedding for a model of this context."""
+        return self
 
     @property
     def frequencies(self) -> dict[str, Any]:
@@ -34,6 +40,24 @@ class RopeConfig(PlainRope):
     """Wavelengths shorter than `original_context / high_freq_factor` are left alone."""
     original_context: PositiveInt
     """Context in tokens before scaling."""
+
+
+def rope_violations(rope: RopeConfig) -> Iterator[Violation]:
+    """Context scalings that Llama 3.1 does not define, and factors without one."""
+    if rope.scaling == "none" and rope.factor != 1:
+        yield Violation(
+            "model.rope.factor",
+            rope.factor,
+            "without a scaling it changes nothing",
+            "choose the scaling (model.rope.scaling=llama3), or model.rope.factor=1",
+        )
+    if rope.scaling == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
+        yield Violation(
+            "model.rope.low_freq_factor",
+            rope.low_freq_factor,
+            f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}",
+            "Llama 3.1 has model.rope.low_freq_factor=1 and model.rope.high_freq_factor=4",
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,24 @@ class YarnRope(PlainRope):
         given = {key: value for key, value in vars(self).items() if key not in ("mscale", "mscale_all_dim")}
         magnitude = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
         return {**given, "magnitude": magnitude if self.scaling == "yarn" else 1.0}
+
+
+def yarn_violations(rope: YarnRope) -> Iterator[Violation]:
+    """Context scalings that YaRN does not define."""
+    if rope.beta_fast < rope.beta_slow:
+        yield Violation(
+            "model.rope.beta_fast",
+            rope.beta_fast,
+            f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}",
+            "published models have model.rope.beta_fast=32 and model.rope.beta_slow=1",
+        )
+    if rope.scaling == "none" and rope.factor != 1:
+        yield Violation(
+            "model.rope.factor",
+            rope.factor,
+            "without a scaling it changes nothing",
+            "choose the scaling (model.rope.scaling=yarn), or model.rope.factor=1",
+        )
 
 
 def _magnitude(factor: float, mscale: float) -> float:

@@ -13,13 +13,23 @@ FFN_GROUP = 32
 
 
 def swiglu_linears(
-    name: str, dim: int, channels: int, *, std: float, out_std: float, key: str, experts: int = 1, active: int = 1
+    name: str,
+    dim: int,
+    channels: int,
+    *,
+    std: float,
+    out_std: float,
+    key: str,
+    experts: int = 1,
+    active: int = 1,
+    bias_std: float | None = None,
 ) -> tuple[LinearSpec, LinearSpec]:
-    """Linears `name`.gate_up and `name`.down of `channels`, which the config's `key` sets."""
+    """Linears `name`.gate_up and `name`.down of `channels`, which the config's `key` sets; None is no biases."""
     split = ReplicatedGateUp(FFN_GROUP, count="group") if experts == 1 else None
     described = f"{channels} feed-forward channels ({key})"
     gate_up = Colwise(channels // FFN_GROUP, split, described, key=key, width=FFN_GROUP)
     stacked: dict[str, Any] = {"experts": experts, "active_experts": active}
+    stacked |= {} if bias_std is None else {"bias": True, "bias_std": bias_std}
     return (
         LinearSpec(f"{name}.gate_up", dim, 2 * channels, std, gate_up, **stacked),
         LinearSpec(f"{name}.down", channels, dim, out_std, Rowwise(), **stacked),

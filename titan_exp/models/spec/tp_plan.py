@@ -47,7 +47,9 @@ class Colwise:
     width: int = 1
     """Units of that key per unit here."""
     gathers: bool = True
-    """False if the linear's input is the output of a `GatherTokens` module."""
+    """False if the linear's input is the output of a `GatherTokens` module, or an input of one with `GatherInput`."""
+    gathers_output: bool = False
+    """True if every rank gets the outputs of all, for a `Rowwise` linear that splits them again."""
 
     @property
     def pieces(self) -> int:
@@ -68,6 +70,9 @@ class Colwise:
 @dataclass(frozen=True)
 class Rowwise:
     """Row-parallel linear: inputs are split like the outputs of the `Colwise` linear before, outputs summed."""
+
+    splits_input: bool = False
+    """True if every rank has the whole input, of which it takes its part."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,12 @@ class GatherTokens:
 
 
 @dataclass(frozen=True)
+class GatherInput:
+    """A module whose hidden states, its first argument or `hidden_states`, are this rank's tokens: it is called with
+    all tokens."""
+
+
+@dataclass(frozen=True)
 class VocabEmbedding:
     """Vocabulary-parallel embedding, split by rows."""
 
@@ -108,5 +119,13 @@ class VocabLogits:
 
 
 TPStyle = (
-    Colwise | Rowwise | SequenceParallel | HeadParallel | HeadSharded | GatherTokens | VocabEmbedding | VocabLogits
+    Colwise
+    | Rowwise
+    | SequenceParallel
+    | HeadParallel
+    | HeadSharded
+    | GatherTokens
+    | GatherInput
+    | VocabEmbedding
+    | VocabLogits
 )

@@ -1,7 +1,7 @@
 """Grouped-query attention with a SwiGLU feed-forward: config fields, spec and shape rules that families share."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
@@ -15,7 +15,7 @@ from titan_exp.models.spec.model_spec import (
     QueryTemperature,
     VectorSpec,
 )
-from titan_exp.models.spec.moe import MoEConfig, RouterSpec
+from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
 from titan_exp.models.spec.moe_layer import moe_linears
 from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
 from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, HeadSharded, ReplicatedKV, Rowwise
@@ -80,12 +80,20 @@ def transformer_layer(config: TransformerConfig, *, out_std: float, attention: A
 
 
 def moe_transformer_layer(
-    config: AttentionConfig, moe: MoEConfig, *, out_std: float, attention: AttentionVariant = PLAIN
+    config: AttentionConfig,
+    moe: MoEConfig,
+    *,
+    out_std: float,
+    attention: AttentionVariant = PLAIN,
+    experts: MoEVariant = PLAIN_EXPERTS,
 ) -> LayerSpec:
     """Spec of a pre-norm block with experts in place of the feed-forward; `out_std` as in `transformer_layer`."""
-    linears = moe_linears(moe, config.dim, std=config.init_std, out_std=out_std)
-    router = RouterSpec("feed_forward.router", config.dim, config.init_std, moe)
-    return _layer(config, linears, router, out_std=out_std, variant=attention)
+    linears = moe_linears(moe, config.dim, std=config.init_std, out_std=out_std, bias_std=experts.bias_std)
+    router = RouterSpec(
+        "feed_forward.router", config.dim, config.init_std, moe, experts.logit_bias_std, experts.weighted_inputs
+    )
+    layer = _layer(config, linears, router, out_std=out_std, variant=attention)
+    return replace(layer, swiglu=experts.swiglu)
 
 
 def _layer(
@@ -137,7 +145,7 @@ def _layer(
 
 def transformer_spec(config: AttentionConfig, layers: tuple[LayerSpec, ...]) -> ModelSpec:
     """Spec of a decoder with these layers."""
-    return decoder_spec(config, layers, rope=config.rope, rope_dim=config.head_dim)
+    return decoder_spec(config, layers, rope=config.rope.resolved(config.context), rope_dim=config.head_dim)
 
 
 def attention_violations(config: AttentionConfig) -> Iterator[Violation]:

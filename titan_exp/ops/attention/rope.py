@@ -83,8 +83,9 @@ class Frequencies:
     def _llama3(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
         """Slow long wavelengths down by `factor`, leave short ones, blend between (Llama 3.1 model card)."""
         turns = self.original_context * plain / (2 * math.pi)
-        # 0 for wavelengths above original_context / low, 1 below original_context / high.
-        blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        # 0 for wavelengths above original_context / low, 1 below original_context / high. Equal bounds blend nothing.
+        between = (turns - self.low) / (self.high - self.low) if self.high > self.low else (turns >= self.low).double()
+        blend = between.clamp(0, 1)
         return (1 - blend) * plain / self.factor + blend * plain
 
     def _yarn(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:

@@ -12,8 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.clamped_swiglu import clamped_swiglu
 from titan_exp.ops.runs_kernel import runs_kernel
 from titan_exp.ops.swiglu import GROUP
+from titan_exp.ops.swiglu_chunks import halves, swiglu_backward_in_chunks, swiglu_in_chunks
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 ROWS = 4
 """Rows per kernel program."""
@@ -22,30 +25,27 @@ BLOCK = 256
 
 
 def weighted_swiglu(
-    gate_up: Float[Tensor, "rows two_ffn"], weights: Float[Tensor, " rows"], group: int = GROUP
+    gate_up: Float[Tensor, "rows two_ffn"],
+    weights: Float[Tensor, " rows"],
+    group: int = GROUP,
+    variant: SwiGLUVariant = SWIGLU,
 ) -> Float[Tensor, "rows ffn"]:
-    """silu(gate) · up · weight, where `gate_up` alternates `group` gate columns and `group` up columns.
+    """silu(gate) · up · weight, where `gate_up` alternates `group` gate columns and `group` up columns; or a variant.
 
     The products are in fp32 and rounded once. Backward keeps `gate_up` and `weights` alone.
     """
+    if variant != SWIGLU:
+        return clamped_swiglu(gate_up, weights, variant, group)
     if torch.compiler.is_compiling():
         # The compiler derives the same backward and fuses it.
         return _forward(gate_up, weights, group)
     return _WeightedSwiGLU.apply(gate_up, weights, group)  # type: ignore[return-value]  # a Tensor
 
 
-def _halves(gate_up: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    gate, up = gate_up.unflatten(-1, (-1, 2, group)).unbind(-2)
-    return gate, up
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def _forward(gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
-    gate, up = _halves(gate_up, group)
-    product = _wide(F.silu(gate)) * up * weights[:, None, None]
+    gate, up = halves(gate_up, group)
+    silu = F.silu(gate)
+    product = silu.to(torch.promote_types(silu.dtype, torch.float32)) * up * weights[:, None, None]
     return product.to(gate_up.dtype).flatten(-2)
 
 
@@ -54,36 +54,40 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
         ctx.group = group
-        if runs_kernel(gate_up):
-            return _weighted_swiglu(gate_up.contiguous(), weights.contiguous(), group)
-        return _forward(gate_up, weights, group)
+        return _weighted_swiglu(gate_up.contiguous(), weights.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gate_up, weights = ctx.saved_tensors
-        if runs_kernel(gate_up):
-            operands = (tensor.contiguous() for tensor in (gate_up, weights, gradients[0]))
-            return *_weighted_swiglu_backward(*operands, ctx.group), None
-        gate, up = _halves(gate_up, ctx.group)
-        gradient, silu = _wide(gradients[0]).unflatten(-1, (-1, ctx.group)), F.silu(gate)
-        weights_grad = (gradient * (_wide(silu) * up)).sum((-2, -1)).to(weights.dtype)
-        gradient = gradient * weights[:, None, None]
-        gate_up_grad = torch.empty_like(gate_up)
-        gate_grad, up_grad = _halves(gate_up_grad, ctx.group)
-        up_grad.copy_(gradient * silu)
-        torch.ops.aten.silu_backward.grad_input((gradient * up).to(gate.dtype), gate, grad_input=gate_grad)
-        return gate_up_grad, weights_grad, None
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        return *weighted_swiglu_backward(gate_up, weights, gradient, ctx.group), None
+
+
+def weighted_swiglu_backward(
+    gate_up: Float[Tensor, "rows two_ffn"],
+    weights: Float[Tensor, " rows"],
+    gradient: Float[Tensor, "rows ffn"],
+    group: int = GROUP,
+) -> tuple[Float[Tensor, "rows two_ffn"], Float[Tensor, " rows"]]:
+    """Gradients of `gate_up` and `weights` from the contiguous one of the output, over which it writes the output."""
+    return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group)
 
 
 @torch.library.custom_op("titan_exp::weighted_swiglu", mutates_args=())
 def _weighted_swiglu(gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
+    if not runs_kernel(gate_up):
+        return swiglu_in_chunks(gate_up, weights, group)
     out = _empty_output(gate_up, weights, group)
     _launch("weighted_swiglu_kernel", out, gate_up, weights, out, group=group)
     return out
 
 
-@torch.library.custom_op("titan_exp::weighted_swiglu_backward", mutates_args=())
+@torch.library.custom_op("titan_exp::weighted_swiglu_backward", mutates_args=("gradient",))
 def _weighted_swiglu_backward(gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    if not runs_kernel(gate_up):
+        gate_up_grad, weights_grad = swiglu_backward_in_chunks(gate_up, weights, gradient, group)
+        assert weights_grad is not None, "weights are given"
+        return gate_up_grad, weights_grad
     gradients = _empty_gradients(gate_up, weights, gradient, group)
     _launch("weighted_swiglu_backward_kernel", gradient, gate_up, weights, gradient, *gradients, group=group)
     return gradients

@@ -46,7 +46,7 @@ def weighted_swiglu_backward_kernel(  # noqa: PLR0917  # Triton kernels have no 
     side: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute gradients of gate, up and weight for rows of the output's gradient."""
+    """Compute gradients of gate, up and weight for rows of the output's gradient, and overwrite it with the output."""
     row = tl.program_id(0).to(tl.int64) * side + tl.arange(0, side)
     weight = tl.load(weights + row, mask=row < rows, other=0.0)[:, None]
     dtype: tl.constexpr = gate_up.dtype.element_ty  # type: ignore[attr-defined]  # pointers have it
@@ -58,7 +58,9 @@ def weighted_swiglu_backward_kernel(  # noqa: PLR0917  # Triton kernels have no 
         change = tl.load(gradient + offsets, mask=inside, other=0.0).to(tl.float32)
         below = 1 + tl.exp(-gate)
         sigmoid, silu = 1 / below, rounded(gate / below, dtype).to(tl.float32)
-        products += change * (silu * up)
+        product = silu * up
+        tl.store(gradient + offsets, rounded(product * weight, dtype), mask=inside)
+        products += change * product
         change *= weight
         of_silu = rounded(change * up, dtype).to(tl.float32)
         of_gate = of_silu * sigmoid * (1 + gate * (1 - sigmoid))

@@ -3,15 +3,19 @@
 Tensor-parallel ranks route other tokens each, also where experts are not split: so a router's gradient is partial.
 """
 
+from functools import partial
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.moe import MoEFeedForward
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.dispatch import ExpertParallelDispatch
 from titan_exp.parallel.expert_parallel.symmetric_exchange import use_symmetric_memory
 from titan_exp.parallel.expert_parallel.token_groups import TokenGroup
+from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.partial_gradients import mark_partial
 
@@ -38,8 +42,11 @@ def apply_expert_parallel(
             tokens if axes["etp"].size() > 1 else None,
             symmetric_memory,
         )
-        _shard(module.experts.gate_up, axes, channels=1)
-        _shard(module.experts.down, axes, channels=2)
+        for linear, dim in ((module.experts.gate_up, 1), (module.experts.down, 2)):
+            _shard(linear, axes, channels=dim)
+            if axes["etp"].size() > 1:
+                amax_reduce = partial(all_reduce, operation="max", group=axes["etp"].get_group().group_name)
+                linear.linear_impl.shard(input_sharded=dim == 2, amax_reduce=amax_reduce)
         if tokens is not None:
             mark_partial(module.router)
             module.token_split = None if sequence_parallel else tokens
@@ -51,11 +58,23 @@ def mixtures(model: nn.Module) -> list[MoEFeedForward]:
 
 
 def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
-    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels."""
-    placements = {name: shard for name, shard in (("ep", Shard(0)), ("etp", Shard(channels))) if axes[name].size() > 1}
-    if placements:
-        # src_data_rank=None: each rank slices its own copy, without communication.
-        weight = distribute_tensor(
-            linear.weight.detach(), axes[tuple(placements)], list(placements.values()), src_data_rank=None
-        )
-        linear.weight = nn.Parameter(weight)
+    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels.
+
+    Biases [experts, out] are sharded by outputs over etp: ranks whose outputs are summed each add other ones, once.
+    """
+    linear.weight = _divided(linear.weight, axes, dim=channels)
+    if linear.bias is not None:
+        linear.bias = _divided(linear.bias, axes, dim=1)
+        if channels == 2:
+            local = local_tensor(linear.bias.detach())
+            linear.bias_start = axes["etp"].get_local_rank() * local.shape[1]
+
+
+def _divided(parameter: nn.Parameter, axes: DeviceMesh, dim: int) -> nn.Parameter:
+    """This rank's shard of a parameter of experts, over etp by `dim`."""
+    placements = {name: shard for name, shard in (("ep", Shard(0)), ("etp", Shard(dim))) if axes[name].size() > 1}
+    if not placements:
+        return parameter
+    # src_data_rank=None: each rank slices its own copy, without communication.
+    shards = list(placements.values())
+    return nn.Parameter(distribute_tensor(parameter.detach(), axes[tuple(placements)], shards, src_data_rank=None))

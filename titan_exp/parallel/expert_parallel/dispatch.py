@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_exp.models.blocks.moe import Experts, compute_locally
+from titan_exp.models.blocks.moe import Experts, compute_locally, weigh_rows
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.expert_parallel.symmetric_exchange import SymmetricExchange
@@ -48,7 +48,11 @@ class ExpertParallelDispatch:
 
         def on_ranks(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
             # As on one rank; what a recipe rounds must not depend on the weights there either.
-            by_row = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
+            by_row = permute_weights(routing.weights, order, inverse)
+            if experts.weighted_inputs:
+                weighed = weigh_rows(permute(tokens, order, inverse), by_row)
+                return combine(_on_ranks(exchange(), weighed, None, experts), order, inverse, None)
+            by_row = None if experts.is_quantized else by_row
             rows = _on_ranks(exchange(), permute(tokens, order, inverse), by_row, experts)
             return combine(rows, order, inverse, routing.weights if by_row is None else None)
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.ops.moe.token_padding import experts_of_rows
+from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
 from titan_exp.parallel.expert_parallel.received import Received
 from titan_exp.parallel.process_groups import group_named
 
@@ -147,12 +148,12 @@ def _dispatch_gradient(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None
 def _save_return(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, str], output: Tensor) -> None:
     rows, _, splits, _, ctx.group = inputs
     ctx.room = rows.shape[0]
-    # Activation checkpointing recomputes until the last saved tensor, so this operator must save none.
-    ctx.splits = splits
+    keep_unsaved(ctx, splits)
 
 
 def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    rows, _ = symmetric_dispatch(gradient.contiguous(), ctx.splits, ctx.room, ctx.group)
+    (splits,) = unsaved_tensors(ctx)
+    rows, _ = symmetric_dispatch(gradient.contiguous(), splits, ctx.room, ctx.group)
     return rows, None, None, None, None
 
 

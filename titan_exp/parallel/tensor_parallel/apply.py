@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.spec.tp_plan import (
     Colwise,
+    GatherInput,
     GatherTokens,
     HeadParallel,
     HeadSharded,
@@ -62,6 +64,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
                 module.weight = _divided(module.get_parameter("weight"), axis, dim=0)
             case GatherTokens():
                 model.set_submodule(name, GatheredTokens(region))
+            case GatherInput():
+                module.register_forward_pre_hook(partial(_gather_hidden_states, region), with_kwargs=True)
             case SequenceParallel() if sequence_parallel:
                 mark_partial(module)
             case HeadParallel():
@@ -140,17 +144,22 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         return
     linear_impl.shard(input_sharded=isinstance(style, Rowwise), amax_reduce=amax_reduce)
     if isinstance(style, Rowwise):
-        sharded = RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl, bias)
+        divided = _divided(weight, axis, dim=1)
+        sharded = RowParallelLinear(divided, region, linear_impl, bias, splits_input=style.splits_input)
         if bias is not None and region.sequence:
             mark_partial(sharded, "bias")
-        setattr(block, name, sharded)
+        block.set_submodule(name, sharded)
         return
     assert isinstance(style, Colwise), "a linear layer is sharded by columns or by rows"
     assert style.divides(region.degree), "checked by the rules"
     if not style.is_replicated(region.degree):
         divided = _divided(weight, axis, dim=0)
         part = None if bias is None else _divided(bias, axis, dim=0)
-        setattr(block, name, ColumnParallelLinear(divided, region, linear_impl, bias=part, gathers=style.gathers))
+        outputs = weight.shape[0] if style.gathers_output else None
+        block.set_submodule(
+            name,
+            ColumnParallelLinear(divided, region, linear_impl, bias=part, gathers=style.gathers, whole_outputs=outputs),
+        )
         return
     assert style.common is not None, "only units with a split are replicated"
     unit = weight.shape[0] // style.units
@@ -160,8 +169,17 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         rows = tuple(_rows_of(region, unit, style.units, style.common))
     shared = ColumnParallelLinear(weight, region, linear_impl, rows, bias=bias, gathers=style.gathers)
     mark_partial(shared)
-    setattr(block, name, shared)
+    block.set_submodule(name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
+
+
+def _gather_hidden_states(
+    region: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a module with the hidden states of all tokens."""
+    if args:
+        return (region.gather_input(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
 
 
 def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:

@@ -35,9 +35,16 @@ class TensorParallelGroup:
         """Sum over ranks of [batch, seq, dim], of which a rank keeps its tokens with sequence parallelism."""
         return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
-    def whole_logits(self, part: Tensor, vocabulary: int) -> Tensor:
-        """All logits [batch, seq, vocabulary] from the ranks' shards; the last shard may be smaller."""
-        return _GatherLogits.apply(part, self, vocabulary)  # type: ignore[return-value]  # a Tensor
+    def gather_outputs(self, part: Tensor, outputs: int) -> Tensor:
+        """All outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller.
+
+        All ranks compute the same from them, so that the gradient of a shard is that of this rank.
+        """
+        return _GatherOutputs.apply(part, self, outputs)  # type: ignore[return-value]  # a Tensor
+
+    def split_inputs(self, x: Tensor) -> Tensor:
+        """This rank's part of whole features [batch, seq, features]; the gradient is gathered."""
+        return _SplitInputs.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
 
 def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
@@ -96,16 +103,27 @@ class _ReduceFromTP(torch.autograd.Function):
         return gradients[0], None
 
 
-class _GatherLogits(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, region: TensorParallelGroup, vocabulary: int) -> Tensor:
-        largest = -(-vocabulary // region.degree)
+    def forward(ctx: Any, part: Tensor, region: TensorParallelGroup, outputs: int) -> Tensor:
+        largest = -(-outputs // region.degree)
         ctx.mine = slice(region.rank * largest, region.rank * largest + part.shape[-1])
         padded = F.pad(part, (0, largest - part.shape[-1]))
         *parts, last = all_gather(padded, region.degree, region.group).chunk(region.degree)
-        return torch.cat((*parts, last[..., : vocabulary - len(parts) * largest]), dim=-1)
+        return torch.cat((*parts, last[..., : outputs - len(parts) * largest]), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # All ranks compute the same loss from all logits, hence the same gradient.
         return gradients[0][..., ctx.mine].contiguous(), None, None
+
+
+class _SplitInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
+        ctx.region = region
+        return x.chunk(region.degree, dim=-1)[region.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gathered = all_gather(gradients[0].contiguous(), ctx.region.degree, ctx.region.group)
+        return torch.cat(gathered.chunk(ctx.region.degree), dim=-1), None

@@ -20,8 +20,8 @@ from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: whole tokens to this rank's outputs.
 
-    Weight and bias are sharded by rows, or whole with `rows`, the slices that this rank uses. `gathers` is False if a
-    `GatheredTokens` module gathers the input.
+    Weight and bias are sharded by rows, or whole with `rows`, the slices that this rank uses. `gathers` is False if the
+    input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each gets them all.
     """
 
     def __init__(
@@ -33,10 +33,11 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: nn.Parameter | None = None,
         gathers: bool = True,
+        whole_outputs: int | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.region, self.linear_impl, self.rows = weight, region, linear_impl, rows
-        self.bias, self.gathers = bias, gathers
+        self.bias, self.gathers, self.whole_outputs = bias, gathers, whole_outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
@@ -44,7 +45,8 @@ class ColumnParallelLinear(nn.Module):
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
             bias = None if bias is None else torch.cat([bias[rows] for rows in self.rows])
-        return add_bias(self.linear_impl(self.region.gather_input(x) if self.gathers else x, weight), bias)
+        out = add_bias(self.linear_impl(self.region.gather_input(x) if self.gathers else x, weight), bias)
+        return out if self.whole_outputs is None else self.region.gather_outputs(out, self.whole_outputs)
 
 
 class GatheredTokens(nn.Module):
@@ -63,7 +65,7 @@ class RowParallelLinear(nn.Module):
     """Row-parallel linear layer: this rank's inputs to whole tokens; the weight is sharded by columns.
 
     The bias is whole and added once, to the sum; with sequence parallelism to this rank's tokens only, so that its
-    gradient is partial.
+    gradient is partial. `splits_input` says that the input is whole.
     """
 
     def __init__(
@@ -72,12 +74,16 @@ class RowParallelLinear(nn.Module):
         region: TensorParallelGroup,
         linear_impl: LinearImpl,
         bias: nn.Parameter | None = None,
+        *,
+        splits_input: bool = False,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.region, self.linear_impl = weight, bias, region, linear_impl
+        self.splits_input = splits_input
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
+        x = self.region.split_inputs(x) if self.splits_input else x
         return add_bias(self.region.reduce_output(self.linear_impl(x, local_tensor(self.weight))), self.bias)
 
 
@@ -127,4 +133,4 @@ class VocabParallelHead(nn.Module):
         if loss is not None:
             return loss(x, weight)
         logits = F.linear(x, weight)
-        return logits if self.vocabulary is None else self.region.whole_logits(logits, self.vocabulary)
+        return logits if self.vocabulary is None else self.region.gather_outputs(logits, self.vocabulary)

@@ -109,7 +109,6 @@ def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil"
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    assert weight is not None, "the models' norms have weights"
     if torch.compiler.is_compiling():
         return _PLAIN_RMS_NORM(x, shape, weight, eps)
     return _Norm.apply(x, weight)  # type: ignore[return-value]  # a Tensor
@@ -119,11 +118,11 @@ class _Norm(torch.autograd.Function):
     """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the kernels."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
-        return gradients[0] + x, weight.clone()
+        return gradients[0] + x, None if weight is None else weight.clone()

@@ -6,7 +6,7 @@ next block, or in the first micro-batch. It is looked up at the same relative po
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
@@ -107,21 +107,22 @@ class EventComposer:
             self._replay(segment, {})
 
     def add_optimizer_step(
-        self, optimizer_step: OptimizerStepTrace, step: int, gradients: Mapping[str, int], loss: int
+        self, optimizer_step: OptimizerStepTrace, step: int, gradients: Mapping[str, int], metrics: Sequence[int]
     ) -> int:
         """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
 
-        `gradients` has the storages of gradients by parameter name; parameters may share one.
+        `gradients` has the storages of gradients by parameter name, which parameters may share; `metrics` those of the
+        step's metrics in order.
 
         Raises:
-            ExtrapolationError: the optimizer step reads more than gradients and a loss.
+            ExtrapolationError: the optimizer step reads more than gradients and metrics.
         """
-        if len(optimizer_step.others[step]) != 1:
-            raise ExtrapolationError("the optimizer step reads more than gradients and a loss")
+        others = optimizer_step.others[step]
+        if len(others) != len(metrics):
+            raise ExtrapolationError("the optimizer step reads more than gradients and metrics")
         inputs = {allocation: gradients[name] for allocation, name in optimizer_step.gradients[step].items()}
-        inputs |= dict.fromkeys(optimizer_step.others[step], loss)
-        shares = Counter(gradients.values())
-        shares[loss] = 1
+        inputs |= dict(zip(others, metrics, strict=True))
+        shares = Counter([*gradients.values(), *metrics])
         size = sum(map(self.tracker.allocated_bytes, set(gradients.values())))
         for segment in optimizer_step.ends[step]:
             self._replay(segment, inputs, shares)
@@ -175,10 +176,10 @@ class EventComposer:
             return there.block
         if source.block is not None and at.block is not None and at.block >= 0:
             return at.block + there.block - source.block
-        distinct = 0 if there.stage else sample.distinct
-        few, alike = sample.blocks[there.stage] - distinct, there.block - distinct
+        distinct, blocks = 0 if there.stage else sample.distinct, sample.blocks[there.stage]
+        few, alike = blocks - distinct - sample.mtp, there.block - distinct
         if 2 * alike + 1 == few > 1:
             raise ExtrapolationError("storages of every block are released at once")
         if 2 * alike < few:
             return there.block
-        return self._blocks[at.stage] + alike - few
+        return self._blocks[at.stage] + there.block - blocks

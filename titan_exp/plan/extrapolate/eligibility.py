@@ -27,7 +27,6 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     spec = model_spec(experiment.model)
     reasons = {
         "a model without a spec may have different layers": spec is None,
-        "modules of multi-token prediction follow the last layer": spec is not None and bool(spec.mtp_layers),
         "layers differ": spec is not None and spec.distinct_layers > MAX_DISTINCT_LAYERS,
         "quantization may treat layers differently": experiment.quantization.recipe != "none",
         "layers share compiled code": experiment.compile.enabled,
@@ -48,7 +47,9 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     if parallelism.pp > 1:
         reasons |= {
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
-            "the first and the last stage share the tied embedding": spec is not None and spec.tied,
+            "the first and the last stage share the embedding": (
+                spec is not None and bool(spec.tied or spec.mtp_layers)
+            ),
             "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
             "a step has several passes through the pipeline": (
                 layout.pipeline_microbatches != layout.gradient_accumulation

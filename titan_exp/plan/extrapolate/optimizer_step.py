@@ -3,7 +3,7 @@
 It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from titan_exp.plan.trace.segments import (
     sum_costs,
 )
 from titan_exp.plan.trace.trace_step import trace_step
+from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.train_step import train_step
 
 KEPT = ("parameters", "gathered parameters", "optimizer")
@@ -43,8 +44,8 @@ class OptimizerStepTrace:
     """Each optimizer step, from reduced gradients to the next step."""
     gradients: Sequence[Mapping[int, str]]
     """Parameter names by the allocations of their placeholder gradients, for each step."""
-    others: Sequence[Collection[int]]
-    """Other prior allocations, for each step: the placeholder loss, and everything else that the step reads."""
+    others: Sequence[Sequence[int]]
+    """Other prior allocations in order, for each step: placeholder metrics, and everything else that the step reads."""
     persistent: CategoryBytes
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
@@ -134,12 +135,12 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
             fake.state, lambda: _run_optimizer_step(fake), preallocated=fake.preallocated, cuda=cuda, segments=tracker
         )
         segments, built = tracker.segments(), fake.state.built
-    ends, others = list[Sequence[Segment]](), list[Collection[int]]()
+    ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.step == step]
         first = next(place for place, segment in enumerate(own) if segment.label == OPTIMIZER_STEP)
         made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
-        others.append(made - set(gradients.values()))
+        others.append(sorted(made - set(gradients.values())))
         ends.append(own[first:])
     names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
     setup = [segment for segment in segments if segment.step < 0]
@@ -160,10 +161,10 @@ def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotal
 def _run_optimizer_step(fake: FakeRank) -> None:
     state = fake.state
 
-    def no_passes(*_: Any) -> torch.Tensor:
+    def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
         for weight in state.model.parameters():
             weight.grad = torch.empty_like(weight, dtype=state.model.weights.gradient_dtype(weight))
-        return torch.zeros(())
+        return MetricSums(state.model.objective, state.mesh.device).values
 
     model: Any = SimpleNamespace(
         parts=state.model.parts,

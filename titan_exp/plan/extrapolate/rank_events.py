@@ -88,8 +88,9 @@ class _Rank:
         own = [layer for stage in self._stages.values() for layer in stage.layers]
         layers = dict(zip(traced, own, strict=True))
         gradients = {name: self._gradient(step, name, layers) for name in names}
-        loss = composer.locate(self._first, self._first.loss(step), PROLOGUES[step], PROLOGUES[step])
-        return composer.add_optimizer_step(optimizer_step, step, gradients, loss)
+        at = PROLOGUES[step]
+        metrics = [composer.locate(self._first, number, at, at) for number in self._first.metrics(step)]
+        return composer.add_optimizer_step(optimizer_step, step, gradients, metrics)
 
     def _act(self, step: int, scheduled: ScheduledAction) -> None:
         number, kind, micro = scheduled.action

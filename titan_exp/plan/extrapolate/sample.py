@@ -93,6 +93,8 @@ class Sample:
     """Number of blocks by kind of stage."""
     distinct: int
     """Number of first blocks that differ from the rest."""
+    mtp: int
+    """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
     micro_batches: int
     """Sampled micro-batches."""
     base: CategoryBytes
@@ -124,9 +126,14 @@ class Sample:
         return {SAMPLED_STAGES[kind]: count for kind, count in self.layers.items()}
 
     @property
+    def layers_alike(self) -> dict[str, int]:
+        """Number of blocks by kind of stage, without modules of multi-token prediction."""
+        return {kind: count - self.mtp for kind, count in self.layers.items()}
+
+    @property
     def model_layers(self) -> int:
-        """Blocks of the small model; a pipeline's other rank has one."""
-        return sum(self.layers.values()) + (WHOLE not in self.layers)
+        """Layers of the small model; a pipeline's other rank has one."""
+        return sum(self.layers_alike.values()) + (WHOLE not in self.layers)
 
     @property
     def last_micro(self) -> int | None:
@@ -161,18 +168,13 @@ class Sample:
                     sites[event.allocation] = AllocationSite(position, key, -counts[key])
         return sites
 
-    def loss(self, step: int) -> int:
-        """Allocation of a step's loss: in its prologue, released by no pass.
-
-        Raises:
-            ExtrapolationError: the allocation is not unique.
-        """
+    def metrics(self, step: int) -> list[int]:
+        """Allocations of a step's loss and other metrics, in order: in its prologue, released by no pass."""
         own = [segment for at, segments in self.segments.items() if at.step == step for segment in segments]
         freed = {event.allocation for segment in own for event in segment.events if not event.size}
-        found = [name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed]
-        if len(found) != 1:
-            raise ExtrapolationError("more than a loss is allocated before the passes")
-        return found[0]
+        return sorted(
+            name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed
+        )
 
     def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Segment:
         """Merge parts of the second step, in a stage of one kind, into one segment."""
@@ -193,6 +195,7 @@ def take_sample(
     `lone` is True for pipeline stages of a single block.
     """
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
+    distinct, mtp = _other_layers(experiment)
     # Events include the first step, which runs in full with a pipeline.
     in_full = pipeline and record_events
     with temporary_folder() as folder:
@@ -227,7 +230,8 @@ def take_sample(
     return Sample(
         segments=positions,
         layers=layers,
-        distinct=_distinct_layers(experiment),
+        distinct=distinct,
+        mtp=mtp,
         micro_batches=micro_batches,
         base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
         buffers=buffers,
@@ -250,11 +254,11 @@ def _small_model(
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
-    distinct = _distinct_layers(experiment)
+    distinct, mtp = _other_layers(experiment)
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
         small = small_run(experiment, [distinct + SAMPLED_LAYERS], few, checkpointing)
-        return small, {WHOLE: distinct + SAMPLED_LAYERS}, lambda _: microbatch_loop(few, few)
+        return small, {WHOLE: distinct + SAMPLED_LAYERS + mtp}, lambda _: microbatch_loop(few, few)
     numbers = (1, 1, 1) if lone else sampled_stages(experiment)
     layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), numbers, strict=True))
     layers[FIRST] += distinct
@@ -268,9 +272,10 @@ def _small_model(
     return small, layers, partial(simulate_schedule, orders, placement, 0, PASSES)
 
 
-def _distinct_layers(experiment: Experiment) -> int:
+def _other_layers(experiment: Experiment) -> tuple[int, int]:
+    """Number of first layers that differ from the rest, and of modules of multi-token prediction."""
     spec = model_spec(experiment.model)
-    return 0 if spec is None else spec.distinct_layers
+    return (0, 0) if spec is None else (spec.distinct_layers, len(spec.mtp_layers))
 
 
 @dataclass

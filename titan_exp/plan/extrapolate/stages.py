@@ -60,6 +60,13 @@ class StageShape:
     """Index of each block's activation checkpointing mode."""
     distinct: int = 0
     """Number of first blocks that differ from the rest of the model."""
+    mtp: int = 0
+    """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
+
+    @property
+    def alike(self) -> int:
+        """Number of blocks without modules of multi-token prediction."""
+        return len(self.modes) - self.mtp
 
     @property
     def sampled(self) -> int:
@@ -85,10 +92,10 @@ class SampledPart(NamedTuple):
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """Stages of a pipeline rank."""
     layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
-    _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers)
-    distinct = 0 if spec is None else spec.distinct_layers
+    distinct, mtp = (0, 0) if spec is None else (spec.distinct_layers, len(spec.mtp_layers))
+    _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers + mtp)
     if layout.parallelism.pp == 1:
-        return [StageShape(0, WHOLE, tuple(range(layout.layers)), tuple(modes), distinct)]
+        return [StageShape(0, WHOLE, tuple(range(layout.layers + mtp)), tuple(modes), distinct, mtp)]
     layers = layout.stage_layers
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [
@@ -129,7 +136,7 @@ def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> t
 
     Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
     """
-    few, left, alike = blocks[stage.sampled], len(stage.modes) - place, place - stage.distinct
+    few, left, alike = blocks[stage.sampled] - stage.mtp, stage.alike - place, place - stage.distinct
     half = (few - stage.distinct) // 2
     if alike >= half < left and 2 * half == few - stage.distinct:
         return SAMPLED_STAGES[MIDDLE], blocks[SAMPLED_STAGES[MIDDLE]] // 2

@@ -80,9 +80,9 @@ def step_cost(
     """Peak memory and costs of a rank's step, from its stages and schedule."""
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
     for stage in stages:
-        blocks[stage.kind] += len(stage.modes)
+        blocks[stage.kind] += stage.alike
     sample, optimizer_step = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps.of(blocks, layout.layers)
-    of_sample = parts.optimizer_steps.of(sample.layers, sample.model_layers)
+    of_sample = parts.optimizer_steps.of(sample.layers_alike, sample.model_layers)
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
     base = sample.base + kept + len(stages) * sample.buffers + layout.gradient_accumulation * sample.batch
     peak, held = base + passes.peak, base + passes.net
@@ -114,7 +114,7 @@ def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: Sched
 
 def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
     """Samples of a stage, by activation checkpointing mode."""
-    return samples[stage.kind != WHOLE and len(stage.modes) == 1]
+    return samples[stage.kind != WHOLE and stage.alike == 1]
 
 
 def simulate_rank(layout: ResolvedLayout, pipeline_rank: int, samples: Samples) -> ScheduleSimulation:

@@ -59,8 +59,20 @@ def safety_factor(candidate: Candidate, sampled: Candidate) -> float:
     return SAFETY_FACTOR_VIEWS if views else SAFETY_FACTOR
 
 
+def has_more_experts(sampled: Candidate, candidate: Candidate) -> bool:
+    """True if a rank of a layout has at least the experts' weights of a sampled one, and copies as many rows of theirs.
+
+    An exchange copies them more often, and ranks that share channels copy those of each other.
+    """
+    if sampled.experts is None or candidate.experts is None or sampled.experts == candidate.experts:
+        return True
+    (other, other_etp, _, other_sharded), (own, own_etp, _, own_sharded) = sampled.experts, candidate.experts
+    fewer_weights = other_etp in (1, own_etp) and other * other_etp >= own * own_etp
+    return fewer_weights and other_sharded == own_sharded and (own > 1 or other == 1)
+
+
 def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedParts) -> float:
-    """Lower bound of the fullest rank's peak in bytes, from traces with smaller or equal degrees.
+    """Lower bound of the fullest rank's peak in bytes, from traces with smaller or equal degrees, but `ep`.
 
     Per-token bytes shrink at most by tp, cp and the micro-batch size, parameters at most by tp and shards.
     """

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -15,8 +15,11 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import DEGREES, regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.rules import violations
+from titan_exp.plan.search.layout_checks import LayoutChecks
+from titan_exp.rules import EVERY_RULE
+from titan_exp.rules.rule import Rule, find_violations
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
@@ -24,10 +27,11 @@ MODES = ("none", "selective", "full")
 """Searched values of activation_checkpoint.mode."""
 MAX_MICRO_BATCH = 8
 """Largest searched micro-batch in sequences."""
-EP = "parallelism.ep"
+EP, ETP = "parallelism.ep", "parallelism.etp"
 KEYS = (
     *(f"parallelism.{degree}" for degree in DEGREES),
     EP,
+    ETP,
     "parallelism.pp_schedule",
     "training.micro_batch_size",
     "activation_checkpoint.mode",
@@ -43,6 +47,8 @@ class Candidate:
     """Index in the search space."""
     experiment: Experiment
     """Run with this layout."""
+    spec: ModelSpec | None
+    """Spec of its model."""
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -62,14 +68,12 @@ class Candidate:
     @property
     def kv_heads(self) -> int:
         """Key-value heads of the model; 1 without attention."""
-        spec = model_spec(self.experiment.model)
-        return 1 if spec is None or spec.attention is None else spec.attention.kv_heads
+        return 1 if self.spec is None or self.spec.attention is None else self.spec.attention.kv_heads
 
     @property
     def replicated(self) -> frozenset[str]:
         """Linears whose weights tensor-parallel ranks replicate, since they cannot be divided by whole units."""
-        spec, tp = model_spec(self.experiment.model), self.parallelism.tp
-        linears = () if spec is None else spec.linears()
+        linears, tp = () if self.spec is None else self.spec.linears(), self.parallelism.tp
         return frozenset(
             name for name, linear in linears if isinstance(linear.tp, Colwise) and linear.tp.is_replicated(tp)
         )
@@ -77,8 +81,7 @@ class Candidate:
     @property
     def distinct_layers(self) -> int:
         """Number of first layers that differ from the rest."""
-        spec = model_spec(self.experiment.model)
-        return 0 if spec is None else spec.distinct_layers
+        return 0 if self.spec is None else self.spec.distinct_layers
 
     @property
     def shards(self) -> int:
@@ -92,8 +95,8 @@ class Candidate:
 
         Layouts that differ in it gather other weights, send other messages and copy other rows.
         """
-        spec, parallelism = model_spec(self.experiment.model), self.parallelism
-        if spec is None or not spec.has_experts:
+        parallelism = self.parallelism
+        if self.spec is None or not self.spec.has_experts:
             return None
         shards = parallelism.dp_shard * parallelism.cp * parallelism.tp // (parallelism.ep * parallelism.etp)
         return parallelism.ep, parallelism.etp, regroups_experts(parallelism), shards > 1
@@ -131,17 +134,18 @@ def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> S
     Raises:
         UserError: every layout breaks a rule; lists the most frequent ones.
     """
-    candidates, tried = list[Candidate](), 0
+    candidates, tried, spec = list[Candidate](), 0, model_spec(experiment.model)
     broken: Counter[str] = Counter()
     examples: dict[str, Violation] = {}
+    checks = LayoutChecks([partial(_first_violation, rule) for rule in EVERY_RULE], KEYS)
     for layout in _enumerate(experiment, gpus, fixed):
         tried += 1
-        wrong = violations(layout)
-        if not wrong:
-            candidates.append(Candidate(len(candidates), layout))
+        wrong = checks.first(layout)
+        if wrong is None:
+            candidates.append(Candidate(len(candidates), layout, spec))
             continue
-        broken[wrong[0].field] += 1
-        examples.setdefault(wrong[0].field, wrong[0])
+        broken[wrong.field] += 1
+        examples.setdefault(wrong.field, wrong)
     left_out = [(count, examples[field]) for field, count in broken.most_common()]
     if not tried:
         given = [key for key in sorted(fixed) if key.partition(".")[2] in DEGREES]
@@ -156,6 +160,10 @@ def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> S
     return SearchSpace(candidates, tried, left_out)
 
 
+def _first_violation(rule: Rule, experiment: Experiment) -> Violation | None:
+    return next(iter(find_violations((rule,), experiment)), None)
+
+
 def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str, Any]) -> str:
     """Launch command of a layout: typed overrides, searched keys, and `more` keys with values."""
     experiment = candidate.experiment
@@ -163,7 +171,7 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
     if experiment.parallelism.pp > 1:
         values["parallelism.pp_schedule"] = experiment.parallelism.pp_schedule
     if candidate.experts is not None:
-        values[EP] = experiment.parallelism.ep
+        values |= {EP: experiment.parallelism.ep, ETP: experiment.parallelism.etp}
     values["training.micro_batch_size"] = experiment.training.micro_batch_size
     values["activation_checkpoint.mode"] = experiment.activation_checkpoint.mode
     values |= more
@@ -187,23 +195,27 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
             else [size for size in divisors(rows) if size <= MAX_MICRO_BATCH]
         )
         modes = [experiment.activation_checkpoint.mode] if "activation_checkpoint.mode" in fixed else MODES
-        of_experts = _expert_degrees(experiment, degrees, fixed)
-        for schedule, size, mode, ep in product(schedules, sizes, modes, of_experts):
-            yield replace(
-                experiment,
-                parallelism=replace(parallelism, **degrees, pp_schedule=schedule, ep=ep),
-                training=replace(training, micro_batch_size=size),
-                activation_checkpoint=replace(experiment.activation_checkpoint, mode=mode),
-            )
+        kinds = [
+            replace(parallelism, **degrees, pp_schedule=schedule, ep=ep, etp=etp)
+            for schedule, (ep, etp) in product(schedules, _expert_degrees(experiment, degrees, fixed))
+        ]
+        batches = [replace(training, micro_batch_size=size) for size in sizes]
+        saved = [replace(experiment.activation_checkpoint, mode=mode) for mode in modes]
+        for kind, batch, checkpointing in product(kinds, batches, saved):
+            yield replace(experiment, parallelism=kind, training=batch, activation_checkpoint=checkpointing)
 
 
-def _expert_degrees(experiment: Experiment, degrees: Mapping[str, int], fixed: Collection[str]) -> list[int]:
-    """Searched values of `parallelism.ep`: those that divide the regrouped ranks and the experts."""
-    spec = model_spec(experiment.model)
-    counts = [] if spec is None else [layer.router.moe.experts for layer in spec.blocks if layer.router is not None]
-    if EP in fixed or not counts:
-        return [experiment.parallelism.ep]
-    return divisors(math.gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], *counts))
+def _expert_degrees(
+    experiment: Experiment, degrees: Mapping[str, int], fixed: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """Searched values of `parallelism.ep` and `etp`: experts are whole or divided by `tp`, and `ep` divides the
+    regrouped ranks and the experts."""
+    parallelism, spec = experiment.parallelism, model_spec(experiment.model)
+    counts = [] if spec is None else [linear.experts for linear in spec.expert_linears]
+    for etp in [parallelism.etp] if ETP in fixed or not counts else sorted({1, degrees["tp"]}):
+        ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"] // etp
+        for ep in [parallelism.ep] if EP in fixed or not counts else divisors(math.gcd(ranks, *counts)):
+            yield ep, etp
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:

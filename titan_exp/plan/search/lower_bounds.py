@@ -5,6 +5,8 @@ operator moves at least half the bytes and keeps at least half of its outputs, a
 parallelism sends whole activations at any degree.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,13 +15,15 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
 from titan_exp.plan.extrapolate.sample import Sample
 from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
-from titan_exp.plan.search.layout_cost import safety_factor
+from titan_exp.plan.search.layout_cost import has_more_experts, safety_factor
 from titan_exp.plan.search.layouts import Candidate
-from titan_exp.plan.time.roofline import axis_ranks, message_seconds
+from titan_exp.plan.time.roofline import axis_ranks, compute_seconds, expert_weights_seconds, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.segments import Segment, sum_costs
 
+CONTEXT_AXES = {"cp_across", "cp_within"}
+"""Mesh axes of context parallelism."""
 BOUND_MARGIN = 0.985
 """Margin of scaled values: sizes are rounded up, and some copies become views."""
 
@@ -41,7 +45,9 @@ class Profile:
     kept: int
     """Bytes of a block's parameters and optimizer state."""
     gathered: int
-    """Bytes of a block allocated from the first micro-batch on: gathered parameters, unreduced gradients."""
+    """Bytes of a block allocated from the first forward pass on: parameters gathered by a pipeline."""
+    gradients: int
+    """Bytes of a block allocated from the first micro-batch's end on: unreduced gradients."""
     first_kept: int
     """`kept` of the embedding on the first pipeline rank."""
     first_gathered: int
@@ -69,21 +75,25 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
     steady = min(1, sample.micro_batches - 1)
     forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
     head = WHOLE if whole else LAST
-    grown = sum(int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
+    in_forward, in_backward = (int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
     passing = int(backward.peak.sum())
     if whole:
         passing = max(passing, int(sample.joined(WHOLE, steady, "F after").peak.sum()))
-        grown = grown if sample.micro_batches > 1 else 0
+        in_forward, in_backward = 0, in_forward + in_backward if sample.micro_batches > 1 else 0
     else:
-        grown -= int((forward.net + backward.net).sum())
+        in_forward, in_backward = in_forward - int(forward.net.sum()), in_backward - int(backward.net.sum())
+    # Some micro-batches gather or reduce.
+    by_micro = ([_middle_block(sample, kind, micro).costs for kind in "FB"] for micro in range(sample.micro_batches))
+    least = min(map(sum_costs, by_micro), key=lambda costs: costs.bytes_moved)
     return Profile(
         candidate,
-        block=sum_costs([forward.costs, backward.costs]),
+        block=least,
         ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
         left=max(0, int(forward.net.sum())),
         passing=passing,
         kept=_master_bytes(optimizer_steps.block),
-        gathered=max(0, grown),
+        gathered=max(0, in_forward),
+        gradients=max(0, in_backward),
         first_kept=_master_bytes(optimizer_steps.first),
         first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
         reduced=_reduced(sample) if whole else OpCosts(),
@@ -98,7 +108,7 @@ def _master_bytes(totals: OptimizerStepTotals) -> int:
 def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
     stage = WHOLE if WHOLE in sample.layers else MIDDLE
     distinct = sample.distinct if stage == WHOLE else 0
-    return sample.joined(stage, micro, f"{kind} block", block=distinct + (sample.layers[stage] - distinct) // 2)
+    return sample.joined(stage, micro, f"{kind} block", block=distinct + (sample.layers_alike[stage] - distinct) // 2)
 
 
 def _outside(kind: str) -> tuple[str, str]:
@@ -121,7 +131,10 @@ class LowerBounds:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._profiles: list[Profile] = []
+        self._replicated: dict[int, frozenset[str]] = {}
         self._rates: dict[tuple[object, ...], float] = {}
+        self._loads: dict[tuple[object, ...], _RankLoad] = {}
+        self._terms: dict[tuple[object, ...], tuple[int, dict[str, float], defaultdict[str, float]]] = {}
 
     def add(self, profile: Profile) -> None:
         """Add a profile."""
@@ -129,46 +142,83 @@ class LowerBounds:
 
     def of(self, candidate: Candidate) -> LowerBound:
         """Lower bound of a layout: the maximum of each term over all profiles."""
-        load = _rank_load(candidate)
-        terms: dict[str, float] = {}
-        for profile in self._profiles:
-            for name, value in self._terms(candidate, load, profile).items():
-                terms[name] = max(value, terms.get(name, 0.0))
-        block, ends, behind = (
-            sum(value for name, value in terms.items() if name.startswith(unit)) for unit in ("block", "ends", "behind")
+        load = self._load(candidate)
+        units = self._units(candidate, load)
+        compute = load.micro_batches * max(
+            load.layers * units["block"], load.last_layers * units["block"] + units["ends"]
         )
-        compute = load.micro_batches * max(load.layers * block, load.last_layers * block + ends)
-        # The first and the last block are gathered once per micro-batch or never.
-        behind = max(0, load.layers - 2) * (load.micro_batches * behind + terms.get("reduces", 0.0))
-        seconds = max(compute, behind) / (1 - _bubble_lower_bound(candidate, load.micro_batches))
-        block_bytes = terms.get("kept", 0.0) + terms.get("gathered", 0.0)
-        first = (
-            terms.get("first", 0.0)
-            + load.first_layers * block_bytes
-            + load.in_flight * terms.get("left", 0.0)
-            + terms.get("passing", 0.0)
-        )
-        return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * block_bytes, first))
+        seconds = compute
+        if candidate.parallelism.pp == 1:
+            gathers, reduces = (
+                sum(units[f"{unit} {kind}"] * self._seconds_per_byte(candidate, "fsdp", kind) for kind in kinds)
+                for unit, kinds in (("gathers", ("all-gather",)), ("reduces", ("reduce-scatter", "all-reduce")))
+            )
+            # The first and the last block are gathered once per micro-batch or never.
+            seconds = max(seconds, max(0, load.layers - 2) * (load.micro_batches * gathers + reduces))
+        seconds /= 1 - _bubble_lower_bound(candidate, load.micro_batches)
+        weights, gradients = _expert_bytes(candidate) if load.micro_batches > 1 else (0.0, 0.0)
+        weights = units["kept"] / candidate.shards + max(units["gathered"], weights)
+        gradients = max(units["gradients"], gradients)
+        held = weights + gradients if load.refills else weights
+        first = units["first"] + units["first kept"] / candidate.shards + load.first_layers * held
+        first += load.in_flight * units["left"] + units["passing"]
+        return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * (weights + gradients), first))
 
-    def _terms(self, candidate: Candidate, load: "_RankLoad", profile: Profile) -> dict[str, float]:
-        """Terms from one profile: seconds per micro-batch and block by kind of cost, and bytes."""
+    def _load(self, candidate: Candidate) -> "_RankLoad":
+        layout, parallelism = candidate.layout, candidate.parallelism
+        size, schedule = layout.micro_batch_size, (parallelism.pp, parallelism.pp_schedule)
+        key = size, layout.gradient_accumulation, parallelism.cp, schedule
+        if key not in self._loads:
+            self._loads[key] = _rank_load(candidate)
+        return self._loads[key]
+
+    def _units(self, candidate: Candidate, load: "_RankLoad") -> Mapping[str, float]:
+        """Sums of terms by unit, for all layouts that differ in the number of shards and stages."""
+        parallelism = candidate.parallelism
+        key = (
+            candidate.mode,
+            load.sequences,
+            parallelism.tp,
+            parallelism.cp,
+            parallelism.pp > 1,
+            candidate.experts,
+            candidate.shards == 1,
+            candidate.has_one_data_rank,
+            min(load.micro_batches, 3),
+        )
+        seen, terms, units = self._terms.get(key, (0, {}, defaultdict(float)))
+        if seen < len(self._profiles):
+            for profile in self._profiles[seen:]:
+                for name, value in self._terms_from(profile, candidate, load).items():
+                    terms[name] = max(value, terms.get(name, 0.0))
+            units = defaultdict[str, float](float)
+            for name, value in terms.items():
+                units[name.partition(":")[0]] += value
+            self._terms[key] = len(self._profiles), terms, units
+        return units
+
+    def _terms_from(self, profile: Profile, candidate: Candidate, load: "_RankLoad") -> dict[str, float]:
+        """Terms from one profile, as `unit: kind`: seconds per micro-batch and block, bytes, and messages in bytes."""
         own, other = candidate.parallelism, profile.candidate.parallelism
         # Replicated weights are not divided by the degree.
-        if own.tp < other.tp > candidate.kv_heads or not profile.candidate.replicated <= candidate.replicated:
+        if own.tp < other.tp > candidate.kv_heads or not self._replicates(profile.candidate, candidate):
             return {}
-        sampled = _rank_load(profile.candidate)
-        terms = _parameter_bytes(profile, candidate, load)
+        sampled, comparable_experts = self._load(profile.candidate), has_more_experts(profile.candidate, candidate)
+        terms = _parameter_bytes(profile, candidate, load, comparable_experts)
         mode = profile.candidate.mode
         # Recomputation adds to the costs of a profile.
         if mode not in ("none", candidate.mode):
             return terms
         tokens = load.tokens / sampled.tokens
-        rate = self._device.matmul_rate
-        terms["block flops"] = profile.block.flops * tokens * other.tp / own.tp / rate
-        terms["ends flops"] = profile.ends.flops * tokens * other.tp / own.tp / rate
-        if not _copies_fewer_rows(profile.candidate, candidate):
+        terms["block: compute"] = compute_seconds(profile.block, self._device) * tokens * other.tp / own.tp
+        terms["ends: compute"] = compute_seconds(profile.ends, self._device) * tokens * other.tp / own.tp
+        terms |= self._messages(candidate, profile, tokens)
+        if not comparable_experts:
             return terms
-        terms |= self._communication(candidate, profile, tokens)
+        if own.pp == 1 and (candidate.shards > 1 or profile.candidate.shards == 1):
+            terms |= _sharding_messages(profile, min(1.0, other.tp / own.tp))
+        if (own.tp, own.cp, load.sequences) == (other.tp, other.cp, sampled.sequences):
+            terms["block: weights"] = expert_weights_seconds(profile.block, self._device)
         if other.cp > own.cp:
             return terms
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
@@ -183,38 +233,47 @@ class LowerBounds:
                 terms["passing"] = profile.passing * scale * factor
             if _has_fewer_operators(profile.candidate, candidate):
                 bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
-                terms["block bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
-                terms["ends bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
+                terms["block: bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
+                terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms
 
-    def _communication(self, candidate: Candidate, profile: Profile, tokens: float) -> dict[str, float]:
-        """Seconds of messages from one profile."""
+    def _replicates(self, sampled: Candidate, candidate: Candidate) -> bool:
+        """True if a layout replicates every linear that a sampled one does."""
+        for each in (sampled, candidate):
+            if each.parallelism.tp not in self._replicated:
+                self._replicated[each.parallelism.tp] = each.replicated
+        return self._replicated[sampled.parallelism.tp] <= self._replicated[candidate.parallelism.tp]
+
+    def _messages(self, candidate: Candidate, profile: Profile, tokens: float) -> dict[str, float]:
+        """Seconds of messages of a block's activations from one profile."""
         own, other, terms = candidate.parallelism, profile.candidate.parallelism, dict[str, float]()
-        smaller, same_experts = min(1.0, other.tp / own.tp), profile.candidate.experts == candidate.experts
+        smaller, same_tp = min(1.0, other.tp / own.tp), own.tp == other.tp
         for (axis, kind), size in profile.block.messages.items():
-            factor, unit = 0.0, "block"
-            if axis == "tp" and own.tp > 1:
-                factor = tokens
-            elif axis.startswith("cp_") and "=" not in axis and 1 < other.cp <= own.cp:
+            factor, among, names = 0.0, axis, set(axis.split("="))
+            if "ep" in names and kind == "all-to-all":
+                # Ranks that share channels receive rows of each other's tokens.
+                if own.ep > 1 and own.etp == other.etp and (same_tp or own.etp == 1) and not names & CONTEXT_AXES:
+                    factor, among = tokens * other.tp / own.tp, "ep"
+            elif "etp" in names:
+                factor = tokens * (same_tp and own.etp == other.etp)
+            elif axis == "tp" and own.tp > 1:
+                # Ranks that share channels of experts exchange rows on this axis too. Where experts are sharded over
+                # just these ranks, no message on them differs from FSDP's.
+                of_fsdp = candidate.shards == 1 and candidate.experts is not None and own.ep * own.etp == 1
+                factor = tokens * (not of_fsdp and (other.etp == 1 or own.etp > 1))
+            elif names <= CONTEXT_AXES and 1 < other.cp <= own.cp:
                 factor = tokens * smaller
                 if axis == "cp_across":
                     # For two ranks, at least half of a ring's hops exist.
                     factor *= (own.cp // own.ulysses_degree) / (other.cp // other.ulysses_degree)
-            elif axis == "fsdp" and own.pp == 1 and kind == "all-gather" and same_experts:
-                factor, unit = smaller, "behind"
             if factor:
-                terms[f"{unit} {axis} {kind}"] = size * factor * self._seconds_per_byte(candidate, axis, kind)
-        if own.pp == 1 and same_experts:
-            terms["reduces"] = sum(
-                size * smaller * self._seconds_per_byte(candidate, axis, kind)
-                for (axis, kind), size in profile.reduced.messages.items()
-                if axis == "fsdp"
-            )
+                terms[f"block: {among} {kind}"] = size * factor * self._seconds_per_byte(candidate, among, kind)
         return terms
 
     def _seconds_per_byte(self, candidate: Candidate, axis: str, kind: str) -> float:
         parallelism = candidate.parallelism
-        key = (axis, kind, parallelism.tp, parallelism.cp, parallelism.dp_shard if axis == "fsdp" else 0)
+        degrees = (parallelism.dp_shard,) if axis == "fsdp" else (parallelism.ep, parallelism.etp)
+        key = (axis, kind, parallelism.tp, parallelism.cp, degrees)
         if key not in self._rates:
             costs = OpCosts()
             costs.messages[axis, kind] = 1
@@ -240,6 +299,8 @@ class _RankLoad:
     """Like layers of the last pipeline rank."""
     in_flight: int
     """Blocks with simultaneous activations on the first rank."""
+    refills: bool
+    """True if as many have activations again after every block's first backward pass."""
 
 
 @cache
@@ -274,18 +335,45 @@ def _rank_load(candidate: Candidate) -> _RankLoad:
         first_layers=by_rank[0],
         last_layers=by_rank[-1],
         in_flight=held,
+        refills=micro_batches >= 2 * ranks,
     )
 
 
-def _parameter_bytes(profile: Profile, candidate: Candidate, load: _RankLoad) -> dict[str, float]:
-    """Bytes of a block that are constant over micro-batches."""
+def _parameter_bytes(
+    profile: Profile, candidate: Candidate, load: _RankLoad, comparable_experts: bool
+) -> dict[str, float]:
+    """Bytes of a block that are constant over micro-batches; kept ones of all shards."""
     smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
-    kept = smaller * profile.candidate.shards / candidate.shards
-    terms = {"kept": profile.kept * kept}
-    same = _same_lifetime(profile.candidate, candidate) and profile.candidate.experts == candidate.experts
-    if same and load.micro_batches > 1:
+    terms = {"kept": profile.kept * smaller * profile.candidate.shards}
+    if _same_lifetime(profile.candidate, candidate) and comparable_experts and load.micro_batches > 1:
         terms["gathered"] = profile.gathered * smaller
-        terms["first"] = profile.first_gathered * smaller + profile.first_kept * kept
+        terms["gradients"] = profile.gradients * smaller
+        terms["first"] = profile.first_gathered * smaller
+        terms["first kept"] = profile.first_kept * smaller * profile.candidate.shards
+    return terms
+
+
+def _expert_bytes(candidate: Candidate) -> tuple[float, float]:
+    """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients, which
+    sharding sums in fp32."""
+    if candidate.spec is None or candidate.experts is None:
+        return 0.0, 0.0
+    ep, etp, _, is_sharded = candidate.experts
+    size = 0.999 * sum(linear.parameters for linear in candidate.spec.expert_linears) / ep / etp
+    return 2 * size * (candidate.parallelism.pp > 1), (4 if is_sharded else 2) * size
+
+
+def _sharding_messages(profile: Profile, smaller: float) -> dict[str, float]:
+    """Bytes of FSDP's messages of a block. All-gathers on axes of context parallelism may be those of keys."""
+    gathered = sum(
+        size
+        for (axis, kind), size in profile.block.messages.items()
+        if kind == "all-gather" and "fsdp" in (names := set(axis.split("="))) and not names & CONTEXT_AXES
+    )
+    terms = {"gathers all-gather": gathered * smaller}
+    for (axis, kind), size in profile.reduced.messages.items():
+        if axis == "fsdp":
+            terms[f"reduces {kind}"] = size * smaller
     return terms
 
 
@@ -295,13 +383,6 @@ def _same_lifetime(sampled: Candidate, candidate: Candidate) -> bool:
     same_pipeline = (candidate.parallelism.pp > 1) == (sampled.parallelism.pp > 1)
     same_ranks = candidate.has_one_data_rank == sampled.has_one_data_rank
     return same_pipeline and same_ranks and (candidate.shards == 1) == (sampled.shards == 1)
-
-
-def _copies_fewer_rows(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if a sampled layout copies no rows to and from experts that another does not."""
-    if sampled.experts is None or candidate.experts is None or sampled.experts == candidate.experts:
-        return True
-    return sampled.parallelism.ep == 1 and sampled.parallelism.etp == candidate.parallelism.etp
 
 
 def _grown_outside_blocks(sample: Sample) -> int:
@@ -329,7 +410,7 @@ def _has_fewer_operators(sampled: Candidate, candidate: Candidate) -> bool:
     if sampled.parallelism.pp > 1:
         return True
     micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
-    return candidate.parallelism.pp == 1 and micro_batches[0] == micro_batches[1]
+    return candidate.parallelism.pp == 1 and micro_batches[0] >= micro_batches[1]
 
 
 def _bubble_lower_bound(candidate: Candidate, micro_batches: int) -> float:

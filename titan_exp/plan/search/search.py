@@ -11,20 +11,24 @@ import math
 import multiprocessing
 import os
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
-from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
-from titan_exp.plan.search.layouts import MODES, Candidate, SearchSpace
+from titan_exp.plan.search.layout_checks import LayoutChecks
+from titan_exp.plan.search.layout_cost import LayoutCost, has_more_experts, layout_cost, peak_lower_bound
+from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace
 from titan_exp.plan.search.lower_bounds import LowerBounds, profile_of
 
 MEMORY_FRACTION = 0.88
@@ -73,15 +77,17 @@ class LayoutSearch:
         self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None], *, bounded: bool = True
     ) -> None:
         self._device, self._limit, self._show, self._bounded = device, limit, show, bounded
-        reasons = [_too_long(candidate) or unsupported_reason(candidate.experiment) for candidate in space.candidates]
+        checks = LayoutChecks((_too_long, unsupported_reason), KEYS)
+        reasons = [checks.first(candidate.experiment) for candidate in space.candidates]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         supported = zip(space.candidates, reasons, strict=True)
         self._candidates = {candidate.number: candidate for candidate, reason in supported if reason is None}
         self._room = device.memory_gb * 1e9 * MEMORY_FRACTION
         self._bounds = LowerBounds(device)
-        self._queue: list[tuple[float, int]] = []
+        self._queue: list[tuple[float, int, int]] = []
         self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}
         self._costs: list[LayoutCost] = []
+        self._fits: list[float] = []
         self._floor = 0
         self._smallest_bound: tuple[float, Candidate] | None = None
 
@@ -96,9 +102,7 @@ class LayoutSearch:
         with ProcessPoolExecutor(cores, _forkserver(), _start_worker) as pool:
             for future in [pool.submit(_trace, seed) for seed in self._seeds()]:
                 self._add_trace(*future.result())
-            self._queue = [
-                (self._bounds.of(candidate).seconds, number) for number, candidate in self._candidates.items()
-            ]
+            self._queue = [self._entry(candidate) for candidate in self._candidates.values()]
             heapq.heapify(self._queue)
             self._explore(pool, cores)
             if not self._costs and self._smallest_bound is not None:
@@ -171,7 +175,7 @@ class LayoutSearch:
                     waiting[key] = [candidate]
                     running.add(pool.submit(_trace, candidate))
             for candidate in later:
-                heapq.heappush(self._queue, (self._bounds.of(candidate).seconds, candidate.number))
+                heapq.heappush(self._queue, self._entry(candidate))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -181,22 +185,25 @@ class LayoutSearch:
                 for candidate in waiting.pop(_key(traced)):
                     self._extrapolate(candidate)
 
+    def _entry(self, candidate: Candidate) -> tuple[float, int, int]:
+        """Queue entry. Of equal bounds large micro-batches come first, whose traces bound smaller ones."""
+        return self._bounds.of(candidate).seconds, -candidate.layout.micro_batch_size, candidate.number
+
     def _enough(self, waiting: Iterable[Collection[Candidate]]) -> bool:
         """True if the rows would be complete if every pending layout fit."""
-        fit = sum(cost.peak_bytes <= self._room for cost in self._costs)
-        return fit + sum(map(len, waiting)) >= self._limit > fit
+        return len(self._fits) + sum(map(len, waiting)) >= self._limit > len(self._fits)
 
     def _next(self) -> Candidate | None:
         """Queued layout with the best bound that may still enter the rows, or None."""
         while self._queue and (not self._bounded or self._queue[0][0] <= self._slowest_row()):
-            before, number = heapq.heappop(self._queue)
+            before, _, number = heapq.heappop(self._queue)
             candidate = self._candidates[number]
             if not self._bounded:
                 return candidate
             # New profiles may have raised the bound, so that another layout is the best.
             bound = self._bounds.of(candidate)
             if bound.bytes <= self._room and bound.seconds > before * (1 + 1e-9):
-                heapq.heappush(self._queue, (bound.seconds, number))
+                heapq.heappush(self._queue, self._entry(candidate))
                 continue
             peak = bound.bytes if bound.bytes > self._room else self._peak_lower_bound(candidate)
             if peak <= self._room:
@@ -218,11 +225,13 @@ class LayoutSearch:
 
     def _slowest_row(self) -> float:
         """Step seconds of the current last row."""
-        fits = sorted(cost.step_seconds for cost in self._costs if cost.peak_bytes <= self._room)
-        return fits[self._limit - 1] if len(fits) >= self._limit else math.inf
+        return self._fits[self._limit - 1] if len(self._fits) >= self._limit else math.inf
 
     def _extrapolate(self, candidate: Candidate) -> None:
-        self._costs.append(layout_cost(candidate, *self._traced[_key(candidate)], self._device))
+        cost = layout_cost(candidate, *self._traced[_key(candidate)], self._device)
+        self._costs.append(cost)
+        if cost.peak_bytes <= self._room:
+            insort(self._fits, cost.step_seconds)
 
     def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
         """Fastest layouts that fit when extrapolated from traces with their own number of shards."""
@@ -251,7 +260,9 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
         parallelism.pp == 1,
         candidate.mode != "none",
         parallelism.cp,
-        parallelism.ep,
+        # Layouts with fewer experts per rank give bounds for those with more.
+        -parallelism.ep,
+        parallelism.etp,
         # A layout with tensor-parallel messages comes first.
         parallelism.tp == 1,
         parallelism.tp,
@@ -285,7 +296,7 @@ def _distance(sampled: Candidate, candidate: Candidate) -> float:
     micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
     if (
         sampled.mode != candidate.mode
-        or sampled.experts != candidate.experts
+        or not has_more_experts(sampled, candidate)
         or (other.pp > 1) != (own.pp > 1)
         or (own.pp == 1 and micro_batches[0] != micro_batches[1])
         or other.tp > own.tp
@@ -297,16 +308,17 @@ def _distance(sampled: Candidate, candidate: Candidate) -> float:
         or sampled.has_one_data_rank != candidate.has_one_data_rank
     ):
         return math.inf
-    return own.tp / other.tp * own.cp / other.cp * max(sizes) / min(sizes)
+    experts = other.ep * other.etp / own.ep / own.etp
+    return own.tp / other.tp * own.cp / other.cp * experts * max(sizes) / min(sizes)
 
 
 def _without_sharding(key: Key) -> Key:
     return key[:-2]
 
 
-def _too_long(candidate: Candidate) -> str | None:
-    layout = candidate.layout
-    if candidate.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
+def _too_long(experiment: Experiment) -> str | None:
+    layout = ResolvedLayout.of(experiment)
+    if layout.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
         return None
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 

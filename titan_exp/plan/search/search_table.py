@@ -101,7 +101,7 @@ def steps_for(training: TrainingConfig, tokens: int) -> int:
 
 def _table(result: SearchResult, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    degrees_shown = [*DEGREES, *(["ep"] if result.rows[0].candidate.experts is not None else [])]
+    degrees_shown = [*DEGREES, *(["ep", "etp"] if result.rows[0].candidate.experts is not None else [])]
     columns = ["", "tokens/s/GPU", "GiB", "", *(key.removeprefix("dp_") for key in degrees_shown), "schedule", "micro"]
     for name in [*columns, "recompute", "bubble", *(["GPU-hours", "days"] if tokens else [])]:
         table.add_column(name, justify="left" if name in ("schedule", "recompute", "") else "right", no_wrap=True)

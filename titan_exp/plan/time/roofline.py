@@ -76,7 +76,7 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
         else:
             exposed += seconds
     return RankTime(
-        _matmul_seconds(costs, device),
+        compute_seconds(costs, device) + expert_weights_seconds(costs, device),
         _elementwise_seconds(costs, device),
         exposed,
         behind,
@@ -108,19 +108,25 @@ def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
         if launches:
             moved = 0 if flops else size
             part = OpCosts(flops=flops, fp8_flops=fp8, bytes_moved=moved, kernels=costs.kernels_of(name))
-            seconds = None if device is None else _matmul_seconds(part, device) + _elementwise_seconds(part, device)
+            seconds = None if device is None else _kernel_seconds(part, device)
             found.append(ClassTime(name, launches, flops, size, seconds))
     return found
 
 
-def _matmul_seconds(costs: OpCosts, device: Device) -> float:
+def _kernel_seconds(costs: OpCosts, device: Device) -> float:
+    matmuls = compute_seconds(costs, device) + expert_weights_seconds(costs, device)
+    return matmuls + _elementwise_seconds(costs, device)
+
+
+def compute_seconds(costs: OpCosts, device: Device) -> float:
+    """Seconds of matmuls and attention, if none is bound by reading its operands."""
     seconds = (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate
     for name, reach in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_reach, strict=True):
         seconds += costs.kernels.get((name, "flops"), 0) / device.matmul_rate * (1 / reach - 1)
-    return seconds + _expert_weights_seconds(costs, device)
+    return seconds
 
 
-def _expert_weights_seconds(costs: OpCosts, device: Device) -> float:
+def expert_weights_seconds(costs: OpCosts, device: Device) -> float:
     """Seconds by which reading and writing the operands of experts' matmuls exceeds their computation."""
     flops, fp8, size, _ = (costs.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
     return max(0.0, size / device.bandwidth - (flops - fp8) / device.matmul_rate - fp8 / device.fp8_rate)

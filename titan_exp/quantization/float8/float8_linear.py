@@ -4,7 +4,7 @@ Where ranks hold parts of the dim that shares a scale, amax is reduced over them
 layout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,12 @@ class Float8:
     """Amax reduction if outputs are sharded."""
     dual_cast: bool = False
     """Cast matrices needed in both layouts by our dual-cast kernel; the same numbers."""
+
+    def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "Float8":
+        """The recipe where ranks share inputs or outputs; `amax_reduce` is the maximum over them."""
+        if input_sharded:
+            return replace(self, input_amax_reduce=amax_reduce)
+        return replace(self, output_amax_reduce=amax_reduce)
 
     @property
     def gradient_type(self) -> torch.dtype:

@@ -3,6 +3,7 @@
 torchao has kernels for two recipes. Others, and those two elsewhere, are emulated like a single linear layer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +36,20 @@ class EmulatedGroupedLinear(GroupedLinearImpl):
         """x · weight[expert]ᵀ."""
         return _EmulatedGrouped.apply(x, weight, ends, self.recipe)  # type: ignore[return-value]  # a Tensor
 
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Reduce amax over the ranks with other channels."""
+        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
+
     def extra_repr(self) -> str:
         """Recipe for `print(model)`."""
         return str(self.recipe)
 
 
 class NativeGroupedLinear(GroupedLinearImpl):
-    """`float8_rowwise` or `mxfp8` by torchao's kernels."""
+    """`float8_rowwise` or `mxfp8` by torchao's kernels, which compute scales from this rank's channels.
+
+    Scales are powers of two: another one changes only values below 2^-14 of the amax.
+    """
 
     def __init__(self, recipe: str) -> None:
         super().__init__()

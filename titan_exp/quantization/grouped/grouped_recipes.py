@@ -4,14 +4,15 @@ Scales of a whole matrix, or of a column of tokens, are per expert. Nothing sync
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
 from titan_exp.quantization.float8.float8_linear import Float8
-from titan_exp.quantization.float8.float8_tensor import E4M3, cast, scale_of, scale_of_amax
+from titan_exp.quantization.float8.float8_tensor import E4M3, AmaxReduce, cast, scale_of
 from titan_exp.quantization.mx.hadamard import transformed
 from titan_exp.quantization.mx.mxfp8_linear import BLOCK as MX_BLOCK
 from titan_exp.quantization.mx.mxfp8_linear import rounded as rounded_mx
@@ -37,6 +38,10 @@ class Operands:
 class GroupedRecipe(ABC):
     """A recipe for grouped matmuls. Rows after the last end are arbitrary."""
 
+    def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
+        """The recipe where ranks share the experts' inputs or outputs; `amax_reduce` is the maximum over them."""
+        return self
+
     @abstractmethod
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Operands of x · weight[expert]ᵀ: [tokens, inputs], [experts, outputs, inputs]."""
@@ -57,48 +62,55 @@ class GroupedFloat8(GroupedRecipe):
     recipe: Float8
     """Recipe of a single linear."""
 
+    def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
+        """Reduce the amax of what spans the ranks' channels."""
+        return replace(self, recipe=self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce))
+
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Scales per token and output; or one per expert for its rows and one for its weight."""
-        right = self._along(weight, 2) if self.recipe.rowwise else self._whole(weight)
-        return Operands(self._tokens(x, E4M3, ends), right.mT, ends)
+        amax_reduce = self.recipe.input_amax_reduce
+        right = self._along(weight, 2, amax_reduce) if self.recipe.rowwise else self._whole(weight)
+        return Operands(self._tokens(x, E4M3, ends, amax_reduce), right.mT, ends)
 
     def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Scales per token and input; or one per expert for its rows and one for its weight."""
         whole = not self.recipe.rowwise or self.recipe.high_precision_weight_gradient
-        right = self._whole(weight) if whole else self._along(weight, 1)
-        return Operands(self._tokens(gradient, self.recipe.gradient_type, ends), right, ends)
+        amax_reduce = self.recipe.output_amax_reduce
+        right = self._whole(weight) if whole else self._along(weight, 1, amax_reduce)
+        return Operands(self._tokens(gradient, self.recipe.gradient_type, ends, amax_reduce), right, ends)
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Scales per output and input of each expert; or one per expert for its rows; or unquantized."""
         if self.recipe.high_precision_weight_gradient:
             return Operands(gradient, x, ends)
         if not self.recipe.rowwise:
-            left = self._tokens(gradient, self.recipe.gradient_type, ends)
-            return Operands(left, self._tokens(x, E4M3, ends), ends)
+            left = self._tokens(gradient, self.recipe.gradient_type, ends, self.recipe.output_amax_reduce)
+            return Operands(left, self._tokens(x, E4M3, ends, self.recipe.input_amax_reduce), ends)
         return Operands(self._columns(gradient, ends), self._columns(x, ends), ends)
 
-    def _tokens(self, rows: Tensor, dtype: torch.dtype, ends: Tensor) -> Tensor:
+    def _tokens(self, rows: Tensor, dtype: torch.dtype, ends: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
         if self.recipe.rowwise:
-            scale = scale_of(rows, dtype, over=1, power_of_two=self.recipe.power_of_two)
+            scale = scale_of(rows, dtype, over=1, power_of_two=self.recipe.power_of_two, amax_reduce=amax_reduce)
         else:
             expert = experts_of_rows(ends, rows.shape[0])
             amax = _expert_amax(rows.abs().amax(1), expert, ends.shape[0])
-            scale = _of_rows(scale_of_amax(amax, dtype, power_of_two=self.recipe.power_of_two), expert)[:, None]
+            scale = _of_rows(self.recipe.scale_of_amax(amax, dtype, amax_reduce), expert)[:, None]
         return _dequantized(rows, scale, dtype)
 
     def _columns(self, rows: Tensor, ends: Tensor) -> Tensor:
         expert = experts_of_rows(ends, rows.shape[0])
         amax = _expert_amax(rows.abs(), expert, ends.shape[0])
-        scale = _of_rows(scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two), expert)
+        scale = _of_rows(self.recipe.scale_of_amax(amax, E4M3), expert)
         return _dequantized(rows, scale, E4M3)
 
-    def _along(self, weight: Tensor, dim: int) -> Tensor:
-        scale = scale_of(weight, E4M3, over=dim, power_of_two=self.recipe.power_of_two)
+    def _along(self, weight: Tensor, dim: int, amax_reduce: AmaxReduce | None) -> Tensor:
+        scale = scale_of(weight, E4M3, over=dim, power_of_two=self.recipe.power_of_two, amax_reduce=amax_reduce)
         return _dequantized(weight, scale, E4M3)
 
     def _whole(self, weight: Tensor) -> Tensor:
         amax = weight.abs().amax((1, 2), keepdim=True)
-        return _dequantized(weight, scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two), E4M3)
+        amax_reduce = self.recipe.input_amax_reduce or self.recipe.output_amax_reduce
+        return _dequantized(weight, self.recipe.scale_of_amax(amax, E4M3, amax_reduce), E4M3)
 
 
 @dataclass(frozen=True)
@@ -127,28 +139,44 @@ class GroupedNVFP4(GroupedRecipe):
     recipe: NVFP4
     """Recipe of a single linear."""
 
+    def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
+        """Reduce the amax of what spans the ranks' channels."""
+        return replace(self, recipe=self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce))
+
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Blocks of inputs; square blocks of weights."""
-        return self._rows(x, weight, ends, transposed=True)
+        return self._rows(x, weight, ends, self.recipe.input_amax_reduce, transposed=True)
 
     def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Blocks of outputs; square blocks of weights."""
-        return self._rows(gradient, weight, ends, transposed=False, stochastic=self.recipe.stochastic)
+        amax_reduce, stochastic = self.recipe.output_amax_reduce, self.recipe.stochastic
+        return self._rows(gradient, weight, ends, amax_reduce, transposed=False, stochastic=stochastic)
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Blocks of Hadamard-transformed tokens."""
         padding = TokenPadding.of(ends, x.shape[0], NVFP4_BLOCK)
-        left, left_scale = self._transformed(gradient, padding, stochastic=self.recipe.stochastic)
-        right, right_scale = self._transformed(x, padding)
+        left, left_scale = self._transformed(
+            gradient, padding, self.recipe.output_amax_reduce, stochastic=self.recipe.stochastic
+        )
+        right, right_scale = self._transformed(x, padding, self.recipe.input_amax_reduce)
         return Operands(left, right, padding.ends, (left_scale, right_scale))
 
     def _rows(
-        self, rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, stochastic: bool = False
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        amax_reduce: AmaxReduce | None,
+        *,
+        transposed: bool,
+        stochastic: bool = False,
     ) -> Operands:
         experts, outputs, _ = weight.shape
         expert = experts_of_rows(ends, rows.shape[0])
-        scale = _of_rows(self.recipe.scale_of_amax(_expert_amax(rows.abs().amax(1), expert, experts)), expert)
-        weight_scale = self.recipe.scale_of_amax(weight.abs().amax((1, 2)))
+        amax = _expert_amax(rows.abs().amax(1), expert, experts)
+        scale = _of_rows(self.recipe.scale_of_amax(amax, amax_reduce), expert)
+        over_channels = self.recipe.input_amax_reduce or self.recipe.output_amax_reduce
+        weight_scale = self.recipe.scale_of_amax(weight.abs().amax((1, 2)), over_channels)
         block_scales = weight_scale[:, None].expand(experts, outputs // NVFP4_BLOCK).reshape(-1, 1, 1, 1)
         right = rounded_nvfp4(weight.flatten(0, 1), block_scales, square=True).view_as(weight)
         return Operands(
@@ -158,10 +186,12 @@ class GroupedNVFP4(GroupedRecipe):
             (scale[:, None], _of_rows(weight_scale, expert)[:, None]),
         )
 
-    def _transformed(self, rows: Tensor, padding: TokenPadding, *, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+    def _transformed(
+        self, rows: Tensor, padding: TokenPadding, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
+    ) -> tuple[Tensor, Tensor]:
         columns = transformed(padding.spread(rows))
         amax = _expert_amax(columns.abs().amax(0), padding.expert, padding.ends.shape[0])
-        scale = self.recipe.scale_of_amax(amax)
+        scale = self.recipe.scale_of_amax(amax, amax_reduce)
         block_scales = _of_rows(scale, padding.expert)[::NVFP4_BLOCK][:, None]
         return rounded_nvfp4(columns, block_scales, stochastic=stochastic).t(), scale[:, None, None]
 

@@ -4,7 +4,7 @@ Weights are rounded in blocks of 16 by 16, so that forward and backward see the 
 gradient are Hadamard-transformed along tokens first. Rounds as on Blackwell and multiplies in fp32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,12 @@ class NVFP4:
     """Amax reduction if inputs are sharded by tensor parallelism."""
     output_amax_reduce: AmaxReduce | None = None
     """Amax reduction if outputs are sharded."""
+
+    def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "NVFP4":
+        """The recipe where ranks share inputs or outputs; `amax_reduce` is the maximum over them."""
+        if input_sharded:
+            return replace(self, input_amax_reduce=amax_reduce)
+        return replace(self, output_amax_reduce=amax_reduce)
 
     def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
         """Scale of a matrix, of which other ranks may hold other parts."""

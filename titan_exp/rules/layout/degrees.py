@@ -10,6 +10,7 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import BLOCK_DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import offered_devices
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
 
 
@@ -32,6 +33,16 @@ def ranks_have_gpus(
         reason = f"the degrees multiply to {world} processes, and {offered} GPU{'s' * (offered > 1)} can be used"
         remedy = f"parallelism.{field}={works}" if room else "lower the other degrees as well"
         yield Violation(f"parallelism.{field}", degree, reason, remedy)
+
+
+def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """The model can be divided along every axis of the layout."""
+    for unsupported in spec.unsupported:
+        axis = unsupported.key.removeprefix("parallelism.")
+        degree = getattr(parallelism, axis)
+        if degree > 1:
+            remedy = f"{unsupported.key}=1, spread over ranks with parallelism.dp_shard={degree}"
+            yield Violation(unsupported.key, degree, unsupported.reason, remedy)
 
 
 def collectives_are_not_captured(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -74,5 +85,5 @@ RULES = (
         ranks_have_gpus,
         when=lambda cluster: not cluster.is_remote,
     ),
-    *rules(collectives_are_not_captured),
+    *rules(collectives_are_not_captured, model_is_divided_so),
 )

@@ -45,6 +45,10 @@ def channels_are_whole_or_tensor_parallel(spec: ModelSpec, parallelism: Parallel
             more = f"; or {style.key}={listed(multiples_near(style.units * style.width, style.width * etp))}"
             reason = f"{style.described} cannot be divided evenly among {etp} ranks, in groups of {style.width}"
             yield Violation(ETP, etp, reason, f"nearest: {ETP}=1{more}")
+    biased = [linear.outputs for linear in spec.expert_linears if linear.bias and linear.outputs % etp]
+    if biased:
+        reason = f"experts' biases of {biased[0]} outputs cannot be divided evenly among {etp} ranks"
+        yield Violation(ETP, etp, reason, f"{ETP}=1")
 
 
 def expert_shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -114,7 +118,9 @@ def _uneven(spec: ModelSpec, parallelism: ParallelismConfig, ep: int) -> list[st
         return []
     shards = _ranks(parallelism) // (ep * etp)
     return [
-        linear.name for linear in spec.expert_linears if all(size % shards for size in _local_sizes(linear, ep, etp))
+        linear.name
+        for linear in spec.expert_linears
+        if any(all(size % shards for size in sizes) for sizes in _local_sizes(linear, ep, etp))
     ]
 
 
@@ -128,11 +134,12 @@ def _nearest(spec: ModelSpec, parallelism: ParallelismConfig) -> str:
     return f"nearest: {EP}={listed(nearest_numbers(parallelism.ep, works))}" if works else f"{ETP}=1"
 
 
-def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> tuple[int, ...]:
-    """Shape of a rank's part of a stacked weight, before FSDP."""
+def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> list[tuple[int, ...]]:
+    """Shapes of a rank's part of a stacked weight and of its bias, before FSDP."""
     by_rows = isinstance(linear.tp, Colwise)
     outputs, inputs = linear.outputs // (etp if by_rows else 1), linear.inputs // (1 if by_rows else etp)
-    return linear.experts // ep, outputs, inputs
+    experts = linear.experts // ep
+    return [(experts, outputs, inputs), *([(experts, linear.outputs // etp)] if linear.bias else [])]
 
 
 def _routes_tokens(model: ModelConfig) -> bool:

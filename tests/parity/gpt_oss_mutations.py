@@ -1,0 +1,193 @@
+"""Mutations of GPT-OSS, each of which the comparison with `transformers` or the parity tests must notice.
+
+python -m pytest tests/parity/gpt_oss_mutations.py -m "night or not night"
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.test_deepseek import in_transformers
+from tests.models.test_gpt_oss import SHAPE, differences, noisy_model
+from tests.models.test_qwen3 import exported
+from tests.parity.runs import assert_noticed, remembered
+from tests.parity.test_gpt_oss import EXPERIMENTS
+from tests.patching import patch
+from titan_exp.models.gpt_oss import NAMES, Config
+
+Change = Callable[[pytest.MonkeyPatch], Config | None]
+"""Breaks something, or returns a configuration that does."""
+
+
+def sinks_are_left_out_of_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_exp.ops.attention.sinks import math_attention_with_sinks as plain
+
+    def softmax(scores: Any, dim: int) -> Any:
+        shifted = (scores - scores[..., :-1].amax(dim, keepdim=True).detach()).exp()
+        return shifted / shifted.sum(dim, keepdim=True)
+
+    def attend(*tensors: Any, **how: Any) -> Any:
+        with monkeypatch.context() as inside:
+            inside.setattr("torch.Tensor.softmax", softmax)
+            return plain(*tensors, **how)
+
+    monkeypatch.setattr("titan_exp.ops.attention.sdpa.math_attention_with_sinks", attend)
+
+
+def sinks_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_exp.ops.attention.sinks.sinks_grad", lambda *given: torch.zeros_like(given[-1]))
+
+
+def the_window_has_one_key_more(_: pytest.MonkeyPatch) -> Config:
+    return replace(SHAPE, window=SHAPE.window + 1)
+
+
+def the_ramp_of_yarn_is_truncated(_: pytest.MonkeyPatch) -> Config:
+    return replace(SHAPE, rope=replace(SHAPE.rope, truncate=True))
+
+
+def cosines_keep_their_magnitude(_: pytest.MonkeyPatch) -> Config:
+    return replace(SHAPE, rope=replace(SHAPE.rope, mscale=0.0))
+
+
+def weights_are_a_softmax_over_all_experts(_: pytest.MonkeyPatch) -> Config:
+    return replace(SHAPE, moe=replace(SHAPE.moe, normalized=False))
+
+
+def the_router_has_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_exp.models.blocks.router.add_bias", lambda logits, bias: logits + 0 * bias)
+
+
+def biases_of_experts_are_not_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_exp.ops.moe.expert_bias import add_expert_bias
+
+    monkeypatch.setattr(
+        "titan_exp.models.blocks.grouped_linear.add_expert_bias",
+        lambda rows, bias, ends, weights=None: add_expert_bias(rows, bias, ends),
+    )
+
+
+def weights_get_no_gradient_from_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_exp.ops.moe.expert_bias import add_expert_bias
+
+    monkeypatch.setattr(
+        "titan_exp.models.blocks.grouped_linear.add_expert_bias",
+        lambda rows, bias, ends, weights=None: add_expert_bias(
+            rows, bias, ends, None if weights is None else weights.detach()
+        ),
+    )
+
+
+def the_gate_is_limited_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_exp.ops import clamped_swiglu
+
+    plain = clamped_swiglu._clamped
+
+    def clamped(gate_up: Any, variant: Any, group: int) -> Any:
+        gate, up = plain(gate_up, variant, group)
+        return gate.clamp(min=-variant.limit), up
+
+    monkeypatch.setattr(clamped_swiglu, "_clamped", clamped)
+
+
+def gradients_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.Tensor.masked_fill_", lambda tensor, *_: tensor)
+
+
+def up_has_no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_exp.ops.swiglu_variant import SwiGLUVariant
+
+    monkeypatch.setattr(
+        "titan_exp.models.gpt_oss.SwiGLUVariant",
+        lambda alpha, limit, offset: SwiGLUVariant(alpha, limit, 0.0),
+    )
+
+
+def gate_and_up_are_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_exp.models.gpt_oss.NAMES", replace(NAMES, alternating_gate_up=False))
+
+
+def a_square_expert_is_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_exp.checkpoint.formats.mapping import ExportReader
+
+    plain = ExportReader.read
+
+    def read(self: ExportReader, name: str, *window: slice) -> Any:
+        found = plain(self, name, *window)
+        return found.mT if name.endswith("down_proj") else found
+
+    monkeypatch.setattr(ExportReader, "read", read)
+
+
+AGAINST_TRANSFORMERS: tuple[Change, ...] = (
+    sinks_are_left_out_of_the_maximum,
+    sinks_get_no_gradient,
+    the_window_has_one_key_more,
+    the_ramp_of_yarn_is_truncated,
+    cosines_keep_their_magnitude,
+    weights_are_a_softmax_over_all_experts,
+    the_router_has_no_bias,
+    biases_of_experts_are_not_weighted,
+    weights_get_no_gradient_from_biases,
+    the_gate_is_limited_on_both_sides,
+    gradients_pass_the_limit,
+    up_has_no_offset,
+    gate_and_up_are_halves,
+    a_square_expert_is_transposed,
+)
+
+
+@pytest.mark.parametrize("mutate", AGAINST_TRANSFORMERS, ids=lambda mutate: mutate.__name__)
+def test_mutation_differs_from_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutate: Change):
+    before = exported(noisy_model(SHAPE), SHAPE, tmp_path / "before")
+    config = mutate(monkeypatch) or SHAPE
+    # The kernels' log-sum-exp knows no maximum.
+    ours = noisy_model(config, "math" if mutate is sinks_are_left_out_of_the_maximum else "flash")
+    # What a mutated map writes is read by another implementation; what a mutated model computes is not exported.
+    maps = (gate_and_up_are_halves, a_square_expert_is_transposed)
+    theirs = in_transformers(exported(ours, config, tmp_path / "after") if mutate in maps else before)
+    found = differences(ours, theirs, SHAPE)
+    assert not (found.pop("logits") < 1e-5 and all(value < 1e-4 for value in found.values()))
+
+
+def biases_of_all_channels_are_added_at_the_front() -> None:
+    def make(original: Any) -> Any:
+        def shard(linear: Any, axes: Any, *, channels: int) -> None:
+            original(linear, axes, channels=channels)
+            linear.bias_start = 0
+
+        return shard
+
+    patch("titan_exp.parallel.expert_parallel.apply._shard", make)
+
+
+def gradients_of_the_routers_bias_are_one_ranks() -> None:
+    patch(
+        "titan_exp.parallel.expert_parallel.apply.mark_partial",
+        lambda original: lambda module: original(module, "weight"),
+    )
+
+
+ETP = "parallelism.tp=2 parallelism.etp=2"
+NOTICED: list[tuple[str, str, Callable[[], None]]] = [
+    ("limited", ETP, biases_of_all_channels_are_added_at_the_front),
+    ("limited", ETP, gradients_of_the_routers_bias_are_one_ranks),
+]
+"""Experiment, layout and mutation."""
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "layout", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", str(case))
+)
+def test_mutation_is_noticed(tmp_path: Path, one_device, experiment: str, layout: str, mutate: Callable[[], None]):
+    words = [*EXPERIMENTS[experiment].split(), *layout.split()]
+    assert_noticed(tmp_path / "many", words, mutate, one_device(experiment))

@@ -1,0 +1,81 @@
+"""MXFP4 weights of experts (GPT-OSS), dequantized slice by slice: e2m1 values times a power of two per 32 inputs."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
+from titan_exp.checkpoint.formats.tensor_reader import window_extent
+from titan_exp.config.errors.user_error import UserError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of a weight's values [experts, out, in / 32, 16], two per byte, and exponents [experts, out, in / 32]."""
+GROUP = 32
+"""Inputs that share a scale."""
+BIAS = 127
+"""Exponent that is stored for a scale of 1."""
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes by the lower three bits; the fourth is the sign."""
+
+
+class MXFP4Reader:
+    """Reads quantized weights as [experts, in, out] in bf16, which holds them exactly, and other tensors as they are.
+
+    Raises UserError if values and scales do not belong together.
+    """
+
+    def __init__(self, store: SafetensorsReader) -> None:
+        self._store = store
+        found = store.shapes
+        self._quantized = {name.removesuffix(BLOCKS) for name in found if name.endswith(BLOCKS)}
+        self._check(found)
+        parts = {name + suffix for name in self._quantized for suffix in (BLOCKS, SCALES)}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            **{name: shape for name, shape in found.items() if name not in parts},
+            **{name: self._dequantized(found[name + BLOCKS]) for name in self._quantized},
+        }
+        signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
+        byte = torch.arange(256)
+        # Both values of each byte, the lower half first.
+        self._pairs = torch.stack((signed[byte % 16], signed[byte // 16]), dim=1)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor as read."""
+        return torch.bfloat16 if name in self._quantized else self._store.dtype(name)
+
+    def read(self, name: str, *window: slice) -> Tensor:
+        """Read only a slice and the scales of its groups from disk."""
+        if name not in self._quantized:
+            return self._store.read(name, *window)
+        (expert, first, row), (experts, inputs, rows) = window_extent(self.shapes[name], window)
+        groups = slice(first // GROUP, -(-(first + inputs) // GROUP))
+        part = (slice(expert, expert + experts), slice(row, row + rows), groups)
+        exponents = self._store.read(name + SCALES, *part).int() - BIAS
+        values = self._pairs[self._store.read(name + BLOCKS, *part).int()].flatten(-2)
+        weights = torch.ldexp(values, exponents[..., None]).flatten(-2)
+        return weights.narrow(-1, first - groups.start * GROUP, inputs).mT
+
+    @staticmethod
+    def _dequantized(blocks: tuple[int, ...]) -> tuple[int, ...]:
+        experts, outputs, groups, _ = blocks
+        return experts, groups * GROUP, outputs
+
+    def _check(self, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise a UserError for values without scales, scales without values, or of another shape or dtype."""
+        where = self._store.folder
+        for name in sorted(self._quantized):
+            blocks, scales = found[name + BLOCKS], found.get(name + SCALES)
+            if scales is None:
+                raise UserError(f"{where}: {name}{BLOCKS} has no {name}{SCALES}. Download the missing files.")
+            if len(blocks) != 4 or blocks[3] * 2 != GROUP or scales != blocks[:3]:
+                raise UserError(
+                    f"{where}: {name}{BLOCKS} is {list(blocks)} and {name}{SCALES} {list(scales)}; MXFP4 has "
+                    f"[experts, out, in / {GROUP}, {GROUP // 2}] and [experts, out, in / {GROUP}]."
+                )
+            for suffix in (BLOCKS, SCALES):
+                if self._store.dtype(name + suffix) != torch.uint8:
+                    raise UserError(f"{where}: {name}{suffix} is {self._store.dtype(name + suffix)}, not uint8.")
+        lone = sorted(name for name in found if name.endswith(SCALES) and name[: -len(SCALES)] not in self._quantized)
+        if lone:
+            raise UserError(f"{where}: {lone[0]} has no {lone[0].removesuffix(SCALES)}{BLOCKS}.")

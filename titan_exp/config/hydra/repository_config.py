@@ -1,0 +1,85 @@
+"""OmegaConf resolvers for a model repository: the content of its `config.json`, and single sizes in it."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.hydra.resolve import UnreadableSourceError
+
+CONFIG_FILE = "config.json"
+HUB_TIMEOUT = 10
+"""Seconds to wait for the hub."""
+
+REMEDY = "a folder with a config.json, as docs/examples/olmo_debug is; or a name on the hub, organisation/name"
+"""Repositories that can be read."""
+
+CONFIG_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "dim": ("hidden_size", "n_embd", "d_model", "dim"),
+    "vocab_size": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+}
+"""Names of a size in `config.json`, by our key; classes differ."""
+
+
+def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of a repository's `config.json`, with some values replaced.
+
+    `repository` is a folder, or a name on the hub (`organisation/name`), of which this file alone is fetched. Raises
+    UnreadableSourceError if there is none.
+    """
+    path = _config_file(str(repository))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnreadableSourceError(f"{path} cannot be read: {error}", REMEDY) from error
+    if not isinstance(values, dict):
+        raise UnreadableSourceError(f"{path} holds no keys and values", REMEDY)
+    return {**values, **overrides}
+
+
+def config_size(values: Mapping[str, Any], size: str) -> int:
+    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`)."""
+    names = CONFIG_KEYS[size]
+    found = next((values[name] for name in names if values.get(name) is not None), None)
+    if not isinstance(found, int):
+        raise ValueError(f"config.json has no {' or '.join(names)}")
+    return found
+
+
+def _config_file(repository: str) -> Path:
+    folder = Path(repository).expanduser()
+    file = folder / CONFIG_FILE
+    if file.is_file():
+        return file
+    if folder.is_dir():
+        near = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_FILE}"))
+        offer = f"there is one in its folder {near[0]}" if near else REMEDY
+        raise UnreadableSourceError("this folder has no config.json", offer)
+    if repository.count("/") != 1 or repository.startswith((".", "~", "/")) or folder.parent.is_dir():
+        beside = [str(folder.parent / other.name) for other in _folders(folder.parent)]
+        raise UnreadableSourceError("there is no such folder", did_you_mean(str(folder), beside) or REMEDY)
+    return _fetched(repository)
+
+
+def _folders(parent: Path) -> list[Path]:
+    return [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+
+
+@cache
+def _fetched(repository: str) -> Path:
+    from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(repository, CONFIG_FILE), str):
+            # Without a network the download itself would try again for a minute.
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        return Path(hf_hub_download(repository, CONFIG_FILE))
+    except Exception as error:  # the library does not wrap its HTTP client's errors
+        reason = str(error).partition("\n")[0]
+        raise UnreadableSourceError(
+            f"there is no such folder, and the hub gives no {CONFIG_FILE} of that name ({reason})", REMEDY
+        ) from error

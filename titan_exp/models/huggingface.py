@@ -1,0 +1,123 @@
+"""Any causal language model of transformers: its class's own modules, with our attention kernels, embedding and head.
+
+The class is described by a model on the meta device, when a run is checked; composing a run imports no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.hydra.repository_config import CONFIG_KEYS, config_size
+from titan_exp.models.convert.hf_config import ANY_TYPE, HuggingFace
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
+from titan_exp.models.spec.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titan_exp.models.hf_class.decoder import ClassDecoder
+    from titan_exp.ops.attention.sdpa import AttentionBackend
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """A repository's `config.json`, and sizes in place of its own."""
+
+    repository: str
+    """Folder with a `config.json`, or a name on the hub; read when the run is composed."""
+    config_overrides: dict[str, Any] = field(hash=False)
+    """Values in place of those in `config.json`."""
+    config_json: dict[str, Any] = field(hash=False)
+    """Content of `config.json` with the overrides, so that a run does not depend on the folder."""
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    """Kernel behind attention, as for other families."""
+
+
+def spec(config: Config) -> ModelSpec:
+    """Spec of the class, read off a model on the meta device."""
+    from titan_exp.models.hf_class.load_class import require_transformers
+
+    require_transformers()
+    from titan_exp.models.hf_class.describe import describe
+
+    return describe(config)
+
+
+def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "ClassDecoder":
+    """The class as a decoder; its tables of positions are those of `config.json`, whatever `seq_len`."""
+    from titan_exp.models.hf_class.load_class import require_transformers
+    from titan_exp.models.spec.lookup import model_spec
+
+    require_transformers()
+    from titan_exp.models.hf_class.decoder import ClassDecoder
+
+    described = model_spec(config)
+    assert described is not None, "a class has a spec"
+    return ClassDecoder(config, described, backend)
+
+
+def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module":
+    """One block of the class, as the whole model calls it."""
+    return model(config, seq_len=config.context, backend=backend).blocks[str(layer)]
+
+
+def state_dict_map(config: Config, form: str) -> StateDictMap:
+    """State-dict map from the class's own names, tensor by tensor.
+
+    Raises:
+        UserError: a parameter is stacked, whose tensors are kept apart in files.
+    """
+    import torch
+
+    with torch.device("meta"):
+        built = model(config, seq_len=config.context, backend="math")
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    stacked = next((name for name, shape in shapes.items() if len(shape) > 2), None)
+    if stacked is not None:
+        raise UserError(
+            f"{config.repository}: {stacked} is stacked in memory and kept apart in files, which is not translated. "
+            "Runs of this class begin with initial weights, and checkpoint.export=none."
+        )
+    runs = {name: (RowRange(0, shapes[name][0], theirs, 0),) for name, theirs in built.names.items()}
+    their_shapes = {theirs: shapes[name] for name, theirs in built.names.items()}
+    # Files of some tied models hold the head as well.
+    return StateDictMap(runs, shapes, their_shapes, {}, frozenset({"lm_head.weight"} - {*their_shapes}))
+
+
+def _to_config_json(config: Config) -> dict[str, Any]:
+    from titan_exp.models.hf_class.load_class import class_config, class_name
+
+    made = class_config(config)
+    return {**made.to_dict(), "architectures": [class_name(made)]}
+
+
+def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
+    try:
+        sizes = {size: config_size(values, size) for size in CONFIG_KEYS}
+    except ValueError as error:
+        raise UserError(f"{error}.") from error
+    config = Config(
+        name=name,
+        architecture="huggingface",
+        repository=name,
+        config_overrides={},
+        config_json=dict(values),
+        attention_backend="auto",
+        **sizes,
+    )
+    from titan_exp.models.hf_class.load_class import class_config
+
+    class_config(config)
+    return config
+
+
+huggingface = HuggingFace(
+    model_type=ANY_TYPE,
+    architectures=(),
+    fixed={},
+    to_config=_to_config_json,
+    from_config=_from_config_json,
+)
+"""`config.json` of any class; families of our own are asked first."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch.distributed.tensor", "torch.distributed.checkpoint", "titan_exp.trainer.rank_main"]
+PRELOAD = ["torch.distributed.tensor", "torch.distributed.checkpoint", "tests.warm"]
 
 
 def run_ranks(world: int, job: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:

@@ -83,6 +83,7 @@ def _die_and_go_on(rank_that_dies: int, path: str) -> list[int]:
         return [saver.durable or 0]
 
 
+@pytest.mark.night
 def test_killed_save_process_of_one_of_three_ranks(tmp_path):
     # torch alone waits for half an hour.
     assert run_ranks(3, _die_and_go_on, 2, str(tmp_path), limit=100) == [[3]] * 3

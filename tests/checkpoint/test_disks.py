@@ -20,7 +20,7 @@ MODES = ["sync", "async", "async_process"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("leave", [0, 100_000])
+@pytest.mark.parametrize("leave", [pytest.param(0, marks=pytest.mark.night), 100_000])
 def test_full_disk_costs_one_checkpoint(tmp_path, caplog, mode, leave):
     model, optimizer = trained()
     with small_disk(tmp_path / "disk", 8 * 2**20) as disk:
@@ -80,7 +80,7 @@ def _equal(one, other) -> bool:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("minutes", [None, 10.0])
+@pytest.mark.parametrize("minutes", [pytest.param(None, marks=pytest.mark.night), 10.0])
 def test_saves_that_fail_for_too_long_end_the_run(tmp_path, mode, minutes):
     model, optimizer = trained()
     now = 0.0

@@ -65,10 +65,8 @@ def exported(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=[] if place == 3 else pytest.mark.night) for place, layout in enumerate(LAYOUTS)],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_of_a_layout_equals_convert(tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "run"
     words = [*EXPERTS.split(), *layout.split(), "checkpoint.export=bf16"]

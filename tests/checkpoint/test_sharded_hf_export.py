@@ -52,12 +52,14 @@ def small_files_and_counted_bytes() -> None:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ("parallelism.dp_shard=3 training.global_batch_size=12", "bf16"),
-        ("parallelism.tp=2 parallelism.dp_shard=2", "fp32"),
+        pytest.param("parallelism.dp_shard=3 training.global_batch_size=12", "bf16", marks=pytest.mark.night),
+        pytest.param("parallelism.tp=2 parallelism.dp_shard=2", "fp32", marks=pytest.mark.night),
         # More ranks than key and value heads, whose projection each of them holds whole.
         ("parallelism.tp=4 parallelism.sequence_parallel=false", "fp32"),
         ("parallelism.pp=2 parallelism.tp=2 model.tied_embeddings=true", "bf16"),
-        ("parallelism=hsdp training.micro_batch_size=1 parallelism.cpu_offload=true", "fp32"),
+        pytest.param(
+            "parallelism=hsdp training.micro_batch_size=1 parallelism.cpu_offload=true", "fp32", marks=pytest.mark.night
+        ),
         # A module has its own copy of embedding and head in the files.
         pytest.param(
             "model=deepseek_debug model.mtp.depth=1 parallelism.pp=2 parallelism.tp=2", "fp32", marks=pytest.mark.night

@@ -128,6 +128,7 @@ def test_fixed_segments_are_counted_where_the_run_has_them():
     assert "Neither does it with cluster.expandable_segments=true" in verdict(plan, tensors + MIB)
 
 
+@pytest.mark.night
 def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
     recipe = ["quantization=float8_rowwise", "quantization.smallest_gemm=0"]
     without, with_it = (plan.ranks[0].trace for plan in (planned_here(), planned_here(*recipe)))

@@ -13,6 +13,7 @@ from titan_exp.launch.slurm.squeue import ended_as
 StandIn = Callable[[str], None]
 
 
+@pytest.mark.night
 def test_sacct_gives_the_end_of_forgotten_jobs(
     accounted: Submitting, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ):

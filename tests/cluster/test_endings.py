@@ -27,6 +27,7 @@ TRAINING = [
 ]
 
 
+@pytest.mark.night
 def test_failed_rank_ends_its_peers(cluster: Submitting, stand_in: StandIn):
     stand_in("raise_on_rank_1")
     folder, job = cluster.submitted(*TWO_NODES)
@@ -57,6 +58,7 @@ def test_ranks_that_do_not_start(cluster: Submitting):
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 
 
+@pytest.mark.night
 def test_max_requeues(cluster: Submitting, stand_in: StandIn):
     """Attempts without a new checkpoint count, so not the first."""
     stand_in("stop_always")
@@ -82,6 +84,7 @@ def test_chained_job_if_requeueing_is_forbidden(cluster: Submitting, stand_in: S
     assert cluster.slurm.job(job)["ExitCode"] == "85:0"
 
 
+@pytest.mark.night
 def test_ranks_that_do_not_stop_are_killed_and_requeued(cluster: Submitting, stand_in: StandIn):
     stand_in("hang")
     folder, job = cluster.submitted("cluster.stop_limit=1", "cluster.max_requeues=1")
@@ -125,6 +128,7 @@ def test_scancel_by_hand_saves(cluster: Submitting, stand_in: StandIn):
     assert cluster.status(folder).reason == last(folder).reason
 
 
+@pytest.mark.night
 def test_drained_and_failed_nodes(cluster: Submitting, stand_in: StandIn):
     stand_in("obey_stop")
     for node in ("node1", "node2", "node3"):

@@ -7,6 +7,7 @@ from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 
+@pytest.mark.night
 def test_hung_rank_is_named_and_the_run_is_requeued(cluster: Submitting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.hanging_ranks.once_in_the_loader")
     monkeypatch.setenv("HANGING_RANK", "1")

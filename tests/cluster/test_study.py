@@ -69,6 +69,7 @@ def write(*rates: str) -> None:
     Path("sweeps/rates.yaml").write_text(STUDY.format(rates=f"[{', '.join(rates)}]"))
 
 
+@pytest.mark.night
 @pytest.mark.timeout(300)
 def test_study_from_launch_to_table(cluster: Submitting, stand_in: Callable[[str], None], typed: Typed):
     stand_in("train_second_time")

@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 StandIn = Callable[[str], None]
 
 
+@pytest.mark.night
 def test_a_sweep_over_tensor_parallelism_asks_for_the_nodes_of_each_run(cluster: Submitting, stand_in: StandIn):
     stand_in("succeed")
     words = [*SMALL, f"paths.runs={cluster.runs}", "cluster.processes_per_node=2", "parallelism.tp=1,2,4"]
@@ -82,7 +83,7 @@ def test_code_edited_while_a_job_waits_has_no_effect(cluster: Submitting, tmp_pa
     assert (folder.path / "ran").read_text() == "as submitted"
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.night)])
 def test_the_submitting_process_is_killed_in_the_middle(
     cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
@@ -117,6 +118,7 @@ def test_the_submitting_process_is_killed_in_the_middle(
     assert cluster.slurm.queue() == {}
 
 
+@pytest.mark.night
 def test_a_submission_that_died_before_sbatch_is_submitted(cluster: Submitting, stand_in: StandIn):
     stand_in("succeed")
     planned = cluster.plan()
@@ -132,6 +134,7 @@ def test_a_submission_that_died_before_sbatch_is_submitted(cluster: Submitting, 
     assert [row.reason for row in planned.folder.read_attempts()] == ["its job is gone and never started", None]
 
 
+@pytest.mark.night
 def test_status_is_unknown_without_the_controller(
     cluster: Submitting,
     stand_in: StandIn,
@@ -246,6 +249,7 @@ def test_sbatch_rejection_is_reported_and_can_be_resubmitted(cluster: Submitting
     cluster.ended(folder, "done")
 
 
+@pytest.mark.night
 def test_a_run_that_continues_with_other_code_says_so(
     cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -304,7 +304,13 @@ def test_a_dropped_loader_ends_its_threads():
 
 
 @pytest.mark.parametrize("source", ["OWN_TABLE", "OWN_STREAM"])
-@pytest.mark.parametrize("end", ["pass", "raise SystemExit(7)", "raise ValueError('mine')"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        *(pytest.param(end, marks=pytest.mark.night) for end in ("raise SystemExit(7)", "raise ValueError('mine')")),
+    ],
+)
 def test_the_interpreter_exits_with_the_loader_still_open(source: str, end: str):
     program = f"""
 from tests.data.corpora import {source}, experiment

@@ -30,6 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(links.SIZES, "cpu", (2**10, 2**12))
 
 
+@pytest.mark.night
 @pytest.mark.usefixtures("small")
 def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")

@@ -77,6 +77,7 @@ def test_split_all_of_one_document(trained: Path, capsys: pytest.CaptureFixture[
     assert evaluated(capsys, trained, *words)["tokens"] == 28
 
 
+@pytest.mark.night
 def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     manifest = make(tmp_path / "store")
     capsys.readouterr()

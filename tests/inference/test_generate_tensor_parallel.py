@@ -72,10 +72,10 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
 @pytest.mark.parametrize(
     ("name", "degree", "options"),
     [
-        ("groups huggingface", 2, GREEDY),
+        pytest.param("groups huggingface", 2, GREEDY, marks=pytest.mark.night),
         # More ranks than key and value heads.
         ("groups dcp", 4, GREEDY),
-        ("tied huggingface", 4, GREEDY),
+        pytest.param("tied huggingface", 4, GREEDY, marks=pytest.mark.night),
         ("tied dcp", 2, SAMPLED),
         ("cut dcp", 2, GREEDY),
     ],
@@ -96,6 +96,7 @@ def test_tensor_parallel_text_equals_that_of_one_device(
         assert weights < 1.25 * whole / degree
 
 
+@pytest.mark.night
 def test_tp_starts_ranks(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     words = [str(folders["groups huggingface"]), "prompt=import ", "prompt=def ", "temperature=0", "tokens=12"]
     assert generate_command(words) == 0

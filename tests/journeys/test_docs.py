@@ -60,7 +60,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_package.py").write_text(
         "import torch\n\nLion = torch.optim.SGD\n\n\ndef quadratic(progress):\n    return (1 - progress) ** 2\n"
     )
-    shutil.copytree(REPOSITORY / "docs/examples/olmo_debug", folder / "olmo")
+    for copy in ("olmo", "docs/examples/olmo_debug"):
+        shutil.copytree(REPOSITORY / "docs/examples/olmo_debug", folder / copy)
     (folder / "llama3").mkdir()
     Tokenizer(WordLevel({"<|end_of_text|>": 0, "a": 1}, unk_token="a")).save(str(folder / "llama3/tokenizer.json"))
     done = titan_exp(
@@ -87,7 +88,17 @@ def test_the_pages_hold_commands():
 
 def by_day(command: str) -> object:
     """The command as a case, by night if it takes many seconds."""
-    slow = ("doctor", "plan ", "model=huggingface", "evaluate", "format=", "sweep parallelism_degrees")
+    slow = (
+        "doctor",
+        "plan ",
+        "model=huggingface",
+        "evaluate",
+        "format=",
+        "sweep parallelism_degrees",
+        "predict=",
+        "my_package",
+        "sweep optimizers",
+    )
     verb_and_words = command.removeprefix("titan-exp ")
     marks = [pytest.mark.night] if any(part in verb_and_words for part in slow) else []
     return pytest.param(command, marks=marks, id=verb_and_words)

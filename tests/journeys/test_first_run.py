@@ -71,6 +71,7 @@ def test_a_run_leaves_a_folder_that_tells_everything(tmp_path):
     assert text.stdout.startswith("def ")
 
 
+@pytest.mark.night
 def test_kill_minus_nine_and_the_same_command_again(tmp_path):
     words = ["train", *LONG[:-2], "training.steps=24", "checkpoint.every=5", "parallelism.dp_shard=2"]
     launcher = start(tmp_path, *words)
@@ -93,6 +94,7 @@ def test_kill_minus_nine_and_the_same_command_again(tmp_path):
     assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in undisturbed]
 
 
+@pytest.mark.night
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     launcher = start(tmp_path, "train", *LONG)
     wait_for_row(tmp_path, 5)
@@ -113,6 +115,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert f"continuing after step {state['step']}" in (tmp_path / "out").read_text()
 
 
+@pytest.mark.night
 def test_a_run_is_not_started_twice_at_once(tmp_path):
     launcher = start(tmp_path, "train", *LONG)
     try:
@@ -126,6 +129,7 @@ def test_a_run_is_not_started_twice_at_once(tmp_path):
         launcher.wait(timeout=60)
 
 
+@pytest.mark.night
 def test_mistakes_are_answered_in_words(tmp_path):
     cases = {
         ("train", "model=llama_debgu"): "llama_debug",
@@ -148,6 +152,7 @@ def test_mistakes_are_answered_in_words(tmp_path):
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
+@pytest.mark.night
 def test_a_rank_that_fails_is_heard(tmp_path):
     (tmp_path / "broken.py").write_text(
         "import torch\n\n\nclass Broken(torch.optim.SGD):\n    def step(self, closure=None):\n"
@@ -165,6 +170,7 @@ def test_a_rank_that_fails_is_heard(tmp_path):
     assert "the step is broken" in state["reason"]
 
 
+@pytest.mark.night
 def test_a_full_disk_is_said(tmp_path):
     """A small file system of its own; the run cannot begin, or fails, but says why."""
     small = tmp_path / "small"

@@ -71,7 +71,10 @@ def test_blocking_rank_is_named(tmp_path: Path, main: str, says: str, stack: str
             *("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is down"),
             marks=pytest.mark.night,
         ),
-        ("in_native_code", "rank 1 is stuck in native code", "rank 1: in native code that blocks Python"),
+        pytest.param(
+            *("in_native_code", "rank 1 is stuck in native code", "rank 1: in native code that blocks Python"),
+            marks=pytest.mark.night,
+        ),
     ],
 )
 def test_rank_in_native_code_is_named_and_ended(tmp_path: Path, main: str, says: str, line: str) -> None:
@@ -96,6 +99,7 @@ def test_single_rank_in_native_code_is_ended(tmp_path: Path) -> None:
     assert "hanging_ranks.py" in HangFiles(run.folder.attempt_logs(1), 1).stacks(0).read_text()
 
 
+@pytest.mark.night
 def test_slow_evaluation_is_no_hang(tmp_path: Path) -> None:
     run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "training.evaluate_every=4", ranks=1)
     code, _, err = run.finish()

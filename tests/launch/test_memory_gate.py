@@ -103,6 +103,7 @@ def test_gate_changes_no_id_and_is_passed_once(home: Path, foretold):
     assert replace(first.experiment, plan=off.experiment.plan) == off.experiment
 
 
+@pytest.mark.night
 def test_existing_folder_gets_the_newest_prediction(home: Path, foretold, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

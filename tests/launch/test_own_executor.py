@@ -36,6 +36,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             process.kill()
 
 
+@pytest.mark.night
 @pytest.mark.timeout(240)
 def test_its_ranks_meet_and_train(train, capsys: pytest.CaptureFixture[str]):
     short = ["training.steps=2", "training.seq_len=64", "training.evaluate_every=0", "training.global_batch_size=4"]

@@ -121,6 +121,7 @@ def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str])
     assert (attempts(), len(list((home / "runs" / "mine" / "history").iterdir()))) == ([1, 2, 1, 2, 1, 1], 2)
 
 
+@pytest.mark.night
 def test_cancel_stops_active_runs_and_starts_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = start("obey_stop", "sweep", "mine")
     wait_until(lambda: any(home.glob("runs/mine/*/seen-0.json")))
@@ -151,6 +152,7 @@ def test_cancel_stops_active_runs_and_starts_none(home: Path, capsys: pytest.Cap
     assert (code, states(), attempts()) == (0, ["done"] * 4, [2, 1, 1, 1])
 
 
+@pytest.mark.night
 def test_a_removed_point_is_pruned(home: Path) -> None:
     sweep = start("obey_stop", "sweep", "mine", "--jobs", "2")
     wait_until(lambda: len(list(home.glob("runs/mine/*/seen-0.json"))) == 2)

@@ -104,7 +104,7 @@ def test_code_of_a_foreign_run_is_not_imported(
     assert said.endswith(f"  titan-exp {' '.join(words)} --trust\n")
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+@pytest.mark.parametrize("verb", ["generate", pytest.param("evaluate", marks=pytest.mark.night)])
 def test_trust_imports_it(verb: str, trained: Path, tmp_path: Path, canary: Path):
     path = foreign(trained, tmp_path, "model.architecture", "canary_code.family")
     assert main([*words_of(verb, path), "--trust"]) == 0
@@ -135,7 +135,7 @@ def test_exports_of_foreign_code(export: str, trained: Path, tmp_path: Path, can
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate", "convert"])
+@pytest.mark.parametrize("verb", ["generate", pytest.param("evaluate", marks=pytest.mark.night), "convert"])
 def test_code_that_a_verb_does_not_run_needs_no_trust(verb: str, trained: Path, tmp_path: Path, canary: Path):
     path = foreign(trained, tmp_path)
     config = yaml.safe_load((path / "config.yaml").read_text())

@@ -68,10 +68,17 @@ def placements(*layout: str) -> dict[str, object]:
     ("layout", "gate_up", "down"),
     [
         # 8 experts of 64 channels, width 64: gate_up [8, 128, 64], down [8, 64, 64].
-        ("dp_shard=4", ({"fsdp": 0}, (2, 128, 64)), ({"fsdp": 0}, (2, 64, 64))),
+        pytest.param("dp_shard=4", ({"fsdp": 0}, (2, 128, 64)), ({"fsdp": 0}, (2, 64, 64)), marks=pytest.mark.night),
         ("dp_shard=4 ep=2", ({"efsdp": 0, "ep": 0}, (2, 128, 64)), ({"efsdp": 0, "ep": 0}, (2, 64, 64))),
-        ("dp_shard=4 ep=4", ({"efsdp": 0, "ep": 0}, (2, 128, 64)), ({"efsdp": 0, "ep": 0}, (2, 64, 64))),
-        ("tp=2 dp_shard=2", ({"efsdp": 0}, (2, 128, 64)), ({"efsdp": 0}, (2, 64, 64))),
+        pytest.param(
+            "dp_shard=4 ep=4",
+            ({"efsdp": 0, "ep": 0}, (2, 128, 64)),
+            ({"efsdp": 0, "ep": 0}, (2, 64, 64)),
+            marks=pytest.mark.night,
+        ),
+        pytest.param(
+            "tp=2 dp_shard=2", ({"efsdp": 0}, (2, 128, 64)), ({"efsdp": 0}, (2, 64, 64)), marks=pytest.mark.night
+        ),
         ("tp=2 ep=2", ({"ep": 0}, (4, 128, 64)), ({"ep": 0}, (4, 64, 64))),
         ("tp=2 dp_shard=2 etp=2", ({"efsdp": 0, "etp": 1}, (4, 64, 64)), ({"efsdp": 0, "etp": 2}, (4, 64, 32))),
         # Two experts of a rank are not divided evenly among four: channels are.
@@ -80,7 +87,12 @@ def placements(*layout: str) -> dict[str, object]:
             ({"efsdp": 1, "ep": 0}, (1, 64, 64)),
             ({"efsdp": 1, "ep": 0}, (1, 32, 64)),
         ),
-        ("dp_shard=3 experts=4 active_experts=1", ({"fsdp": 0}, (2, 128, 64)), ({"fsdp": 0}, (2, 64, 64))),
+        pytest.param(
+            "dp_shard=3 experts=4 active_experts=1",
+            ({"fsdp": 0}, (2, 128, 64)),
+            ({"fsdp": 0}, (2, 64, 64)),
+            marks=pytest.mark.night,
+        ),
     ],
 )
 def test_experts_are_sharded_by_experts_first(layout: str, gate_up: object, down: object):

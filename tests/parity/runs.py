@@ -21,7 +21,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SMALL = [
     "model=llama_debug",
-    "training.steps=10",
+    "training.steps=6",
     "training.seq_len=64",
     "training.global_batch_size=8",
     "training.evaluate_every=0",
@@ -34,9 +34,9 @@ SMALL = [
     "optimizer.lr=2e-3",
     "cluster.device=cpu",
 ]
-"""Ten steps of a tiny model."""
+"""Six steps of a tiny model."""
 
-EVALUATE = "training.evaluate_every=10 data.validation_fraction=0.1 data.validation_documents=40"
+EVALUATE = "training.evaluate_every=6 data.validation_fraction=0.1 data.validation_documents=40"
 """A little of what is held out, of a corpus of short documents."""
 
 PARAGRAPHS = ["data=text", f"data.paths=[{sysconfig.get_path('stdlib')}/json]", "data.document=paragraph"]

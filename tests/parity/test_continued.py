@@ -10,7 +10,7 @@ from tests.parity.runs import Curve, train
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-SAVING = ["checkpoint.mode=sync", "checkpoint.every=5", "checkpoint.keep=5"]
+SAVING = ["training.steps=10", "checkpoint.mode=sync", "checkpoint.every=5", "checkpoint.keep=5"]
 FSDP4 = ["parallelism.dp_shard=4"]
 HSDP = ["parallelism=hsdp", "training.micro_batch_size=1"]
 FSDP2 = ["parallelism.dp_shard=2"]

@@ -110,7 +110,7 @@ def test_every_kernel_of_a_gpu_masks_documents(tmp_path: Path, kernel: str, prec
 def test_documents_are_short_enough_to_matter(one_device):
     tokens = [row["tokens"] for row in one_device("documents").rows]
     steps = [later - earlier for earlier, later in itertools.pairwise(tokens)]
-    assert len(set(steps)) > 3, "every step predicts as many tokens"
+    assert len(set(steps)) > 2, "every step predicts as many tokens"
     assert max(steps) < 0.99 * 8 * 64
 
 
@@ -118,7 +118,7 @@ def test_the_curve_learns(one_device):
     """A curve that does not move would agree with itself in every layout."""
     curve = one_device("plain")
     assert curve.loss[-1] < curve.loss[0] - 0.5
-    assert len(set(curve.grad_norm)) == 10
+    assert len(set(curve.grad_norm)) == len(curve.grad_norm)
 
 
 def test_clipping_is_on_in_the_plain_experiment_and_changes_it(one_device):

@@ -57,6 +57,7 @@ def test_the_curve_is_that_of_the_fused_one(tmp_path: Path, layout: str):
     assert found.weights["head.weight"].ne(expected.weights["head.weight"]).any(), "it was not used"
 
 
+@pytest.mark.night
 @needs_triton
 @pytest.mark.day
 def test_on_one_data_rank_it_writes_the_compute_weights(tmp_path: Path):

@@ -29,6 +29,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, precision:
     assert expected.loss != one_device("exact").loss
 
 
+@pytest.mark.night
 def test_resumes_with_blocks_on_other_ranks(tmp_path: Path):
     how = EXPERIMENTS["int8"].split()
     whole, changed = continued(tmp_path, [*how, "parallelism.dp_shard=4"], [*how, "parallelism.tp=2"])

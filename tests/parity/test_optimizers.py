@@ -38,7 +38,7 @@ def roles_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 @pytest.mark.parametrize(
     "layout",
     [
-        "parallelism.dp_shard=2 parallelism.ep=2",
+        pytest.param("parallelism.dp_shard=2 parallelism.ep=2", marks=pytest.mark.day),
         *(
             pytest.param(layout, marks=pytest.mark.night)
             for layout in (

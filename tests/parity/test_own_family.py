@@ -46,6 +46,7 @@ def test_a_subclass_of_the_decoder_trains_in_every_layout(tmp_path: Path, one_de
     assert_same_curve(train(tmp_path, *OWN.split(), layout), one_device("own"))
 
 
+@pytest.mark.night
 def test_it_is_quantized(tmp_path: Path, one_device):
     found: Curve = train(tmp_path, *EXPERIMENTS["float8"].split(), "parallelism.tp=2")
     assert found.loss == pytest.approx(one_device("float8").loss, rel=1e-3)

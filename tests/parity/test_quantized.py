@@ -70,6 +70,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, recipe: st
     assert_same_recipe(train(tmp_path, *RECIPES[recipe].split(), *layout.split()), one_device(recipe))
 
 
+@pytest.mark.night
 def test_every_recipe_is_another_curve(one_device):
     """What all of them agreed on would show nothing."""
     plain = train_plain = one_device("tensorwise").grad_norm[0]
@@ -279,6 +280,7 @@ def test_float8_weights_need_no_copies_in_bf16(tmp_path: Path, layout: str):
     assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
 
 
+@pytest.mark.night
 def test_resumes_in_another_recipe(tmp_path: Path):
     before = ["quantization=float8_tensorwise", "optimizer.lr=5e-4", *FSDP2.split()]
     whole, changed = continued(tmp_path, before, ["quantization=mxfp8", "optimizer.lr=5e-4", *TP2.split()])

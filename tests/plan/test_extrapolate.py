@@ -80,7 +80,6 @@ PIPELINES = {
 """Overrides with a pipeline, by name."""
 
 QUICK = (
-    "fsdp x tp on CUDA, full",
     "a dense layer first, ep, multi-token prediction on CUDA",
     "1F1B x fsdp, full, bf16",
 )

@@ -33,11 +33,8 @@ MANY = {
 }
 QUICK = (
     "experts x ep on CUDA, full",
-    "fsdp, accumulated",
     "hsdp, every third recomputed, bf16",
-    "1F1B x fsdp, full, bf16",
     "interleaved, every third recomputed",
-    "more micro-batches than are composed",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}

@@ -189,6 +189,7 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path):
     assert from_json(to_json(synthetic(3.0))) == synthetic(3.0)
 
 
+@pytest.mark.night
 def test_equal_runs_are_predicted_once(tmp_path: Path):
     rates = [
         resolved("model=llama_debug", "training.seq_len=64", "cluster.device=cpu", f"optimizer.lr={rate}")

@@ -105,6 +105,7 @@ def _planned(words: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.night
 def test_classes_of_a_compiled_step_are_those_counted_by_hand():
     words = "model.vocab_size=4096 model.tied_embeddings=false training.seq_len=512 training.global_batch_size=2"
     [planned] = run_ranks(1, _planned, f"{words} compile=blocks", limit=300)

@@ -55,6 +55,7 @@ def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
         assert cast(torch.empty(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TRITON) == real
 
 
+@pytest.mark.night
 def test_scales_are_padded_to_128_rows():
     """As the matmul requires: 96 rows become 128, and the two scales of 64 columns four."""
     with_it, without = (
@@ -76,6 +77,7 @@ def test_matmuls_read_bytes_instead_of_halves():
     assert works[2].bytes_moved < works[0].bytes_moved < works[1].bytes_moved
 
 
+@pytest.mark.night
 def test_emulated_without_native_support(capsys: pytest.CaptureFixture[str]):
     print_plan(planned("h100", *RECIPE))
     assert "mxfp8 is emulated on H100" in capsys.readouterr().out

@@ -144,8 +144,8 @@ def test_gradients_are_freed_on_the_gpu_when_copied(offloaded: Trace):
 @pytest.mark.parametrize(
     "layout",
     [
-        "parallelism.dp_shard=1",
-        "parallelism=hsdp",
+        pytest.param("parallelism.dp_shard=1", marks=pytest.mark.night),
+        pytest.param("parallelism=hsdp", marks=pytest.mark.night),
         pytest.param("parallelism=ddp", marks=pytest.mark.night),
         "parallelism.tp=2 parallelism.dp_shard=2",
         pytest.param("parallelism.dp_shard=2 optimizer.state_precision=bf16", marks=pytest.mark.night),
@@ -189,6 +189,7 @@ def as_typed(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout)["ranks"][0]
 
 
+@pytest.mark.night
 def test_pipeline_ranks_share_the_nodes_memory():
     plan = planned(OFFLOADED, "parallelism.pp=2", "parallelism.dp_shard=8", "parallelism.pp_microbatches=1")
     first, second = (rank.trace.host for rank in plan.ranks)
@@ -199,6 +200,7 @@ def test_pipeline_ranks_share_the_nodes_memory():
     assert plan_to_json(plan)["ranks"][1]["host"]["peak_bytes"] == second.peak.bytes
 
 
+@pytest.mark.night
 def test_copies_take_time_and_host_operators_do_not(capsys: pytest.CaptureFixture[str]):
     plan, before = (planned("parallelism.dp_shard=2", word) for word in (OFFLOADED, "parallelism.cpu_offload=false"))
     (rank,), (other,) = plan.ranks, before.ranks

@@ -11,12 +11,7 @@ from tests.plan.layouts import COMPILED, LAYOUTS, allocated_peaks, experiment_of
 from titan_exp.models.spec.lookup import model_spec
 
 BY_DAY = (
-    "one device",
     "fsdp 2, accumulated",
-    "ddp 2, bf16",
-    "tp 2",
-    "pp 2, 1F1B",
-    "cp 2, Ulysses",
     "pp 2 x cp 2 x tp 2",
     "fsdp 2, float8 tensorwise",
 )

@@ -199,6 +199,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path
         Visualization(tmp_path / "file" / "plan.html")
 
 
+@pytest.mark.night
 def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
     path = tmp_path / "plan.html"
     found = json.loads(planned(*SMALL, "--json", "--html", str(path)))

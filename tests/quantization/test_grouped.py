@@ -141,6 +141,7 @@ def compiled() -> dict[str, list[tuple[Tensor, Tensor]]]:
     return found
 
 
+@pytest.mark.night
 def test_every_recipe_is_compiled_as_one_graph():
     """In fp32 a product of one projection too, of rows: of what is not converted the compiler of torch 2.11 has lost
     the gradient."""

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.parity.runs import SMALL
@@ -65,6 +66,7 @@ def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch):
     assert os.environ[VARIABLE] == str(tmp_path / "mine")
 
 
+@pytest.mark.night
 def test_another_process_finds_what_one_compiled(tmp_path: Path):
     path = made_run(tmp_path / "runs")
     (first,) = run_ranks(1, compile_a_product, str(path))

@@ -51,7 +51,7 @@ class Trained:
 
 def train(path: Path, *overrides: str, graphs: bool = True, mutate: Callable[[], None] | None = None) -> Trained:
     """Train in a run folder, on one rank, with a tape for the GPU's graphs."""
-    run = composed(*SMALL, *overrides, f"compile.cuda_graphs={str(graphs).lower()}")
+    run = composed(*SMALL, "training.steps=10", *overrides, f"compile.cuda_graphs={str(graphs).lower()}")
     folder = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(to_yaml(resolve_layout(run, 1)))
@@ -110,28 +110,30 @@ def assert_same(found: Trained, expected: Trained) -> None:
 @pytest.mark.parametrize(
     ("steps", "overrides"),
     [
-        (10, ""),
+        pytest.param(10, "", marks=pytest.mark.night),
         (10, "training.micro_batch_size=4 training.loss_chunk_tokens=37 training.z_loss=1e-4"),
         (
             10,
             "training.mixed_precision=bf16 training.global_batch_size=9 training.micro_batch_size=3 "
             "training.evaluate_every=3 data.validation_fraction=0.1 data.validation_documents=40",
         ),
-        (
+        pytest.param(
             10,
             "training.mixed_precision=bf16 training.loss_chunk_tokens=37 model.tied_embeddings=true "
             "activation_checkpoint=full training.micro_batch_size=4",
+            marks=pytest.mark.night,
         ),
-        (10, "activation_checkpoint=selective model.layers=2"),
+        pytest.param(10, "activation_checkpoint=selective model.layers=2", marks=pytest.mark.night),
         (
             8,
             "training.mixed_precision=bf16 quantization=float8_tensorwise quantization.precomputed_scales=true "
             "optimizer.state_precision=bf16 model.layers=2",
         ),
-        (
+        pytest.param(
             6,
             "training.mixed_precision=bf16 compile=all compile.backend=aot_eager activation_checkpoint=selective "
             "model.layers=2",
+            marks=pytest.mark.night,
         ),
         (
             8,

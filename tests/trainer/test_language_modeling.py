@@ -3,6 +3,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,6 +114,7 @@ def compare_all() -> list[list[int]]:
     return [compare_compiled(*case) for case in CASES]
 
 
+@pytest.mark.night
 def test_compiled_it_is_the_same_and_compiled_once_for_each_shape_of_a_chunk():
     """In a process of its own, where shapes are not checked: no compiler could follow the checks."""
     graphs = {None: 1, 20: 2, 16: 4, 40: 2}

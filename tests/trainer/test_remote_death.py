@@ -96,6 +96,7 @@ def server() -> Any:
     one.close()
 
 
+@pytest.mark.night
 def test_killed_in_the_middle_of_uploads_and_deletions_and_moved(tmp_path: Path, server):
     world, name = 2, "abc"
     layout = ["parallelism.dp_shard=2"]

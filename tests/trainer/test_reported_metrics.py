@@ -26,8 +26,8 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     [
         "parallelism.dp_shard=2 training.micro_batch_size=2",
         "parallelism.tp=2",
-        "parallelism.tp=2 parallelism.loss_parallel=false",
-        "parallelism.pp=2",
+        pytest.param("parallelism.tp=2 parallelism.loss_parallel=false", marks=pytest.mark.night),
+        pytest.param("parallelism.pp=2", marks=pytest.mark.night),
         "parallelism.cp=2 training.micro_batch_size=4",
     ],
 )

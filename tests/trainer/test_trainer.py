@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def experiment(*overrides: str) -> Experiment:
-    return resolve_layout(to_experiment(compose([*SMALL, *overrides])), 1)
+    return resolve_layout(to_experiment(compose([*SMALL, "training.steps=10", *overrides])), 1)
 
 
 def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:

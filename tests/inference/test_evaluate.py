@@ -45,6 +45,7 @@ def test_evaluate_matches_the_validation_loss_of_the_run(trained: Path, capsys: 
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 
 
+@pytest.mark.night
 def test_an_export_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     expected = evaluated(capsys, trained)
     convert_command([str(trained), str(tmp_path / "export")])

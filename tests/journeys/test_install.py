@@ -60,10 +60,10 @@ def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
     command = str(tmp_path / "env" / "bin" / "titan-exp")
     where = run([str(python), "-c", "import titan_exp; print(titan_exp.__file__)"], away, environment=needs)
     assert where.stdout.startswith(str(tmp_path / "env")), where.stdout + where.stderr
-    words = [*SHORT.split(), "training.steps=5,6", "optimizer.lr=1e-3"]
+    words = [*SHORT.split(), "training.steps=5"]
     swept = run([command, "train", "-m", *words], away, environment=needs)
     assert swept.returncode == 0, swept.stdout + swept.stderr
-    assert len(list(Path(away, "runs", "first").iterdir())) == 2
+    assert len(list(Path(away, "runs", "first").iterdir())) == 1
     plan = run([command, "sweep", "optimizers", "--dry-run"], away, environment=needs)
     assert "24 to start." in plan.stdout, plan.stderr
     assert os.listdir(away) == ["runs"]

@@ -54,6 +54,7 @@ def test_its_ranks_meet_and_train(train, capsys: pytest.CaptureFixture[str]):
     ]
 
 
+@pytest.mark.night
 def test_status_and_cancel(train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.obey_stop")
     folder = train()

@@ -115,6 +115,7 @@ def bands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bands]:
     print(f"{'':84s} {'loss':>6s} {'norm':>6s}", *found.table, sep="\n")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_stays_in_the_band(tmp_path: Path, bands: Bands, layout: str):
     curve = train(tmp_path, *BF16, *layout.split())
@@ -123,6 +124,7 @@ def test_a_layout_stays_in_the_band(tmp_path: Path, bands: Bands, layout: str):
     assert {weight.dtype for weight in curve.weights.values()} == {torch.float32}
 
 
+@pytest.mark.night
 def test_the_band_is_narrow(tmp_path: Path, bands: Bands):
     """A band that holds anything would show nothing: fp32 is close, and outside of it."""
     fp32 = train(tmp_path, *BF16[1:])
@@ -160,6 +162,7 @@ BROKEN: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_broken_leaves_the_band(tmp_path: Path, bands: Bands, broken: str):
     curve = train(tmp_path, *BF16, LAYOUTS[0], mutate=BROKEN[broken])

@@ -71,13 +71,14 @@ def test_a_schedule_from_a_file_among_others(tmp_path: Path, one_device):
     assert_same_curve(found, one_device("tied"))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "after",
     [
-        pytest.param("", marks=pytest.mark.night),
-        pytest.param("parallelism.pp=2 parallelism.pp_schedule=DualPipeV parallelism.tp=2", marks=pytest.mark.night),
-        pytest.param("parallelism=hsdp parallelism.cp=2", marks=pytest.mark.day),
-        pytest.param("parallelism.tp=4 parallelism.dp_shard=2", marks=pytest.mark.night),
+        "",
+        "parallelism.pp=2 parallelism.pp_schedule=DualPipeV parallelism.tp=2",
+        "parallelism=hsdp parallelism.cp=2",
+        "parallelism.tp=4 parallelism.dp_shard=2",
     ],
 )
 def test_resumes_in_any_other_layout(tmp_path: Path, after):

@@ -11,7 +11,6 @@ from tests.plan.layouts import COMPILED, LAYOUTS, allocated_peaks, experiment_of
 from titan_exp.models.spec.lookup import model_spec
 
 BY_DAY = (
-    "fsdp 2, accumulated",
     "pp 2 x cp 2 x tp 2",
     "fsdp 2, float8 tensorwise",
 )

@@ -70,7 +70,7 @@ def test_weights_that_are_gone_stop_a_new_run_and_no_other(tmp_path, monkeypatch
         train(tmp_path / "third", *begun, "training.steps=2")
 
 
-@pytest.mark.parametrize("way", ["continued", "initial"])
+@pytest.mark.parametrize("way", ["continued", pytest.param("initial", marks=pytest.mark.night)])
 def test_any_layout_begins_bitwise_with_a_seed_checkpoint(tmp_path: Path, way: str):
     """Written on one process, before the first step."""
     train(tmp_path / "seed", *PARAGRAPHS, "training.steps=0", "checkpoint.mode=sync")

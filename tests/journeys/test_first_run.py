@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.journeys.command import TITAN_EXP, titan_exp
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics

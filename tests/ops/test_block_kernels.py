@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 pytestmark = needs_triton
 
@@ -36,16 +37,23 @@ def swiglus(device: str) -> Results:
 
     def call() -> dict[str, Tensor]:
         found = {}
-        for group, dtype in ((5, torch.bfloat16), (16, torch.bfloat16), (80, torch.float32)):
+        limited = SwiGLUVariant(1.702, 7.0, 1.0)
+        for group, dtype, variant in (
+            (5, torch.bfloat16, SWIGLU),
+            (16, torch.bfloat16, SWIGLU),
+            (80, torch.float32, SWIGLU),
+            (10, torch.bfloat16, limited),
+            (8, torch.float32, limited),
+        ):
             random = torch.Generator().manual_seed(group)
             # Gates of up to some 30, where sigmoid saturates.
             x = torch.randn(3, 2, 160, generator=random).mul(8).to(device, dtype)
             gradient = torch.randn(2, 3, 80, generator=random).to(device, dtype).transpose(0, 1)
             leaf = (x if group == 5 else x.transpose(0, 1).contiguous().transpose(0, 1)).requires_grad_()
-            out = swiglu.swiglu(leaf, group)
+            out = swiglu.swiglu(leaf, group, variant)
             (found[f"{group}, gradient"],) = torch.autograd.grad(out, leaf, gradient)
             found[f"{group}"] = out.detach()
-        assert swiglu.swiglu(x[:0], 5).shape == (0, 2, 80)
+        assert swiglu.swiglu(x[:0], 5, limited).shape == (0, 2, 80)
         return {name: tensor.cpu() for name, tensor in found.items()}
 
     return both_ways(swiglu, device, call)
@@ -54,7 +62,7 @@ def swiglus(device: str) -> Results:
 @pytest.mark.parametrize("device", DEVICES)
 def test_swiglu_and_its_gradient_are_those_of_torch(device: str):
     [found] = run_kernels(1, device, swiglus)
-    assert len(found) == 6
+    assert len(found) == 10
     for name, (theirs, ours) in found.items():
         assert ours.shape == theirs.shape, name
         # Intermediate results are rounded alike; their exponentials differ in the last bit of fp32.

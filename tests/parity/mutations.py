@@ -618,8 +618,8 @@ def the_output_of_swiglu_is_recomputed_without_weights() -> None:
     def make(original: Any) -> Any:
         from titan_exp.ops.is_recomputing import is_recomputing
 
-        return lambda gate_up, weights, group: original(
-            gate_up, torch.ones_like(weights) if is_recomputing() else weights, group
+        return lambda gate_up, weights, group, variant: original(
+            gate_up, torch.ones_like(weights) if is_recomputing() else weights, group, variant
         )
 
     patch("titan_exp.ops.moe.weighted_swiglu_linear.weighted_swiglu", make)

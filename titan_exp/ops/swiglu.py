@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.clamped_swiglu import clamped_swiglu
+from titan_exp.ops.clamped_swiglu import clamped_swiglu, halves
 from titan_exp.ops.runs_kernel import runs_kernel
-from titan_exp.ops.swiglu_chunks import halves, swiglu_backward_in_chunks, swiglu_in_chunks
+from titan_exp.ops.swiglu_chunks import swiglu_backward_in_chunks, swiglu_in_chunks
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 GROUP = 32
@@ -26,12 +26,10 @@ def swiglu(
 
     Backward keeps `gate_up` alone.
     """
-    if variant != SWIGLU:
-        return clamped_swiglu(gate_up, None, variant, group)
     if torch.compiler.is_compiling():
         # The compiler derives the same backward and fuses it.
-        return _forward(gate_up, group)
-    return _SwiGLU.apply(gate_up, group)  # type: ignore[return-value]  # a Tensor
+        return _forward(gate_up, group) if variant == SWIGLU else clamped_swiglu(gate_up, None, group, variant)
+    return _SwiGLU.apply(gate_up, group, variant)  # type: ignore[return-value]  # a Tensor
 
 
 def _forward(gate_up: Tensor, group: int) -> Tensor:
@@ -41,51 +39,64 @@ def _forward(gate_up: Tensor, group: int) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, group: int) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, group: int, variant: SwiGLUVariant) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.group = group
-        return _swiglu(gate_up.contiguous(), group)
+        ctx.group, ctx.variant = group, variant
+        return _swiglu(gate_up.contiguous(), group, **variant.numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
-        return _swiglu_backward(gate_up.contiguous(), gradients[0].contiguous(), ctx.group), None
+        gradient = gradients[0].contiguous()
+        return _swiglu_backward(gate_up.contiguous(), gradient, ctx.group, **ctx.variant.numbers), None, None
 
 
 @torch.library.custom_op("titan_exp::swiglu", mutates_args=())
-def _swiglu(gate_up: Tensor, group: int) -> Tensor:
+def _swiglu(gate_up: Tensor, group: int, *, alpha: float, limit: float | None, offset: float) -> Tensor:
+    variant = SwiGLUVariant(alpha, limit, offset)
     if not runs_kernel(gate_up):
-        return swiglu_in_chunks(gate_up, None, group)
+        return swiglu_in_chunks(gate_up, None, group, variant)
     out = _empty_output(gate_up, group)
     if not isinstance(gate_up, FakeTensor):
         from titan_exp.ops.swiglu_kernels import swiglu_kernel
 
-        _launch(swiglu_kernel, gate_up, out, size=out.numel(), group=group)
+        _launch(swiglu_kernel, gate_up, out, size=out.numel(), group=group, **variant.numbers)
     return out
 
 
 @torch.library.custom_op("titan_exp::swiglu_backward", mutates_args=())
-def _swiglu_backward(gate_up: Tensor, gradient: Tensor, group: int) -> Tensor:
+def _swiglu_backward(
+    gate_up: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
+) -> Tensor:
+    variant = SwiGLUVariant(alpha, limit, offset)
     if not runs_kernel(gate_up):
-        return swiglu_backward_in_chunks(gate_up, None, gradient, group)[0]
+        return swiglu_backward_in_chunks(gate_up, None, gradient, group, variant)[0]
     gate_up_grad = torch.empty_like(gate_up)
     if not isinstance(gate_up, FakeTensor):
         from titan_exp.ops.swiglu_kernels import swiglu_backward_kernel
 
-        _launch(swiglu_backward_kernel, gate_up, gradient, gate_up_grad, size=gradient.numel(), group=group)
+        _launch(
+            swiglu_backward_kernel,
+            gate_up,
+            gradient,
+            gate_up_grad,
+            size=gradient.numel(),
+            group=group,
+            **variant.numbers,
+        )
     return gate_up_grad
 
 
 @_swiglu.register_fake
-def _empty_output(gate_up: Tensor, group: int) -> Tensor:
+def _empty_output(gate_up: Tensor, group: int, **_: float | None) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @_swiglu_backward.register_fake
-def _empty_gradient(gate_up: Tensor, gradient: Tensor, group: int) -> Tensor:
+def _empty_gradient(gate_up: Tensor, gradient: Tensor, group: int, **_: float | None) -> Tensor:
     return torch.empty_like(gate_up)
 
 
-def _launch(kernel: Any, *tensors: Tensor, size: int, group: int) -> None:
+def _launch(kernel: Any, *tensors: Tensor, size: int, **constants: Any) -> None:
     if size:  # experts may get no token
-        kernel[(-(-size // BLOCK),)](*tensors, size, group=group, block=BLOCK)
+        kernel[(-(-size // BLOCK),)](*tensors, size, **constants, block=BLOCK)

@@ -11,17 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward, halves
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
+
 CHUNK = 2**18
 """Gates and ups that a thread of a CPU has at a time."""
 
 
-def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int) -> Tensor:
+def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int, variant: SwiGLUVariant) -> Tensor:
     """silu(gate) · up [..., ffn] of the contiguous `gate_up` [..., 2 · ffn], times the weight of each row if given.
 
-    The products are in at least fp32 and rounded once; SiLU is rounded before.
+    Or a variant of it. The products are in at least fp32 and rounded once; SiLU is rounded before.
     """
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     for rows, fused, result in _chunks(gate_up, out):
+        if variant != SWIGLU:
+            result.copy_(clamped_swiglu(fused, None if weights is None else weights[rows], group, variant))
+            continue
         gate, up = halves(fused, group)
         product = _wide(F.silu(_packed(gate))).mul_(_wide(up)).view_as(result)
         torch.mul(product, 1 if weights is None else weights[rows, None], out=result)
@@ -29,7 +35,7 @@ def swiglu_in_chunks(gate_up: Tensor, weights: Tensor | None, group: int) -> Ten
 
 
 def swiglu_backward_in_chunks(
-    gate_up: Tensor, weights: Tensor | None, gradient: Tensor, group: int
+    gate_up: Tensor, weights: Tensor | None, gradient: Tensor, group: int, variant: SwiGLUVariant
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of `gate_up`, and of `weights` if given, from the contiguous one of the output.
 
@@ -38,6 +44,12 @@ def swiglu_backward_in_chunks(
     gate_up_grad = torch.empty_like(gate_up)
     weights_grad = None if weights is None else torch.empty_like(weights)
     for rows, fused, fused_grad, upstream in _chunks(gate_up, gate_up_grad, gradient):
+        if variant != SWIGLU:
+            part = None if weights is None else weights[rows]
+            part_grad = clamped_swiglu_backward(fused, part, upstream, fused_grad, group, variant)
+            if weights_grad is not None and part_grad is not None:
+                weights_grad[rows] = part_grad
+            continue
         (narrow_gate, narrow_up), (gate_grad, up_grad) = halves(fused, group), halves(fused_grad, group)
         gate, up, change = _packed(narrow_gate), _wide(narrow_up), _wide(upstream)
         silu = _wide(F.silu(gate))
@@ -47,12 +59,6 @@ def swiglu_backward_in_chunks(
         torch.mul(silu, of_silu, out=up_grad)
         gate_grad.copy_(torch.ops.aten.silu_backward((of_silu * up).to(gate.dtype), gate))
     return gate_up_grad, weights_grad
-
-
-def halves(gate_up: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Gate and up columns [rows, ffn / group, group] of [rows, 2 · ffn]."""
-    gate, up = gate_up.unflatten(-1, (-1, 2, group)).unbind(-2)
-    return gate, up
 
 
 def _weigh(product: Tensor, change: Tensor, weights: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from titan_exp.models.blocks.linear import weight_and_bias
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.moe.expert_bias import add_expert_bias
+from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 
 class GroupedLinear(nn.Module):
@@ -36,17 +37,17 @@ class GroupedLinear(nn.Module):
         ends: Int32[Tensor, " experts"],
         row_weights: Float[Tensor, " tokens"] | None = None,
         *,
-        of_swiglu: bool = False,
+        of_swiglu: SwiGLUVariant | None = None,
     ) -> Float[Tensor, "tokens fan_out"]:
         """x · weight[expert]ᵀ for rows sorted by expert, by `linear_impl`, plus the bias, times `row_weights` if given.
 
         `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient. `of_swiglu` takes
-        fused gate and up, in place of their weighted SwiGLU.
+        fused gate and up, in place of this weighted variant of SwiGLU.
         """
         weight = local_tensor(self.weight)
-        if of_swiglu:
+        if of_swiglu is not None:
             assert row_weights is not None, "the SwiGLU is weighted"
-            out = self.linear_impl.of_swiglu(x, weight, ends, row_weights)
+            out = self.linear_impl.of_swiglu(x, weight, ends, row_weights, of_swiglu)
         else:
             out = self.linear_impl(x, weight, ends)
         if self.bias is None:

@@ -13,10 +13,8 @@ from titan_exp.models.blocks.router import Router
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
-from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
 from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
-from titan_exp.ops.swiglu_variant import SWIGLU
 
 
 class Experts(nn.Module):
@@ -48,14 +46,10 @@ class Experts(nn.Module):
         `ends` are the ends of the experts' rows.
         """
         fused, variant = self.gate_up(rows, ends), self.variant
-        if weights is not None and variant == SWIGLU:
-            return self.down(fused, ends, weights, of_swiglu=True)
+        if weights is not None:
+            return self.down(fused, ends, weights, of_swiglu=variant)
         return recompute_input(
-            lambda fused: (
-                swiglu(fused, variant=variant) if weights is None else weighted_swiglu(fused, weights, variant=variant)
-            ),
-            fused,
-            lambda hidden: self.down(hidden, ends, weights),
+            lambda fused: swiglu(fused, variant=variant), fused, lambda hidden: self.down(hidden, ends)
         )
 
 

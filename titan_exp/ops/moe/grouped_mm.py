@@ -85,7 +85,7 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return out
     out = _empty_rows(x, weight, ends)
     last = 0
-    for expert, rows in _runs(ends, x.shape[0]):
+    for expert, rows in runs_of_experts(ends, x.shape[0]):
         torch.mm(x[rows], weight[expert], out=out[rows])
         last = rows.stop
     out[last:] = 0
@@ -95,7 +95,7 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("titan_exp::grouped_outer", mutates_args=())
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = _empty_outer(left, right, ends)
-    for expert, rows in _runs(ends, left.shape[0]):
+    for expert, rows in runs_of_experts(ends, left.shape[0]):
         torch.mm(left[rows].t(), right[rows], out=out[expert])
     for expert in (ends.diff(prepend=ends.new_zeros(1)) == 0).nonzero().flatten().tolist():
         out[expert] = 0
@@ -124,7 +124,7 @@ def _zero_rows_after(rows: Tensor, ends: Tensor) -> None:
         launch(rows, ends, *rows.shape, ends.shape[0] - 1, programs=PROGRAMS, block=1024)
 
 
-def _runs(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, with their rows."""
     start = 0
     for expert, end in enumerate(ends.tolist()):

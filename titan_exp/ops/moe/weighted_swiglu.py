@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.clamped_swiglu import clamped_swiglu
+from titan_exp.ops.clamped_swiglu import clamped_swiglu, halves
 from titan_exp.ops.runs_kernel import runs_kernel
 from titan_exp.ops.swiglu import GROUP
-from titan_exp.ops.swiglu_chunks import halves, swiglu_backward_in_chunks, swiglu_in_chunks
+from titan_exp.ops.swiglu_chunks import swiglu_backward_in_chunks, swiglu_in_chunks
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 ROWS = 4
@@ -34,12 +34,11 @@ def weighted_swiglu(
 
     The products are in fp32 and rounded once. Backward keeps `gate_up` and `weights` alone.
     """
-    if variant != SWIGLU:
-        return clamped_swiglu(gate_up, weights, variant, group)
     if torch.compiler.is_compiling():
         # The compiler derives the same backward and fuses it.
-        return _forward(gate_up, weights, group)
-    return _WeightedSwiGLU.apply(gate_up, weights, group)  # type: ignore[return-value]  # a Tensor
+        plain = variant == SWIGLU
+        return _forward(gate_up, weights, group) if plain else clamped_swiglu(gate_up, weights, group, variant)
+    return _WeightedSwiGLU.apply(gate_up, weights, group, variant)  # type: ignore[return-value]  # a Tensor
 
 
 def _forward(gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
@@ -51,16 +50,16 @@ def _forward(gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, group: int, variant: SwiGLUVariant) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
-        ctx.group = group
-        return _weighted_swiglu(gate_up.contiguous(), weights.contiguous(), group)
+        ctx.group, ctx.variant = group, variant
+        return _weighted_swiglu(gate_up.contiguous(), weights.contiguous(), group, **variant.numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gate_up, weights = ctx.saved_tensors
         gradient = gradients[0].clone(memory_format=torch.contiguous_format)
-        return *weighted_swiglu_backward(gate_up, weights, gradient, ctx.group), None
+        return *weighted_swiglu_backward(gate_up, weights, gradient, ctx.group, ctx.variant), None, None
 
 
 def weighted_swiglu_backward(
@@ -68,46 +67,56 @@ def weighted_swiglu_backward(
     weights: Float[Tensor, " rows"],
     gradient: Float[Tensor, "rows ffn"],
     group: int = GROUP,
+    variant: SwiGLUVariant = SWIGLU,
 ) -> tuple[Float[Tensor, "rows two_ffn"], Float[Tensor, " rows"]]:
     """Gradients of `gate_up` and `weights` from the contiguous one of the output, over which it writes the output."""
-    return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group)
+    return _weighted_swiglu_backward(gate_up.contiguous(), weights.contiguous(), gradient, group, **variant.numbers)
 
 
 @torch.library.custom_op("titan_exp::weighted_swiglu", mutates_args=())
-def _weighted_swiglu(gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
+def _weighted_swiglu(
+    gate_up: Tensor, weights: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
+) -> Tensor:
+    variant = SwiGLUVariant(alpha, limit, offset)
     if not runs_kernel(gate_up):
-        return swiglu_in_chunks(gate_up, weights, group)
+        return swiglu_in_chunks(gate_up, weights, group, variant)
     out = _empty_output(gate_up, weights, group)
-    _launch("weighted_swiglu_kernel", out, gate_up, weights, out, group=group)
+    _launch("weighted_swiglu_kernel", out, gate_up, weights, out, group=group, **variant.numbers)
     return out
 
 
 @torch.library.custom_op("titan_exp::weighted_swiglu_backward", mutates_args=("gradient",))
-def _weighted_swiglu_backward(gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _weighted_swiglu_backward(
+    gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, *, alpha: float, limit: float | None, offset: float
+) -> tuple[Tensor, Tensor]:
+    variant = SwiGLUVariant(alpha, limit, offset)
     if not runs_kernel(gate_up):
-        gate_up_grad, weights_grad = swiglu_backward_in_chunks(gate_up, weights, gradient, group)
+        gate_up_grad, weights_grad = swiglu_backward_in_chunks(gate_up, weights, gradient, group, variant)
         assert weights_grad is not None, "weights are given"
         return gate_up_grad, weights_grad
     gradients = _empty_gradients(gate_up, weights, gradient, group)
-    _launch("weighted_swiglu_backward_kernel", gradient, gate_up, weights, gradient, *gradients, group=group)
+    tensors = gate_up, weights, gradient, *gradients
+    _launch("weighted_swiglu_backward_kernel", gradient, *tensors, group=group, **variant.numbers)
     return gradients
 
 
 @_weighted_swiglu.register_fake
-def _empty_output(gate_up: Tensor, weights: Tensor, group: int) -> Tensor:
+def _empty_output(gate_up: Tensor, weights: Tensor, group: int, **_: float | None) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
 @_weighted_swiglu_backward.register_fake
-def _empty_gradients(gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _empty_gradients(
+    gate_up: Tensor, weights: Tensor, gradient: Tensor, group: int, **_: float | None
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gate_up), torch.empty_like(weights)
 
 
-def _launch(name: str, output: Tensor, *tensors: Tensor, group: int) -> None:
+def _launch(name: str, output: Tensor, *tensors: Tensor, **constants: Any) -> None:
     rows, ffn = output.shape
     if isinstance(output, FakeTensor) or output.numel() == 0:  # experts may get no token
         return
     from titan_exp.ops.moe import weighted_swiglu_kernels
 
     launch: Any = getattr(weighted_swiglu_kernels, name)[(-(-rows // ROWS),)]
-    launch(*tensors, rows, ffn, group=group, side=ROWS, block=BLOCK)
+    launch(*tensors, rows, ffn, **constants, side=ROWS, block=BLOCK)

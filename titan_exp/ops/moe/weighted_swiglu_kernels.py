@@ -1,13 +1,13 @@
 """Triton kernels of `ops.moe.weighted_swiglu`, in a separate file because importing it needs Triton.
 
-A program has `side` whole rows, `block` columns at a time. SiLU and the gradient of its output are rounded as torch
-rounds them.
+A program has `side` whole rows, `block` columns at a time. Results are rounded as in `ops.swiglu_kernels`.
 """
 
 import triton
 import triton.language as tl
 
 from titan_exp.ops.rounding import rounded
+from titan_exp.ops.swiglu_kernels import gated, gated_gradients
 
 
 @triton.jit
@@ -18,10 +18,13 @@ def weighted_swiglu_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
     rows: tl.tensor,
     ffn: tl.tensor,
     group: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    offset: tl.constexpr,
     side: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute rows of silu(gate) · up · weight."""
+    """Compute rows of (up + offset) · gate · sigmoid(alpha · gate) · weight."""
     row = tl.program_id(0).to(tl.int64) * side + tl.arange(0, side)
     weight = tl.load(weights + row, mask=row < rows, other=0.0)[:, None]
     dtype: tl.constexpr = out.dtype.element_ty  # type: ignore[attr-defined]  # pointers have it
@@ -29,8 +32,8 @@ def weighted_swiglu_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
         inside, offsets, gates = _columns(row, rows, ffn, start, group, block)  # type: ignore[misc]  # a tuple in a kernel
         gate = tl.load(gate_up + gates, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gates + group, mask=inside, other=0.0).to(tl.float32)
-        silu = rounded(gate / (1 + tl.exp(-gate)), dtype).to(tl.float32)
-        tl.store(out + offsets, rounded(silu * up * weight, dtype), mask=inside)
+        _, up, _, swish = gated(gate, up, dtype, alpha, limit, offset)  # type: ignore[misc]
+        tl.store(out + offsets, rounded(swish * up * weight, dtype), mask=inside)
 
 
 @triton.jit
@@ -43,6 +46,9 @@ def weighted_swiglu_backward_kernel(  # noqa: PLR0917  # Triton kernels have no 
     rows: tl.tensor,
     ffn: tl.tensor,
     group: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    offset: tl.constexpr,
     side: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -56,16 +62,13 @@ def weighted_swiglu_backward_kernel(  # noqa: PLR0917  # Triton kernels have no 
         gate = tl.load(gate_up + gates, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gates + group, mask=inside, other=0.0).to(tl.float32)
         change = tl.load(gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-        below = 1 + tl.exp(-gate)
-        sigmoid, silu = 1 / below, rounded(gate / below, dtype).to(tl.float32)
-        product = silu * up
+        _, shifted, _, swish = gated(gate, up, dtype, alpha, limit, offset)  # type: ignore[misc]
+        product = swish * shifted
         tl.store(gradient + offsets, rounded(product * weight, dtype), mask=inside)
         products += change * product
-        change *= weight
-        of_silu = rounded(change * up, dtype).to(tl.float32)
-        of_gate = of_silu * sigmoid * (1 + gate * (1 - sigmoid))
+        of_gate, of_up = gated_gradients(gate, up, change * weight, dtype, alpha, limit, offset)  # type: ignore[misc]
         tl.store(gate_up_grad + gates, rounded(of_gate, dtype), mask=inside)
-        tl.store(gate_up_grad + gates + group, rounded(change * silu, dtype), mask=inside)
+        tl.store(gate_up_grad + gates + group, rounded(of_up, dtype), mask=inside)
     tl.store(weights_grad + row, tl.sum(products, 1), mask=row < rows)
 
 

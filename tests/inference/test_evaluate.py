@@ -85,6 +85,19 @@ def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str
     assert evaluated(capsys, trained, *words, "split=all")["tokens"] == sum(manifest.tokens.values()) - 2
 
 
+def test_a_longer_context_is_declared(trained: Path, capsys: pytest.CaptureFixture[str]):
+    """Linear scaling by the ratio of the bases' turns is another base: equal at a wavelength, not elsewhere."""
+    words = [trained, "training.seq_len=1024", "data.validation_documents=2"]
+    plain = evaluated(capsys, *words, "model.context=1024")
+    found = {
+        scaling: evaluated(capsys, *words, f"model.rope.scaling={scaling}", "model.rope.factor=2")["loss"]
+        for scaling in ("linear", "yarn", "llama3")
+    }
+    assert len({plain["loss"], *found.values()}) == 4
+    slower = evaluated(capsys, *words, "model.context=1024", "model.rope.scaling=linear", "model.rope.factor=2")
+    assert slower["loss"] == found["linear"]
+
+
 @pytest.mark.parametrize("layout", ["parallelism.tp=2 parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=4"])
 def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
@@ -133,7 +146,9 @@ def evaluate_on_rank(path: str, words: list[str], by_position: bool) -> dict[str
         (["model=llama3_8b"], "evaluate does not take this key"),
         (["step=x"], "step=x"),
         (["step=3"], "checkpoints of steps"),
-        (["training.seq_len=100000"], "longer than the model's context"),
+        (["training.seq_len=1024"], "to stretch it, model.rope.scaling=yarn model.rope.factor=2"),
+        (["training.seq_len=1024", "model.rope.scaling=linear", "model.rope.factor=1.5"], "model.rope.factor=3"),
+        (["model.rope.factor=2"], "model.rope.scaling=llama3"),
         (["data=text"], "data.paths"),
         (["split=some"], "held_out or all"),
         (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),

@@ -24,6 +24,7 @@ from titan_exp.rules.rule import Refuse, rules
 FIELD = "checkpoint.continue_from"
 MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context", MTP_WEIGHT)
 """Keys of the model that change no weight."""
+ROPE, THETA = "model.rope.", "model.rope.theta"
 
 
 def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Iterator[Violation]:
@@ -72,8 +73,12 @@ def misfits(
     """Values that must be those of the parent's configuration, and are not."""
     weights_alone = f"checkpoint.initial={checkpoint.continue_from}, which takes weights alone"
     theirs = flatten(saved)
-    for key, value in flatten(dataclasses.asdict(model), "model.").items():
-        if key not in MAY_DIFFER and theirs.get(key, value) != value:
+    ours = flatten(dataclasses.asdict(model), "model.")
+    # A declared scaling may stretch the parent's context; a forgotten one would lose the parent's.
+    stretched = ours.get(f"{ROPE}scaling", "none") != "none"
+    may_differ = {*MAY_DIFFER, *(key for key in ours if stretched and key.startswith(ROPE) and key != THETA)}
+    for key, value in ours.items():
+        if key not in may_differ and theirs.get(key, value) != value:
             yield Violation(key, value, f"{checkpoint.continue_from} has {theirs[key]}", f"{key}={theirs[key]}")
     if (name := theirs.get("optimizer.name", optimizer.name)) != optimizer.name:
         reason = f"the optimizer state of {checkpoint.continue_from} is that of {name}"

@@ -5,16 +5,47 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, HEAD_SIZES, ON_CPU
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.mtp import MTP_DEPTH
+from titan_exp.models.spec.rope import PlainRope, ScaledRope
 from titan_exp.rules.rule import Refuse, rules
 
 
 def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
     """The model family's own rules hold."""
     yield from family_violations(model)
+
+
+def sequence_fits_context(spec: ModelSpec | None, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Sequences are no longer than the model's context, or than its scaling reaches."""
+    # A plain class has no spec and no such bound.
+    if spec is not None:
+        yield from exceeds_context(model, training.seq_len)
+
+
+def exceeds_context(model: ModelConfig, seq_len: int) -> Iterator[Violation]:
+    """Sequence length beyond the model's context, with the scalings that reach it."""
+    rope = getattr(model, "rope", None)
+    longest = rope.longest(model.context) if isinstance(rope, PlainRope) else model.context
+    if seq_len <= longest:
+        return
+    reason = f"it is longer than the context of {model.name}, {longest} tokens"
+    stretched = f"model.context={seq_len}"
+    if isinstance(rope, ScaledRope):
+        resolved = rope.resolved(model.context)
+        assert resolved.original_context is not None, "resolved"
+        if resolved.scaling == "none":
+            factor = -(-seq_len // resolved.original_context)
+            scaling = f"model.rope.scaling=yarn model.rope.factor={factor} (or linear, llama3)"
+        else:
+            reason += f" with model.rope.scaling={rope.scaling} model.rope.factor={rope.factor:g}"
+            scaling = f"model.rope.factor={rope.factor * -(-seq_len // longest):g}"
+            scaling += f" {stretched}" if resolved.scaling == "llama3" else ""
+        stretched = f"to stretch it, {scaling}; or {stretched} for weights of that context, trained from scratch"
+    yield Violation("training.seq_len", seq_len, reason, f"at most training.seq_len={longest}; {stretched}")
 
 
 def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
@@ -43,13 +74,7 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
 RULES = (
     *rules(
         family_supports_the_shape,
-        # A plain class has no spec and no such bound.
-        Refuse(
-            "training.seq_len",
-            lambda spec, model, training: spec and training.seq_len > model.context,
-            "it is longer than the context of {model.name}, {model.context} tokens",
-            "at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
-        ),
+        sequence_fits_context,
         Refuse(
             MTP_DEPTH,
             lambda spec, training: spec.mtp_layers and len(spec.mtp_layers) >= training.seq_len,

@@ -31,7 +31,9 @@ from titan_exp.inference import expert_classes, loss_by_position
 from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization
 from titan_exp.inference.loss_by_position import LossByPosition, PositionLoss
 from titan_exp.inference.token_classes import TokenClassifier
+from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
+from titan_exp.models.spec.rope import ROPE
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
@@ -40,7 +42,6 @@ from titan_exp.rules import data
 from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
-from titan_exp.rules.model import exceeds_context
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
@@ -49,21 +50,21 @@ from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
-USAGE = """\
+USAGE = f"""\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [model.rope.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
+                   [training.micro_batch_size=N] [{ROPE}.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
                    [--experts] [--positions] [--json] [--trust]
   for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
   process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
-  need its scaling, as model.rope.scaling=yarn model.rope.factor=4; or model.context=N, to see what happens without.
+  need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
   --experts also prints what each expert specialises in: which classes of tokens are routed to it. --positions also
   prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or
   data source of a run that another user launched."""
 
-TAKEN = ("data.", "training.", "model.attention", "model.context", "model.rope.", "parallelism.")
+TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation takes."""
 
 DEFAULT_BATCH = 8
@@ -353,6 +354,6 @@ def _parse_value(override: str, value: str) -> Any:
 
 def _unknown_key(override: str, keys: list[str]) -> Violation:
     name, _, value = override.partition("=")
-    taken = "evaluate takes data=..., data.*, training.*, model.rope.*, model.context and parallelism.*"
+    taken = f"evaluate takes data=..., data.*, training.*, {ROPE}.*, model.context and parallelism.*"
     remedy = did_you_mean(name, ["data", *keys]) or taken
     return Violation(name, value, "evaluate does not take this key", remedy)

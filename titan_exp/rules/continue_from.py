@@ -19,12 +19,12 @@ from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.models.spec.mtp import MTP_WEIGHT
+from titan_exp.models.spec.rope import ROPE
 from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "checkpoint.continue_from"
 MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context", MTP_WEIGHT)
 """Keys of the model that change no weight."""
-ROPE, THETA = "model.rope.", "model.rope.theta"
 
 
 def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Iterator[Violation]:
@@ -75,8 +75,9 @@ def misfits(
     theirs = flatten(saved)
     ours = flatten(dataclasses.asdict(model), "model.")
     # A declared scaling may stretch the parent's context; a forgotten one would lose the parent's.
-    stretched = ours.get(f"{ROPE}scaling", "none") != "none"
-    may_differ = {*MAY_DIFFER, *(key for key in ours if stretched and key.startswith(ROPE) and key != THETA)}
+    stretched = ours.get(f"{ROPE}.scaling", "none") != "none"
+    scaling = {key for key in ours if key.startswith(f"{ROPE}.")} - {f"{ROPE}.theta"}
+    may_differ = {*MAY_DIFFER, *(scaling if stretched else ())}
     for key, value in ours.items():
         if key not in may_differ and theirs.get(key, value) != value:
             yield Violation(key, value, f"{checkpoint.continue_from} has {theirs[key]}", f"{key}={theirs[key]}")

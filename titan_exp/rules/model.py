@@ -7,10 +7,10 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.mtp import MTP_DEPTH
-from titan_exp.models.spec.rope import PlainRope, ScaledRope
 from titan_exp.rules.rule import Refuse, rules
 
 
@@ -24,28 +24,6 @@ def sequence_fits_context(spec: ModelSpec | None, model: ModelConfig, training: 
     # A plain class has no spec and no such bound.
     if spec is not None:
         yield from exceeds_context(model, training.seq_len)
-
-
-def exceeds_context(model: ModelConfig, seq_len: int) -> Iterator[Violation]:
-    """Sequence length beyond the model's context, with the scalings that reach it."""
-    rope = getattr(model, "rope", None)
-    longest = rope.longest(model.context) if isinstance(rope, PlainRope) else model.context
-    if seq_len <= longest:
-        return
-    reason = f"it is longer than the context of {model.name}, {longest} tokens"
-    stretched = f"model.context={seq_len}"
-    if isinstance(rope, ScaledRope):
-        resolved = rope.resolved(model.context)
-        assert resolved.original_context is not None, "resolved"
-        if resolved.scaling == "none":
-            factor = -(-seq_len // resolved.original_context)
-            scaling = f"model.rope.scaling=yarn model.rope.factor={factor} (or linear, llama3)"
-        else:
-            reason += f" with model.rope.scaling={rope.scaling} model.rope.factor={rope.factor:g}"
-            scaling = f"model.rope.factor={rope.factor * -(-seq_len // longest):g}"
-            scaling += f" {stretched}" if resolved.scaling == "llama3" else ""
-        stretched = f"to stretch it, {scaling}; or {stretched} for weights of that context, trained from scratch"
-    yield Violation("training.seq_len", seq_len, reason, f"at most training.seq_len={longest}; {stretched}")
 
 
 def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
+ROPE = "model.rope"
+"""Key of the embedding."""
+
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "yarn_if_longer"]
 
 

@@ -117,7 +117,7 @@ HARM: list[tuple[Callable[[Path], object], str]] = [
     (lambda copy: (copy / "config.json").write_text("{"), "cannot be read"),
     (lambda copy: change(copy / "config.json", model_type="unheard"), "no class for its model_type, 'unheard'"),
     (lambda copy: change(copy / "config.json", attention_bias=True), "attention_bias=True"),
-    (lambda copy: change(copy / "config.json", rope_scaling={"rope_type": "yarn"}), "'yarn' is not supported"),
+    (lambda copy: change(copy / "config.json", rope_scaling={"rope_type": "dynamic"}), "'dynamic' is not supported"),
     (
         lambda copy: change(copy / "config.json", num_hidden_layers=3),
         r"missing: model.layers.2.input_layernorm.weight \[64\]",

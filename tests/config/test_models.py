@@ -3,6 +3,7 @@
 import pytest
 
 from tests.config.composing import experiment, llama
+from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import model_spec
 
 PUBLISHED = {
@@ -86,6 +87,33 @@ def test_context_and_rope(name: str, expected: tuple[object, ...]):
     rope = model.rope
     assert (model.context, rope.theta, rope.scaling, rope.factor, rope.original_context) == expected
     assert (rope.low_freq_factor, rope.high_freq_factor) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "remedy"),
+    [
+        ("llama3_8b", 32768, "model.rope.scaling=yarn model.rope.factor=4"),
+        ("qwen3_30b_a3b", 81920, "model.rope.scaling=yarn model.rope.factor=2"),
+        ("deepseek_v3_671b", 327680, "model.rope.factor=80"),
+        ("gpt_oss_20b", 262144, "model.rope.factor=64"),
+        ("llama3_2_1b", 262144, "model.rope.factor=64 model.context=262144"),
+    ],
+)
+def test_a_published_context_is_exceeded_by_a_declared_scaling_alone(name: str, seq_len: int, remedy: str):
+    published = experiment(f"model={name}").model
+    assert list(exceeds_context(published, published.context)) == []
+    (found,) = exceeds_context(published, seq_len)
+    assert f"longer than the context of {published.name}, {published.context} tokens" in found.reason
+    assert f"to stretch it, {remedy}" in found.remedy
+    assert list(exceeds_context(experiment(f"model={name}", *remedy.split()).model, seq_len)) == []
+
+
+@pytest.mark.parametrize("name", ["llama_debug", "qwen3_moe_debug", "deepseek_debug"])
+def test_a_debug_model_has_no_limit_unless_it_is_given(name: str):
+    words = [f"model={name}", "training.seq_len=8192"]
+    assert list(exceeds_context(experiment(*words).model, 8192)) == []
+    (found,) = exceeds_context(experiment(*words, "model.context=4096").model, 8192)
+    assert "4096 tokens" in found.reason
 
 
 def test_the_debug_model_is_small_and_grouped():

@@ -254,6 +254,18 @@ TILES = [
         (["model.head_dim=33"], "model.head_dim", "32 or 34"),
         (["model.ffn_dim=500"], "model.ffn_dim", "480 or 512"),
         (["training.seq_len=1025"], "training.seq_len", "training.seq_len=1024"),
+        (["training.seq_len=4096"], "training.seq_len", "model.rope.scaling=yarn model.rope.factor=4 (or linear"),
+        (["training.seq_len=4096", "model.rope.scaling=yarn", "model.rope.factor=4"], "", ""),
+        (["training.seq_len=4096", "model.rope.scaling=linear", "model.rope.factor=4"], "", ""),
+        (["training.seq_len=4096", "model.rope.scaling=llama3", "model.rope.factor=4"], "", ""),
+        (["training.seq_len=4096", "model.context=4096"], "", ""),
+        (
+            ["training.seq_len=4096", "model.rope.scaling=linear", "model.rope.factor=2"],
+            "training.seq_len",
+            "training.seq_len=2048; to stretch it, model.rope.factor=4;",
+        ),
+        (["model.rope.scaling=yarn", "model.rope.factor=0.5"], "model.rope.factor", "at least 1"),
+        (["model.rope.scaling=yarn", "model.rope.beta_fast=0.5"], "model.rope.beta_fast", "beta_fast=32"),
         (["training.seq_len=1024"], "", ""),
         (["model.rope.factor=8"], "model.rope.factor", "model.rope.scaling=llama3"),
         (

@@ -41,6 +41,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
 
 def test_the_studies_there_are():
     assert {path.stem for path in STUDIES} == {
-        *("activation_checkpointing", "context_parallel_methods", "expert_balance", "learning_rate_batch_size"),
-        *("optimizers", "parallelism_degrees", "pipeline_schedules", "quantization_recipes"),
+        *("activation_checkpointing", "context_extension", "context_parallel_methods", "expert_balance"),
+        *("learning_rate_batch_size", "optimizers", "parallelism_degrees", "pipeline_schedules"),
+        "quantization_recipes",
     }

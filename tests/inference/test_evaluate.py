@@ -87,6 +87,16 @@ def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str
     assert evaluated(capsys, trained, *words, "split=all")["tokens"] == sum(manifest.tokens.values()) - 2
 
 
+def test_a_longer_context_is_declared(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(30)))
+    words = [trained, "data=text", f"data.paths=[{tmp_path}/text.txt]", "split=all", "training.seq_len=600"]
+    plain = evaluated(capsys, *words, "model.context=600")
+    words.append("model.rope.factor=2")
+    linear, yarn = (evaluated(capsys, *words, f"model.rope.scaling={scaling}") for scaling in ("linear", "yarn"))
+    assert plain["tokens"] == linear["tokens"] == yarn["tokens"]
+    assert len({plain["loss"], linear["loss"], yarn["loss"]}) == 3
+
+
 @pytest.mark.parametrize("layout", ["parallelism.tp=2 parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=4"])
 def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
@@ -135,7 +145,9 @@ def evaluate_on_rank(path: str, words: list[str], by_position: bool) -> dict[str
         (["model=llama3_8b"], "evaluate does not take this key"),
         (["step=x"], "step=x"),
         (["step=3"], "checkpoints of steps"),
-        (["training.seq_len=100000"], "longer than the model's context"),
+        (["training.seq_len=1024"], "to stretch it, model.rope.scaling=yarn model.rope.factor=2"),
+        (["training.seq_len=1024", "model.rope.scaling=linear", "model.rope.factor=1.5"], "model.rope.factor=3"),
+        (["model.rope.factor=2"], "model.rope.scaling=llama3"),
         (["data=text"], "data.paths"),
         (["split=some"], "held_out or all"),
         (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.deepseek import Config
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import YarnRope
@@ -57,7 +58,14 @@ def _config(moe: MoEConfig, *, layers: int, q_lora_rank: int | None, mscale: flo
         moe=moe,
         norm_eps=1e-6,
         tied_embeddings=False,
-        rope=YarnRope(10000.0, "yarn", 40.0, 32.0, 1.0, mscale, mscale, True, 16),
+        rope=read_rope(
+            {
+                "rope_theta": 10000.0,
+                "rope_scaling": {"rope_type": "yarn", "factor": 40.0, "mscale": mscale, "mscale_all_dim": mscale},
+            },
+            16,
+            YarnRope,
+        ),
         init_std=0.02,
         attention_backend="auto",
     )

@@ -1,18 +1,59 @@
 """Our decoder against the Llama of `transformers`, from the same weights: one implementation nobody here wrote."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.models.shapes import TINY, TINY_HUGGINGFACE, real_model
-from titan_exp.models.spec.rope import RopeConfig
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.models.convert.rope_keys import read_rope, rope_keys
+from titan_exp.models.spec.rope import RopeConfig, ScaledRope
+from titan_exp.ops.attention.rope import Frequencies
 from titan_exp.ops.swiglu import GROUP
 
 transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 LLAMA3_1 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 32)
+LINEAR = replace(LLAMA3_1, scaling="linear", factor=4.0)
+YARN = replace(LINEAR, scaling="yarn")
+SCALINGS = [
+    LLAMA3_1,
+    LINEAR,
+    YARN,
+    replace(YARN, theta=1e4, original_context=4096, beta_fast=16.0, beta_slow=2.0, truncate=False),
+    replace(YARN, mscale=0.707, mscale_all_dim=1.0),
+    # Combinations that transformers reads as an attention factor.
+    replace(YARN, mscale=0.0),
+    replace(YARN, mscale=0.5, mscale_all_dim=0.0),
+]
 
 
-@pytest.mark.parametrize(("rope", "tied"), [(TINY.rope, False), (LLAMA3_1, False), (TINY.rope, True)])
+@pytest.mark.parametrize("rope", SCALINGS)
+def test_scaled_frequencies_equal_and_come_back(rope: RopeConfig):
+    keys = rope_keys(rope, 128)
+    assert keys["max_position_embeddings"] == rope.longest(128)
+    config = transformers.LlamaConfig(**{**TINY_HUGGINGFACE, **keys}, head_dim=16)
+    wanted, magnitude = ROPE_INIT_FUNCTIONS[rope.scaling](config, "cpu")
+    found = Frequencies(**rope.frequencies)
+    torch.testing.assert_close(found.inverse(16).float(), wanted, atol=0, rtol=1e-6)
+    assert found.magnitude == pytest.approx(magnitude, rel=1e-12)
+    back = read_rope(keys, keys["max_position_embeddings"], RopeConfig)
+    assert (back, back.longest(keys["max_position_embeddings"])) == (rope, rope.longest(128))
+
+
+def test_the_attention_factor_of_others_is_kept():
+    keys = {"rope_theta": 1e6, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25}}
+    assert read_rope(keys, 4096, ScaledRope).magnitude == pytest.approx(1.25, rel=1e-9)
+    keys["rope_parameters"]["attention_factor"] = 0.5
+    with pytest.raises(UserError, match=r"attention_factor=0\.5 is not supported"):
+        read_rope(keys, 4096, ScaledRope)
+
+
+@pytest.mark.parametrize(
+    ("rope", "tied"), [(TINY.rope, False), (LLAMA3_1, False), (YARN, False), (LINEAR, False), (TINY.rope, True)]
+)
 def test_logits_equal(rope, tied):
     ours = real_model(rope=rope, tied_embeddings=tied, seq_len=128)
     theirs = llama(rope, tied).eval()
@@ -23,25 +64,8 @@ def test_logits_equal(rope, tied):
 
 
 def llama(rope: RopeConfig, tied: bool):
-    parameters = {"rope_type": "default", "rope_theta": rope.theta}
-    if rope.scaling == "llama3":
-        parameters = {
-            "rope_type": "llama3",
-            "rope_theta": rope.theta,
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_context,
-        }
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **TINY_HUGGINGFACE,
-            head_dim=16,
-            rms_norm_eps=1e-5,
-            rope_parameters=parameters,
-            tie_word_embeddings=tied,
-        )
-    )
+    shape = {**TINY_HUGGINGFACE, **rope_keys(rope, 128), "head_dim": 16, "rms_norm_eps": 1e-5}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
 
 
 def renamed(model: torch.nn.Module, tied: bool) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from titan_exp.inference.generation import DecodeSession
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import PLAIN_ROUTER, from_huggingface, to_huggingface
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.gpt_oss import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import YarnRope
@@ -44,7 +45,11 @@ SHAPE = Config(
     context=16384,
     norm_eps=1e-5,
     tied_embeddings=False,
-    rope=YarnRope(150000.0, "yarn", 32.0, 32.0, 1.0, 1.0, 0.0, False, 512),
+    rope=read_rope(
+        {"rope_theta": 150000.0, "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}},
+        512,
+        YarnRope,
+    ),
     init_std=0.02,
     attention_backend="math",
     window=8,

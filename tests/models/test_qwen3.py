@@ -17,7 +17,7 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.qwen3 import Config, spec, state_dict_map
-from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.rope import ScaledRope
 from titan_exp.trainer.load_model import load_source
 
 transformers = pytest.importorskip("transformers")
@@ -26,7 +26,7 @@ CHANGES = {
     "architecture": "qwen3",
     "head_dim": 32,
     "norm_eps": 1e-6,
-    "rope": PlainRope(1e6),
+    "rope": ScaledRope(1e6),
     "attention_backend": "math",
 }
 SHAPE = Config(**{**vars(TINY), **CHANGES})

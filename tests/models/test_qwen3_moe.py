@@ -27,7 +27,7 @@ from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
 from titan_exp.models.qwen3_moe import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
-from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.rope import ScaledRope
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import load_source
 
@@ -52,7 +52,7 @@ CHANGES = {
     "architecture": "qwen3_moe",
     "head_dim": 32,
     "norm_eps": 1e-6,
-    "rope": PlainRope(1e6),
+    "rope": ScaledRope(1e6),
     "attention_backend": "math",
     "moe": MOE,
 }
@@ -238,7 +238,7 @@ def test_config_json(tmp_path: Path):
     [
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
     ],
 )

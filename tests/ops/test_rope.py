@@ -1,9 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from titan_exp.models.spec.rope import YarnRope
+from titan_exp.models.spec.rope import ScaledRope
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate, rotate_tail
 
 
@@ -64,12 +65,12 @@ def test_half_precision_is_rotated_in_fp32():
     torch.testing.assert_close(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16(), atol=0, rtol=0)
 
 
-DEEPSEEK = YarnRope(10000.0, "yarn", 40.0, 32.0, 1.0, 0.707, 0.707, truncate=True, original_context=4096)
-GPT_OSS = YarnRope(150000.0, "yarn", 32.0, 32.0, 1.0, 1.0, 0.0, truncate=False, original_context=4096)
+DEEPSEEK = ScaledRope(10000.0, "yarn", 40.0, original_context=4096, mscale=0.707, mscale_all_dim=0.707)
+GPT_OSS = ScaledRope(150000.0, "yarn", 32.0, original_context=4096, truncate=False)
 
 
 @pytest.mark.parametrize(("rope", "first", "last"), [(DEEPSEEK, 10, 23), (GPT_OSS, 8.0928, 17.3980)])
-def test_yarn_scaling_as_published(rope: YarnRope, first: float, last: float):
+def test_yarn_scaling_as_published(rope: ScaledRope, first: float, last: float):
     """Pairs before `first` are left, pairs after `last` slowed down, those between blended linearly."""
     for pair, value in enumerate(Frequencies(**rope.frequencies).inverse(64).tolist()):
         plain, slow = rope.theta ** (-2 * pair / 64), min(max((pair - first) / (last - first), 0), 1)
@@ -78,7 +79,7 @@ def test_yarn_scaling_as_published(rope: YarnRope, first: float, last: float):
 
 def test_yarn_magnitudes_as_published():
     assert (DEEPSEEK.frequencies["magnitude"], DEEPSEEK.score_factor) == (1.0, pytest.approx(1.5896, abs=1e-4))
-    v3 = YarnRope(10000.0, "yarn", 40.0, 32.0, 1.0, 1.0, 1.0, truncate=True, original_context=4096)
+    v3 = replace(DEEPSEEK, mscale=1.0, mscale_all_dim=1.0)
     assert (v3.frequencies["magnitude"], v3.score_factor) == (1.0, pytest.approx(1.8739, abs=1e-4))
     assert (GPT_OSS.frequencies["magnitude"], GPT_OSS.score_factor) == (pytest.approx(1.34657, abs=1e-5), 1.0)
     cos, sin = table(magnitude=1.5)(32, None)

@@ -50,6 +50,29 @@ def test_head_and_tail_is_even_work_within_windows_and_chunks(pattern: MaskPatte
     assert max(pairs) - min(pairs) <= spread * max(pairs)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "seq", "spread"),
+    [
+        (MaskPattern(), 8192, 0.0),
+        (MaskPattern(window=128), 8192, 0.01),
+        (MaskPattern(window=1024), 8192, 0.1),
+        (MaskPattern(chunk=8192), 32768, 0.0),
+    ],
+)
+def test_computed_scores_of_published_masks_are_even(pattern: MaskPattern, seq: int, spread: float):
+    """Scores that each rank's kernels compute; documents are masked within the tiles of their layer's pattern."""
+    degree = 8
+    computed = [
+        sum(
+            (tile.end_row - tile.first_row) * (tile.end_key - tile.first_key) / (1 + (tile.kind == "causal"))
+            for other in range(degree)
+            for tile in _tiles(pattern, rank, other, degree, seq // degree)
+        )
+        for rank in range(degree)
+    ]
+    assert max(computed) <= (1 + spread) * sum(computed) / degree
+
+
 def test_blocks_beyond_the_window_are_skipped():
     """A window shorter than a chunk reaches one chunk back: that of rank 0 from the head, of rank 2 from the tail."""
     window, own = MaskPattern(16), range(4)

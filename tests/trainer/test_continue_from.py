@@ -127,6 +127,7 @@ def test_a_start_before_the_first_checkpoint_takes_the_same_step_again(tmp_path:
     [
         ("model.dim=96", "model.dim", "/0123456789ab has 64"),
         ("model.tied_embeddings=true", "model.tied_embeddings", "has False"),
+        ("model.rope.theta=1e6", "model.rope.theta", "has 10000.0"),
         ("experiment.seed=1", "experiment.seed", "have seed 0"),
         ("training.steps=5", "training.steps", "is of step 5"),
         ("checkpoint.continue_step=7", "checkpoint.continue_from", "no complete checkpoint of step 7"),
@@ -141,6 +142,11 @@ def test_what_does_not_fit_is_refused_before_the_start(
     path, _ = parent
     found = violations(experiment(*child(path), override.replace("PARENT", str(path))))
     assert [violation.field for violation in found if says in violation.reason] == [field]
+
+
+def test_a_declared_scaling_stretches_the_parents_context(parent: tuple[Path, Curve]):
+    words = ["model.rope.scaling=yarn", "model.rope.factor=4", "training.seq_len=2048", "model.context=512"]
+    assert [found.field for found in violations(experiment(*child(parent[0]), *words)) if "model" in found.field] == []
 
 
 def test_another_optimizers_state_is_refused(parent: tuple[Path, Curve]):

@@ -31,7 +31,9 @@ from titan_exp.inference import expert_classes, loss_by_position
 from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization
 from titan_exp.inference.loss_by_position import LossByPosition, PositionLoss
 from titan_exp.inference.token_classes import TokenClassifier
-from titan_exp.models.spec.lookup import has_experts, model_spec
+from titan_exp.models.spec.context import exceeds_context
+from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
+from titan_exp.models.spec.rope import ROPE
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
@@ -48,18 +50,22 @@ from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
-USAGE = """\
+USAGE = f"""\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [parallelism.KEY=VALUE] [--experts] [--positions] [--json]
-                   [--trust]
+                   [training.micro_batch_size=N] [{ROPE}.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
+                   [--experts] [--positions] [--json] [--trust]
   for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
-  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. --experts also prints what each expert
-  specialises in: which classes of tokens are routed to it. --positions also prints the loss by position: of tokens with
-  1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or data source of a run that another user
-  launched."""
+  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
+  need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
+  --experts also prints what each expert specialises in: which classes of tokens are routed to it. --positions also
+  prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or
+  data source of a run that another user launched."""
+
+TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
+"""Keys that an evaluation takes."""
 
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
@@ -161,6 +167,7 @@ def evaluate_source(
 
     `most_tokens` ends early where experts are observed, on one device; 0 does not.
     """
+    source = dataclasses.replace(source, model=experiment.model)
     loader = ValidationLoader(
         experiment.data,
         experiment.training.seq_len,
@@ -238,7 +245,7 @@ def evaluation_experiment(
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]
     wrong = [override for override in groups if not override.startswith("data=")]
-    keys = [key for key in value_keys() if key.startswith(("data.", "training.", "model.attention", "parallelism."))]
+    keys = [key for key in value_keys() if key.startswith(TAKEN)]
     names = [override.partition("=")[0].lstrip("+") for override in values]
     unknown = [name for name in names if name not in keys and not name.startswith("data.options.")]
     if wrong or unknown:
@@ -260,9 +267,10 @@ def evaluation_experiment(
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"
         violations.append(Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy))
-    if experiment.training.seq_len > source.model.context:
-        reason = f"it is longer than the model's context, {source.model.context} tokens"
-        violations.append(Violation("training.seq_len", experiment.training.seq_len, reason, "a shorter one"))
+    violations += [
+        *family_violations(experiment.model),
+        *exceeds_context(experiment.model, experiment.training.seq_len),
+    ]
     if violations:
         raise UserError("This cannot be evaluated.", violations)
     return experiment
@@ -346,5 +354,6 @@ def _parse_value(override: str, value: str) -> Any:
 
 def _unknown_key(override: str, keys: list[str]) -> Violation:
     name, _, value = override.partition("=")
-    remedy = did_you_mean(name, ["data", *keys]) or "evaluate takes data=..., data.*, training.* and parallelism.*"
+    taken = f"evaluate takes data=..., data.*, training.*, {ROPE}.*, model.context and parallelism.*"
+    remedy = did_you_mean(name, ["data", *keys]) or taken
     return Violation(name, value, "evaluate does not take this key", remedy)

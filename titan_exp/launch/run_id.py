@@ -55,6 +55,8 @@ def _fields(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         value, key = getattr(group, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{key}.")
+        elif field.name in getattr(group, "in_run_id", ()):
+            yield key, value, dataclasses.MISSING
         else:
             yield key, value, field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 

@@ -19,12 +19,12 @@ from titan_exp.models.convert.hf_config import (
     routed_experts,
     router_violations,
 )
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
-from titan_exp.models.convert.yarn_keys import yarn_keys, yarn_rope
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig, MoEVariant
 from titan_exp.models.spec.moe_layer import moe_violations
-from titan_exp.models.spec.rope import YarnRope, yarn_violations
+from titan_exp.models.spec.rope import YarnRope, rope_violations
 from titan_exp.models.spec.transformer import (
     AttentionConfig,
     AttentionVariant,
@@ -84,7 +84,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 def violations(config: Config) -> Iterator[Violation]:
     """Shape violations of a GPT-OSS."""
     yield from attention_violations(config)
-    yield from yarn_violations(config.rope)
+    yield from rope_violations(config.rope)
     yield from moe_violations(config.moe)
 
 
@@ -110,7 +110,6 @@ def _layer_types(layers: int) -> list[str]:
 
 def _to_config_json(config: Config) -> dict[str, Any]:
     moe = config.moe
-    rope = yarn_keys(config.rope.resolved(config.context))
     extra = {
         "intermediate_size": moe.ffn_dim,
         "num_local_experts": moe.experts,
@@ -122,7 +121,7 @@ def _to_config_json(config: Config) -> dict[str, Any]:
         "swiglu_limit": config.swiglu_limit,
         **_FIXED,
     }
-    return common_keys(config, rope_scaling=rope["rope_scaling"], extra=extra)
+    return common_keys(config, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
@@ -133,7 +132,7 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
         name=name,
         architecture="gpt_oss",
         context=context,
-        rope=yarn_rope(values, context),
+        rope=read_rope(values, context, YarnRope),
         window=int(values["sliding_window"]),
         swiglu_alpha=float(values.get("swiglu_alpha", 1.702)),
         swiglu_limit=float(values.get("swiglu_limit", 7.0)),

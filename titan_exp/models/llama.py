@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, META, TORCHTUNE, decoder_map
 from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys
-from titan_exp.models.convert.llama3_rope_keys import llama3_keys, llama3_rope
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import RopeConfig, rope_violations
@@ -29,7 +29,7 @@ class Config(TransformerConfig):
     """Shape of a Llama."""
 
     rope: RopeConfig
-    """Rotary position embedding, with the context scaling of Llama 3.1."""
+    """Rotary position embedding."""
 
 
 def spec(config: Config) -> ModelSpec:
@@ -62,12 +62,12 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
 
 def _to_config_json(config: Config) -> dict[str, Any]:
     extra = {"intermediate_size": config.ffn_dim, "attention_bias": False, "mlp_bias": False}
-    return common_keys(config, rope_scaling=llama3_keys(config.rope), extra=extra)
+    return common_keys(config, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
     context = int(values.get("max_position_embeddings", 2048))
-    rope = llama3_rope(values, context)
+    rope = read_rope(values, context, RopeConfig)
     fields = {"ffn_dim": int(values["intermediate_size"]), **common_fields(values)}
     return Config(name=name, architecture="llama", context=context, rope=rope, **fields)
 

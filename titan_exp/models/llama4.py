@@ -19,7 +19,7 @@ from titan_exp.models.convert.hf_config import (
     routed_experts,
     router_violations,
 )
-from titan_exp.models.convert.llama3_rope_keys import llama3_keys, llama3_rope
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec, QueryTemperature
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig, MoEVariant
@@ -44,7 +44,7 @@ class Config(TransformerConfig):
     """Shape of a Llama 4; `ffn_dim` is that of dense layers."""
 
     rope: RopeConfig
-    """Rotary position embedding, with the context scaling of Llama 3.1."""
+    """Rotary position embedding of layers with chunks."""
     chunk: PositiveInt
     """Length of the chunks of layers with RoPE, in positions."""
     nope_every: PositiveInt
@@ -143,7 +143,7 @@ def _to_config_json(config: Config) -> dict[str, Any]:
         "floor_scale": config.temperature_floor,
         **_FIXED,
     }
-    return common_keys(config, rope_scaling=llama3_keys(config.rope), extra=extra)
+    return common_keys(config, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
@@ -162,7 +162,7 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
         name=name,
         architecture="llama4",
         context=context,
-        rope=llama3_rope(values, context),
+        rope=read_rope(values, context, RopeConfig),
         ffn_dim=int(values.get("intermediate_size_mlp", 16384)),
         chunk=int(values.get("attention_chunk_size", 8192)),
         nope_every=nope_every,

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
-from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, plain_rope
+from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.rope import ScaledRope, rope_violations
 from titan_exp.models.spec.transformer import (
     NORMED,
     TransformerConfig,
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Config(TransformerConfig):
     """Shape of a dense Qwen3."""
+
+    rope: ScaledRope
+    """Rotary position embedding."""
 
 
 def spec(config: Config) -> ModelSpec:
@@ -46,6 +51,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 def violations(config: Config) -> Iterator[Violation]:
     """Shape violations of a Qwen3."""
     yield from shape_violations(config)
+    yield from rope_violations(config.rope)
 
 
 STATE_DICTS = {"huggingface": HUGGINGFACE}
@@ -59,15 +65,16 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
 
 def _to_config_json(config: Config) -> dict[str, Any]:
     extra = {"intermediate_size": config.ffn_dim, "attention_bias": False, "use_sliding_window": False}
-    return common_keys(config, rope_scaling=None, extra=extra)
+    return common_keys(config, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
+    context = int(values["max_position_embeddings"])
     return Config(
         name=name,
         architecture="qwen3",
-        context=int(values["max_position_embeddings"]),
-        rope=plain_rope(values),
+        context=context,
+        rope=read_rope(values, context, ScaledRope),
         ffn_dim=int(values["intermediate_size"]),
         **common_fields(values),
     )

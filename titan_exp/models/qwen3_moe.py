@@ -14,14 +14,15 @@ from titan_exp.models.convert.hf_config import (
     HuggingFace,
     common_fields,
     common_keys,
-    plain_rope,
     routed_experts,
     router_violations,
 )
+from titan_exp.models.convert.rope_keys import read_rope
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.moe_layer import moe_violations
+from titan_exp.models.spec.rope import ScaledRope, rope_violations
 from titan_exp.models.spec.transformer import (
     NORMED,
     AttentionConfig,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 class Config(AttentionConfig):
     """Shape of a Qwen3 with experts."""
 
+    rope: ScaledRope
+    """Rotary position embedding."""
     moe: MoEConfig
     """Experts of every layer."""
 
@@ -59,6 +62,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 def violations(config: Config) -> Iterator[Violation]:
     """Shape violations of a Qwen3 with experts."""
     yield from attention_violations(config)
+    yield from rope_violations(config.rope)
     yield from moe_violations(config.moe)
 
 
@@ -79,15 +83,16 @@ def _to_config_json(config: Config) -> dict[str, Any]:
         "router_aux_loss_coef": moe.balance.coefficient,
         **_FIXED,
     }
-    return common_keys(config, rope_scaling=None, extra=extra)
+    return common_keys(config, extra=extra)
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
+    context = int(values["max_position_embeddings"])
     return Config(
         name=name,
         architecture="qwen3_moe",
-        context=int(values["max_position_embeddings"]),
-        rope=plain_rope(values),
+        context=context,
+        rope=read_rope(values, context, ScaledRope),
         moe=MoEConfig(
             experts=routed_experts(values, "num_experts"),
             active_experts=int(values["num_experts_per_tok"]),

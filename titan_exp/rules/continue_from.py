@@ -19,6 +19,7 @@ from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.models.spec.mtp import MTP_WEIGHT
+from titan_exp.models.spec.rope import ROPE
 from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "checkpoint.continue_from"
@@ -72,8 +73,13 @@ def misfits(
     """Values that must be those of the parent's configuration, and are not."""
     weights_alone = f"checkpoint.initial={checkpoint.continue_from}, which takes weights alone"
     theirs = flatten(saved)
-    for key, value in flatten(dataclasses.asdict(model), "model.").items():
-        if key not in MAY_DIFFER and theirs.get(key, value) != value:
+    ours = flatten(dataclasses.asdict(model), "model.")
+    # A declared scaling may stretch the parent's context; a forgotten one would lose the parent's.
+    stretched = ours.get(f"{ROPE}.scaling", "none") != "none"
+    scaling = {key for key in ours if key.startswith(f"{ROPE}.")} - {f"{ROPE}.theta"}
+    may_differ = {*MAY_DIFFER, *(scaling if stretched else ())}
+    for key, value in ours.items():
+        if key not in may_differ and theirs.get(key, value) != value:
             yield Violation(key, value, f"{checkpoint.continue_from} has {theirs[key]}", f"{key}={theirs[key]}")
     if (name := theirs.get("optimizer.name", optimizer.name)) != optimizer.name:
         reason = f"the optimizer state of {checkpoint.continue_from} is that of {name}"

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.mtp import MTP_DEPTH
@@ -15,6 +17,13 @@ from titan_exp.rules.rule import Refuse, rules
 def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
     """The model family's own rules hold."""
     yield from family_violations(model)
+
+
+def sequence_fits_context(spec: ModelSpec | None, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Sequences are no longer than the model's context, or than its scaling reaches."""
+    # A plain class has no spec and no such bound.
+    if spec is not None:
+        yield from exceeds_context(model, training.seq_len)
 
 
 def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
@@ -43,13 +52,7 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
 RULES = (
     *rules(
         family_supports_the_shape,
-        # A plain class has no spec and no such bound.
-        Refuse(
-            "training.seq_len",
-            lambda spec, model, training: spec and training.seq_len > model.context,
-            "it is longer than the context of {model.name}, {model.context} tokens",
-            "at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
-        ),
+        sequence_fits_context,
         Refuse(
             MTP_DEPTH,
             lambda spec, training: spec.mtp_layers and len(spec.mtp_layers) >= training.seq_len,

@@ -29,9 +29,14 @@ def quotient(dividend: int, divisor: int) -> int:
     return int(dividend) // int(divisor)
 
 
+def larger_of(one: float, other: float) -> int:
+    """Larger of two whole numbers."""
+    return int(max(one, other))
+
+
 def register_resolvers() -> None:
     """Register the resolvers; idempotent."""
-    for function in (share_of, rest_of, quotient):
+    for function in (share_of, rest_of, quotient, larger_of):
         OmegaConf.register_new_resolver(function.__name__, _of_numbers(function), replace=True)
     for reader in (repository_config, config_size):
         OmegaConf.register_new_resolver(reader.__name__, reader, replace=True)

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.models.convert.yarn_keys import yarn_keys, yarn_rope
+from titan_exp.models.convert.rope_keys import read_rope, rope_keys
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.mtp import MTPConfig
+from titan_exp.models.spec.rope import YarnRope
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
 """Values of `model_type`."""
@@ -65,7 +66,7 @@ def config_json(config: Any) -> dict[str, Any]:
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
         **{theirs: getattr(config, ours) for theirs, ours in EQUAL_KEYS.items()},
         **{theirs: getattr(moe, ours) for theirs, ours in EQUAL_EXPERT_KEYS.items()},
-        **yarn_keys(config.rope.resolved(config.context)),
+        **rope_keys(config.rope, config.context),
         "num_key_value_heads": config.heads,
         "tie_word_embeddings": config.tied_embeddings,
         "n_group": moe.groups,
@@ -103,7 +104,7 @@ def config_fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         balance=BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True),
     )
     fields = {ours: values[theirs] for theirs, ours in EQUAL_KEYS.items()}
-    fields["rope"] = yarn_rope(values, fields["context"])
+    fields["rope"] = read_rope(values, fields["context"], YarnRope)
     fields["tied_embeddings"] = values.get("tie_word_embeddings", False)
     fields["mtp"] = MTPConfig(depth=int(values.get("num_nextn_predict_layers") or 0))
     return {"name": name, "architecture": "deepseek", "moe": moe, "attention_backend": "auto", **fields}

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, component
+from titan_exp.models.convert.rope_keys import rope_keys
 from titan_exp.models.spec.moe import MoEConfig
-from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.transformer import AttentionConfig
 
 ANY_TYPE = "*"
@@ -123,7 +123,7 @@ def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["m
     return rows, columns
 
 
-def common_keys(config: AttentionConfig, *, rope_scaling: object, extra: Mapping[str, Any]) -> dict[str, Any]:
+def common_keys(config: AttentionConfig, *, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of `config.json` that all decoders with grouped-query attention have; `extra` names those of the rest."""
     return {
         "vocab_size": config.vocab_size,
@@ -132,10 +132,8 @@ def common_keys(config: AttentionConfig, *, rope_scaling: object, extra: Mapping
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": rope_scaling,
+        **rope_keys(config.rope, config.context),
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         **extra,
@@ -158,14 +156,6 @@ def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "init_std": float(values.get("initializer_range", 0.02)),
         "attention_backend": "auto",
     }
-
-
-def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 does not."""
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or 10000.0
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    return rope
 
 
 def routed_experts(values: Mapping[str, Any], key: str) -> int:
@@ -191,18 +181,6 @@ def router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) ->
         if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
             reason = f"{family} has no such router in transformers"
             yield Violation(f"model.moe.{key}", own, reason, f"model.moe.{key}={shown(value)}")
-
-
-def plain_rope(values: Mapping[str, Any]) -> PlainRope:
-    """RoPE without context scaling.
-
-    Raises:
-        UserError: `config.json` has a scaling.
-    """
-    rope = rope_values(values)
-    if rope["rope_type"] != "default":
-        raise UserError(f"config.json: rope scaling {rope['rope_type']!r} is not supported for {values['model_type']}.")
-    return PlainRope(float(rope["rope_theta"]))
 
 
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:

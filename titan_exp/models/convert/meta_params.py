@@ -26,7 +26,9 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
             f"params.json cannot express head_dim={config.head_dim}: it means dim / heads, "
             f"{config.dim / config.heads:g}. Use format=huggingface."
         )
-    rope = config.rope
+    rope = config.rope.resolved(config.context)
+    if rope.scaling not in ("none", "llama3"):
+        raise UserError(f"params.json cannot express model.rope.scaling={rope.scaling}. Use format=huggingface.")
     multiple, multiplier = _width_formula(config)
     params: dict[str, Any] = {
         "dim": config.dim,

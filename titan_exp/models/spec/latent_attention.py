@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
-from titan_exp.models.spec.rope import YarnRope, yarn_violations
+from titan_exp.models.spec.rope import YarnRope, rope_violations
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise
 
 
@@ -101,4 +101,4 @@ def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Viola
             "(model.qk_nope_head_dim + model.qk_rope_head_dim)",
             f"at most model.v_head_dim={qk_dim}",
         )
-    yield from yarn_violations(config.rope)
+    yield from rope_violations(config.rope)

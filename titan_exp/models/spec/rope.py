@@ -8,6 +8,11 @@ from typing import Any, Literal
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
+ROPE = "model.rope"
+"""Key of the embedding."""
+
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "yarn_if_longer"]
+
 
 @dataclass(frozen=True)
 class PlainRope:
@@ -20,37 +25,114 @@ class PlainRope:
         """The same embedding for a model of this context."""
         return self
 
+    def longest(self, context: int) -> int:
+        """Longest sequence in tokens of a model of this context."""
+        return context
+
     @property
     def frequencies(self) -> dict[str, Any]:
         """Arguments of `ops.attention.rope.Frequencies`."""
-        return dict(vars(self))
+        return {"theta": self.theta}
 
 
 @dataclass(frozen=True)
-class RopeConfig(PlainRope):
-    """Rotary position embedding with the context scaling of Llama 3.1."""
+class ScaledRope(PlainRope):
+    """Rotary position embedding with a context scaling."""
 
-    scaling: Literal["none", "llama3"]
-    """`llama3` slows long wavelengths down as Llama 3.1 and 3.2 do."""
-    factor: PositiveFloat
-    """Scaling factor of the context (8 in Llama 3.1, 32 in Llama 3.2)."""
-    low_freq_factor: PositiveFloat
-    """Wavelengths longer than `original_context / low_freq_factor` are stretched by the whole factor."""
-    high_freq_factor: PositiveFloat
-    """Wavelengths shorter than `original_context / high_freq_factor` are left alone."""
-    original_context: PositiveInt
-    """Context in tokens before scaling."""
+    scaling: RopeScaling = "none"
+    """Method that stretches the context: `linear` slows every pair down, `llama3` long wavelengths as Llama 3.1 and 3.2
+    do, `yarn` slow pairs, as `transformers` does (Peng et al. 2023). `yarn_if_longer` is `yarn` if the model's context
+    is longer than `original_context`, else `none`, as DeepSeek's own code does."""
+    factor: PositiveFloat = 1.0
+    """Factor by which the context is stretched (8 in Llama 3.1, 32 in Llama 3.2 and GPT-OSS, 40 in DeepSeek)."""
+    low_freq_factor: PositiveFloat = 1.0
+    """`llama3` stretches wavelengths longer than `original_context / low_freq_factor` by the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """`llama3` leaves wavelengths shorter than `original_context / high_freq_factor` alone."""
+    original_context: PositiveInt | None = None
+    """Context in tokens before scaling; null is `model.context`."""
+    beta_fast: PositiveFloat = 32.0
+    """`yarn` leaves pairs that turn more often than this in the original context alone."""
+    beta_slow: PositiveFloat = 1.0
+    """`yarn` slows pairs that turn less often than this in the original context down by the whole factor."""
+    mscale: NonNegativeFloat = 1.0
+    """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines with `yarn`."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """The same coefficient for all features of a head: cosines and sines are divided by its factor, and the scores of
+    latent attention multiplied by its square."""
+    truncate: bool = True
+    """`yarn` rounds the first and the last blended pair outwards; false in GPT-OSS."""
+
+    def resolved(self, context: int) -> "ScaledRope":
+        """The same embedding for a model of this context, its scaling no `yarn_if_longer`."""
+        original = self.original_context or context
+        if self.scaling != "yarn_if_longer":
+            return replace(self, original_context=original)
+        return replace(self, original_context=original, scaling="yarn" if context > original else "none")
+
+    def longest(self, context: int) -> int:
+        """Longest sequence in tokens of a model of this context: what its scaling reaches, if that is more.
+
+        Published models with `llama3` have a context of their own, which is not the product.
+        """
+        rope = self.resolved(context)
+        assert rope.original_context is not None, "resolved"
+        if rope.scaling == "none" or (rope.scaling == "llama3" and context > rope.original_context):
+            return context
+        return max(context, int(rope.original_context * rope.factor))
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosines and sines."""
+        if self.scaling != "yarn":
+            return 1.0
+        return magnitude(self.factor, self.mscale) / magnitude(self.factor, self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention."""
+        return magnitude(self.factor, self.mscale_all_dim) ** 2 if self.scaling == "yarn" else 1.0
+
+    @property
+    def frequencies(self) -> dict[str, Any]:
+        """Arguments of `ops.attention.rope.Frequencies`."""
+        assert self.scaling != "yarn_if_longer", "resolved by the family's spec"
+        given = {key: value for key, value in vars(self).items() if key not in ("mscale", "mscale_all_dim")}
+        return {**given, "magnitude": self.magnitude}
 
 
-def rope_violations(rope: RopeConfig) -> Iterator[Violation]:
-    """Context scalings that Llama 3.1 does not define, and factors without one."""
+@dataclass(frozen=True)
+class RopeConfig(ScaledRope):
+    """Rotary position embedding of Llama."""
+
+    in_run_id = ("scaling", "factor", "low_freq_factor", "high_freq_factor", "original_context")
+    """Keys that name a run at their defaults too, as before they had any."""
+
+
+@dataclass(frozen=True)
+class YarnRope(ScaledRope):
+    """Rotary position embedding of DeepSeek and GPT-OSS."""
+
+    in_run_id = (
+        *("scaling", "factor", "original_context"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    )
+    """Keys that name a run at their defaults too, as before they had any."""
+
+
+def rope_violations(rope: PlainRope) -> Iterator[Violation]:
+    """Context scalings that are not defined, and factors without one."""
+    if not isinstance(rope, ScaledRope):
+        return
     if rope.scaling == "none" and rope.factor != 1:
         yield Violation(
             "model.rope.factor",
             rope.factor,
             "without a scaling it changes nothing",
-            "choose the scaling (model.rope.scaling=llama3), or model.rope.factor=1",
+            "choose the scaling (model.rope.scaling=llama3, linear or yarn), or model.rope.factor=1",
         )
+    if rope.scaling != "none" and rope.factor < 1:
+        yield Violation("model.rope.factor", rope.factor, "a scaling stretches the context", "at least 1")
     if rope.scaling == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
         yield Violation(
             "model.rope.low_freq_factor",
@@ -58,68 +140,15 @@ def rope_violations(rope: RopeConfig) -> Iterator[Violation]:
             f"it must not exceed model.rope.high_freq_factor, {rope.high_freq_factor:g}",
             "Llama 3.1 has model.rope.low_freq_factor=1 and model.rope.high_freq_factor=4",
         )
-
-
-@dataclass(frozen=True)
-class YarnRope(PlainRope):
-    """Rotary position embedding with YaRN (Peng et al. 2023): context scaling, and colder attention."""
-
-    scaling: Literal["none", "yarn", "yarn_if_longer"]
-    """`yarn` scales always, as `transformers` does; `yarn_if_longer` only if the model's context is longer than
-    `original_context`, as DeepSeek's own code does: the two differ for a model of the original context."""
-    factor: PositiveFloat
-    """Factor by which the context is extended (40 in DeepSeek, 32 in GPT-OSS)."""
-    beta_fast: PositiveFloat
-    """Pairs that turn more often than this in the original context are left alone."""
-    beta_slow: PositiveFloat
-    """Pairs that turn less often than this in the original context are slowed down by the whole factor."""
-    mscale: NonNegativeFloat
-    """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines."""
-    mscale_all_dim: NonNegativeFloat
-    """The same coefficient for all features of a head: cosines and sines are divided by its factor, and the scores of
-    latent attention multiplied by its square."""
-    truncate: bool
-    """Round the first and the last blended pair outwards; false in GPT-OSS."""
-    original_context: PositiveInt
-    """Context in tokens before scaling."""
-
-    def resolved(self, context: int) -> "YarnRope":
-        """The same embedding for a model of this context, its scaling either `none` or `yarn`."""
-        if self.scaling != "yarn_if_longer":
-            return self
-        return replace(self, scaling="yarn" if context > self.original_context else "none")
-
-    @property
-    def score_factor(self) -> float:
-        """Factor of the scores of latent attention."""
-        return _magnitude(self.factor, self.mscale_all_dim) ** 2 if self.scaling == "yarn" else 1.0
-
-    @property
-    def frequencies(self) -> dict[str, Any]:
-        """Arguments of `ops.attention.rope.Frequencies`."""
-        assert self.scaling != "yarn_if_longer", "resolved by the family's spec"
-        given = {key: value for key, value in vars(self).items() if key not in ("mscale", "mscale_all_dim")}
-        magnitude = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
-        return {**given, "magnitude": magnitude if self.scaling == "yarn" else 1.0}
-
-
-def yarn_violations(rope: YarnRope) -> Iterator[Violation]:
-    """Context scalings that YaRN does not define."""
-    if rope.beta_fast < rope.beta_slow:
+    if rope.scaling.startswith("yarn") and rope.beta_fast < rope.beta_slow:
         yield Violation(
             "model.rope.beta_fast",
             rope.beta_fast,
             f"it must be at least model.rope.beta_slow, {rope.beta_slow:g}",
             "published models have model.rope.beta_fast=32 and model.rope.beta_slow=1",
         )
-    if rope.scaling == "none" and rope.factor != 1:
-        yield Violation(
-            "model.rope.factor",
-            rope.factor,
-            "without a scaling it changes nothing",
-            "choose the scaling (model.rope.scaling=yarn), or model.rope.factor=1",
-        )
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def magnitude(factor: float, mscale: float) -> float:
+    """YaRN's factor of cosines and sines for a coefficient."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0

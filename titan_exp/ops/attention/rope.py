@@ -78,6 +78,8 @@ class Frequencies:
         plain = self.theta**-exponent
         if self.scaling == "yarn":
             return self._yarn(plain)
+        if self.scaling == "linear":
+            return plain / self.factor
         return self._llama3(plain) if self.scaling == "llama3" else plain
 
     def _llama3(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:

@@ -64,6 +64,7 @@ def one_device(tmp_path_factory, words):
     return remembered(lambda: tmp_path_factory.mktemp("one"), {name: words(name) for name in names})
 
 
+@pytest.mark.proves("huggingface", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.night) for case in MORE)]
 )
@@ -71,6 +72,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, words, exp
     assert_same_curve(train(tmp_path, *words(experiment).split(), *layout.split()), one_device(experiment))
 
 
+@pytest.mark.proves("huggingface", "fp8")
 @pytest.mark.night
 def test_its_linears_are_quantized(tmp_path: Path, one_device, words):
     found: Curve = train(tmp_path, *words("gemma float8").split(), TP2)

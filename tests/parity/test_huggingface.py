@@ -1,11 +1,13 @@
 """Promise 1 for classes of transformers: in every layout that their plans allow, the curve stays."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.test_expert_weights import count_read_bytes
 from tests.models.hf_folders import CLASSES, SIZES, write_config
 from tests.parity.runs import EVALUATE, LINES, Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
@@ -106,7 +108,14 @@ def test_each_rank_reads_its_shards_of_a_folder(tmp_path: Path, words):
         "training.steps=1",
         "optimizer.lr=1e-12",
     ]
-    found = train(tmp_path / "run", *given, *TP2.split(), *FSDP2.split())
+    count = partial(count_read_bytes, str(tmp_path), "")
+    found = train(tmp_path / "run", *given, *TP2.split(), *FSDP2.split(), mutate=count)
+    counts = [int(file.read_text()) for file in tmp_path.glob("read-*")]
+    total = sum(weight.nbytes for weight in found.weights.values())
+    assert len(counts) == 4
+    # Norms are read by both tensor-parallel ranks.
+    assert max(counts) < 0.3 * total
+    assert total <= sum(counts) < 1.05 * total
     named = dict(theirs.named_parameters())
     assert len(found.weights) == len(named)
     for ours, name in (

@@ -4,13 +4,15 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
 from jaxtyping import install_import_hook
+
+from tests import proofs
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--layout-seed", type=int, default=None, help="draw the same layouts again (before the dash of a test's name)"
     )
     parser.addoption("--update-golden", action="store_true", help="write golden texts anew instead of comparing them")
+    parser.addoption(
+        "--proofs", default="", help="file for what the collected tests prove, as tests/proofs.py reads it"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -55,11 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_day = any(item.get_closest_marker(marker) is not None for marker in ("day", "cuda"))
         if fixed and crc32(item.name.encode()) % share and not by_day:
             item.add_marker(pytest.mark.night)
+    proofs.collect(config, items)
     if "night" not in config.option.markexpr:
         # Left out, not skipped: a list of some dozens would hide what was skipped for a reason.
         kept = [item for item in items if item.get_closest_marker("night") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test that passes has done what it declares."""
+    with proofs.held_to_what_ran(item):
+        yield
 
 
 @pytest.fixture

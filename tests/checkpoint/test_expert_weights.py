@@ -90,13 +90,14 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def count_read_bytes(path: str) -> None:
+def count_read_bytes(path: str, part: str = ".experts.") -> None:
+    """Write how many bytes of tensors with this part in their name the rank reads."""
     folder, read = Path(path), [0]
 
     def counted(plain: Any) -> Any:
         def reader(self: SafetensorsReader, name: str, *window: slice) -> Tensor:
             found = plain(self, name, *window)
-            if ".experts." in name:
+            if part in name:
                 read[0] += found.nbytes
             (folder / f"read-{os.environ['RANK']}").write_text(str(read[0]))
             return found

@@ -28,6 +28,7 @@ def our_logits(name: str, state: dict[str, torch.Tensor], ids: torch.Tensor) -> 
         return model(ids)
 
 
+@pytest.mark.proves("llama", "export")
 @pytest.mark.parametrize("name", KINDS)
 def test_transformers_computes_the_same_from_an_export(name: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
@@ -41,6 +42,7 @@ def test_transformers_computes_the_same_from_an_export(name: str, tmp_path: Path
     assert theirs.generation_config.eos_token_id == 1
 
 
+@pytest.mark.proves("llama", "import")
 @pytest.mark.parametrize("name", KINDS)
 def test_transformers_checkpoint_computes_the_same(name: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers")

@@ -53,7 +53,11 @@ def small_files_and_counted_bytes() -> None:
     ("layout", "dtype"),
     [
         pytest.param("parallelism.dp_shard=3 training.global_batch_size=12", "bf16", marks=pytest.mark.night),
-        pytest.param("parallelism.tp=2 parallelism.dp_shard=2", "fp32", marks=pytest.mark.night),
+        pytest.param(
+            "parallelism.tp=2 parallelism.dp_shard=2",
+            "fp32",
+            marks=[pytest.mark.night, pytest.mark.proves("llama", "export")],
+        ),
         # More ranks than key and value heads, whose projection each of them holds whole.
         ("parallelism.tp=4 parallelism.sequence_parallel=false", "fp32"),
         ("parallelism.pp=2 parallelism.tp=2 model.tied_embeddings=true", "bf16"),
@@ -62,15 +66,27 @@ def small_files_and_counted_bytes() -> None:
         ),
         # A module has its own copy of embedding and head in the files.
         pytest.param(
-            "model=deepseek_debug model.mtp.depth=1 parallelism.pp=2 parallelism.tp=2", "fp32", marks=pytest.mark.night
+            "model=deepseek_debug model.mtp.depth=1 parallelism.pp=2 parallelism.tp=2",
+            "fp32",
+            marks=[pytest.mark.night, pytest.mark.proves("deepseek", "export")],
         ),
         # Rows of experts are columns of the files.
         pytest.param(
             "model=gpt_oss_debug parallelism.tp=2 parallelism.dp_shard=2 parallelism.ep=2 parallelism.etp=2",
             "bf16",
-            marks=pytest.mark.night,
+            marks=[pytest.mark.night, pytest.mark.proves("gpt_oss", "export")],
         ),
         pytest.param("model=gpt_oss_debug parallelism.dp_shard=2", "fp32", marks=pytest.mark.night),
+        pytest.param(
+            "model=llama4_debug parallelism.tp=2 parallelism.dp_shard=2 parallelism.ep=2 parallelism.etp=2",
+            "bf16",
+            marks=[pytest.mark.night, pytest.mark.proves("llama4", "export")],
+        ),
+        pytest.param(
+            "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2",
+            "fp32",
+            marks=[pytest.mark.night, pytest.mark.proves("llama4", "export")],
+        ),
     ],
 )
 def test_equals_convert(tmp_path: Path, layout: str, dtype: str, capsys):

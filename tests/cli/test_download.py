@@ -39,7 +39,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif "/resolve/" in path:
             name = path.partition(f"/resolve/{SHA}/")[2]
             self.gets.extend([name] if self.command == "GET" else [])
-            self._answer(200, FILES[name], {"ETag": f'"{abs(hash(name))}"', "X-Repo-Commit": SHA})
+            content = b'{"model_type": "unheard"}' if "strange" in path else FILES[name]
+            self._answer(200, content, {"ETag": f'"{abs(hash(name))}"', "X-Repo-Commit": SHA})
         elif "/tree/" in path:
             entries = [{"type": "file", "path": name, "size": len(data), "oid": SHA} for name, data in FILES.items()]
             self._answer(200, json.dumps(entries).encode(), {})
@@ -102,6 +103,7 @@ def test_weights_come_with_configuration_and_tokenizer(tmp_path: Path, hub: str)
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"hf_right" in path.read_bytes()]
     assert kept == []
     assert "hf_right" not in done.stdout + done.stderr
+    assert "cannot be converted: config.json has no intermediate_size" in done.stdout
 
 
 def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
@@ -119,6 +121,7 @@ def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
         ("some/gated", "", "gated. Set the environment variable HF_TOKEN"),
         ("some/gated", "hf_wrong", "The token in HF_TOKEN has no access"),
         ("some/nowhere", "", "not on the hub, or is private"),
+        ("some/strange", "", "some/strange is not downloaded; files=all does it anyway. config.json: model_type is"),
         ("model", "", "model is not OWNER/NAME"),
     ],
 )
@@ -127,6 +130,7 @@ def test_unavailable_repositories_are_reported(repo: str, token: str, says: str,
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+    assert fetched(tmp_path / "downloads") <= {"strange/config.json"}
 
 
 def test_without_network(tmp_path: Path):

@@ -25,6 +25,8 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
     "deepseek_v2_lite_16b": 15_706_484_224,
     "deepseek_v2_236b": 235_741_434_880,
     "deepseek_v3_671b": 671_026_404_352,
@@ -36,12 +38,26 @@ PUBLISHED = {
 }
 
 ACTIVE = {
+    "llama2_7b": 6_607_343_616,
+    "llama2_13b": 12_852_024_320,
+    "llama2_34b": 33_481_826_304,
+    "llama2_70b": 68_714_504_192,
+    "llama3_8b": 7_504_924_672,
+    "llama3_70b": 69_503_033_344,
+    "llama3_1_8b": 7_504_924_672,
+    "llama3_1_70b": 69_503_033_344,
+    "llama3_1_405b": 403_752_042_496,
+    "llama3_405b": 403_752_042_496,
+    "llama3_2_1b": 973_146_112,
+    "llama3_2_3b": 2_818_747_392,
     "qwen3_0_6b": 440_467_456,
     "qwen3_1_7b": 1_409_410_048,
     "qwen3_4b": 3_633_511_936,
     "qwen3_8b": 7_568_405_504,
     "qwen3_14b": 13_990_394_880,
     "qwen3_32b": 31_984_210_944,
+    "qwen3_30b_a3b": 3_041_867_776,
+    "qwen3_235b_a22b": 21_568_433_664,
     "deepseek_v2_lite_16b": 2_451_435_008,
     "deepseek_v2_236b": 20_851_512_320,
     "deepseek_v3_671b": 36_625_603_584,
@@ -60,11 +76,13 @@ def parameters(name: str) -> int:
     return spec.parameters
 
 
+@pytest.mark.counts("total")
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameter_count(name: str, count: int):
     assert parameters(name) == count
 
 
+@pytest.mark.counts("active")
 @pytest.mark.parametrize(("name", "count"), ACTIVE.items())
 def test_active_parameters(name: str, count: int):
     spec = model_spec(experiment(f"model={name}").model)

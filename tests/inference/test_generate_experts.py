@@ -55,6 +55,7 @@ def on_rank(experts: int) -> tuple[list[str], int]:
         return generate(opened, replace(GREEDY, tp=2), PROMPTS, window=16, mesh=mesh), found[0]
 
 
+@pytest.mark.proves("qwen3_moe", "generate")
 @pytest.mark.parametrize(("experts", "share"), [(8, 2), (5, 1)])
 def test_text_equals_that_of_one_device(experts: int, share: int):
     """Ranks share an even number of experts, and have all of an odd one; the second has no token while decoding."""

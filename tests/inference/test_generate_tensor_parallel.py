@@ -69,6 +69,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
     return texts, weights, {cache._keys.shape[1] for cache in session._caches}
 
 
+@pytest.mark.proves("llama", "generate")
 @pytest.mark.parametrize(
     ("name", "degree", "options"),
     [

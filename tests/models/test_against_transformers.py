@@ -1,9 +1,12 @@
 """Our decoder against the Llama of `transformers`, from the same weights: one implementation nobody here wrote."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.models.shapes import TINY, TINY_HUGGINGFACE, real_model
 from titan_exp.config.errors.user_error import UserError
@@ -51,16 +54,22 @@ def test_the_attention_factor_of_others_is_kept():
         read_rope(keys, 4096, ScaledRope)
 
 
+@pytest.mark.proves("llama", "logits", "gradients")
 @pytest.mark.parametrize(
     ("rope", "tied"), [(TINY.rope, False), (LLAMA3_1, False), (YARN, False), (LINEAR, False), (TINY.rope, True)]
 )
-def test_logits_equal(rope, tied):
+def test_logits_and_gradients_equal(rope, tied):
     ours = real_model(rope=rope, tied_embeddings=tied, seq_len=128)
     theirs = llama(rope, tied).eval()
-    theirs.load_state_dict(renamed(ours, tied))
+    theirs.load_state_dict(renamed(ours.state_dict(), tied))
     ids = torch.randint(0, 97, (2, 128))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=2e-6, rtol=1e-5)
+    logits, expected = ours(ids), theirs(ids).logits
+    torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)
+    for found in (logits, expected):
+        F.cross_entropy(found.flatten(0, 1), ids.roll(-1, dims=1).flatten()).backward()
+    gradients = renamed({name: parameter.grad for name, parameter in ours.named_parameters()}, tied)
+    for name, parameter in theirs.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() > 0, name
 
 
 def llama(rope: RopeConfig, tied: bool):
@@ -68,8 +77,7 @@ def llama(rope: RopeConfig, tied: bool):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
 
 
-def renamed(model: torch.nn.Module, tied: bool) -> dict[str, torch.Tensor]:
-    ours = dict(model.state_dict())
+def renamed(ours: Mapping[str, Any], tied: bool) -> dict[str, torch.Tensor]:
     state = {"model.embed_tokens.weight": ours["embedding.weight"], "model.norm.weight": ours["norm.weight"]}
     state["lm_head.weight"] = ours["embedding.weight"] if tied else ours["head.weight"]
     for layer in range(2):

@@ -72,6 +72,7 @@ def chosen_by_theirs(model: nn.Module) -> list[torch.Tensor]:
     return chosen
 
 
+@pytest.mark.proves("deepseek", "logits", "gradients")
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("version", SHAPES)
 def test_logits_choices_and_gradients_equal(tmp_path: Path, version: str, dense: bool):
@@ -116,6 +117,7 @@ def their_gradients(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.proves("deepseek", "import", "export")
 @pytest.mark.parametrize("version", SHAPES)
 def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, version: str):
     torch.manual_seed(0)
@@ -176,6 +178,7 @@ def test_yarn_applies_always_or_beyond_the_original_context(scaling: Any, contex
     assert (found.attention.scale == plain.attention.scale) is not applies
 
 
+@pytest.mark.proves("deepseek", "generate")
 @pytest.mark.parametrize("version", SHAPES)
 def test_cached_latents_generate_what_the_whole_text_does(version: str):
     model = noisy_model(SHAPES[version])

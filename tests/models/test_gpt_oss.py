@@ -100,6 +100,7 @@ def differences(ours: nn.Module, theirs: Any, config: ModelConfig) -> dict[str, 
     return found
 
 
+@pytest.mark.proves("gpt_oss", "logits", "gradients")
 @pytest.mark.parametrize(("backend", "tied"), [("math", False), ("flash", True)])
 def test_logits_choices_and_gradients_equal(tmp_path: Path, backend: str, tied: bool):
     config = replace(SHAPE, tied_embeddings=tied)
@@ -117,6 +118,7 @@ def test_logits_choices_and_gradients_equal(tmp_path: Path, backend: str, tied: 
     assert all(torch.equal(mine, other) for mine, other in zip(own, their, strict=True))
 
 
+@pytest.mark.proves("gpt_oss", "import", "export")
 def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path):
     torch.manual_seed(0)
     values = to_huggingface(SHAPE, dtype="float32", special_tokens={})
@@ -213,6 +215,7 @@ def test_damaged_mxfp4_is_refused(tmp_path: Path, change: Callable[[dict[str, Te
         open_checkpoint(folder)
 
 
+@pytest.mark.proves("gpt_oss", "generate")
 def test_greedy_text_equals_token_by_token(tmp_path: Path):
     """With our cache, past the window, and with that of `transformers`."""
     ours = noisy_model(SHAPE)

@@ -17,6 +17,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.inference.generation import DecodeSession
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
@@ -57,6 +58,7 @@ def own_class(config: Any, model: Any) -> Any:
     return theirs
 
 
+@pytest.mark.proves("huggingface", "logits", "gradients")
 @pytest.mark.parametrize("name", CLASSES)
 def test_logits_and_gradients_are_those_of_the_class(tmp_path: Path, name: str):
     config = config_of(write_config(tmp_path, name))
@@ -107,6 +109,7 @@ def test_its_spec_counts_and_starts_as_the_class_says(tmp_path: Path):
             assert float(own.detach().std()) == pytest.approx(float(parameter.detach().std()), rel=0.05), name
 
 
+@pytest.mark.proves("huggingface", "import", "export")
 @pytest.mark.parametrize("name", ["gemma", "gpt_neox"])
 def test_export_is_opened_by_transformers_and_read_back_bitwise(tmp_path: Path, name: str):
     config = config_of(write_config(tmp_path, name))
@@ -122,6 +125,24 @@ def test_export_is_opened_by_transformers_and_read_back_bitwise(tmp_path: Path, 
     again = open_huggingface(tmp_path / "export")
     assert again.model.architecture == "huggingface"
     assert all(torch.equal(again.parameters.read(key), weight) for key, weight in weights.items())
+
+
+@pytest.mark.night
+@pytest.mark.proves("huggingface", "generate")
+@pytest.mark.parametrize("name", ["gpt_neox", "mistral"])
+def test_greedy_text_is_that_of_the_class(tmp_path: Path, name: str):
+    config = config_of(write_config(tmp_path, name))
+    ours = real_model(config)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)  # else one token follows itself
+    theirs = own_class(config, ours).eval()
+    session, ids = DecodeSession(ours, 64, cache=True), [7, 3, 5]
+    for _ in range(40):
+        ids.append(int(session.next_logits(ids).argmax()))
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert ids == theirs.generate(torch.tensor([ids[:3]]), **settings)[0].tolist()
+    assert len(set(ids[3:])) > 5
 
 
 def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):

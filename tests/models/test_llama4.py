@@ -64,6 +64,7 @@ WITHOUT = replace(
 SHAPES = {"with": SHAPE, "without": WITHOUT}
 
 
+@pytest.mark.proves("llama4", "logits", "gradients")
 @pytest.mark.parametrize("backend", ["math", "flash"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_choices_and_gradients_equal(tmp_path: Path, name: str, backend: str):
@@ -80,6 +81,7 @@ def test_logits_choices_and_gradients_equal(tmp_path: Path, name: str, backend: 
     assert all(torch.equal(mine, other) for mine, other in zip(own, their, strict=True))
 
 
+@pytest.mark.proves("llama4", "import", "export")
 def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path):
     torch.manual_seed(0)
     values = to_huggingface(SHAPE, dtype="float32", special_tokens={})
@@ -101,6 +103,7 @@ def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.proves("llama4", "generate")
 def test_greedy_text_equals_token_by_token(tmp_path: Path):
     """With our cache, past chunks and steps of the temperature, and with that of `transformers`."""
     ours = noisy_model(SHAPE)

@@ -61,6 +61,7 @@ def in_transformers(folder: Path):
     ).eval()
 
 
+@pytest.mark.proves("qwen3", "logits", "gradients")
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_and_gradients_equal(tmp_path: Path, tied: bool):
     config = replace(SHAPE, tied_embeddings=tied)
@@ -81,6 +82,7 @@ def test_logits_and_gradients_equal(tmp_path: Path, tied: bool):
         assert (parameter.grad - wanted).norm() <= 1e-4 * wanted.norm(), name
 
 
+@pytest.mark.proves("qwen3", "import", "export")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, tied: bool):
     torch.manual_seed(0)

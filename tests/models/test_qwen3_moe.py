@@ -104,6 +104,7 @@ def choices(model: nn.Module, kind: str, result: Callable[[Any], Tensor]) -> lis
     return found
 
 
+@pytest.mark.proves("qwen3_moe", "logits", "gradients")
 @pytest.mark.parametrize(("tied", "normalized"), [(False, True), (True, False)])
 def test_logits_gradients_and_choices_equal(tmp_path: Path, tied: bool, normalized: bool):
     config = replace(SHAPE, tied_embeddings=tied, moe=replace(MOE, normalized=normalized, active_experts=2))
@@ -132,6 +133,7 @@ def test_logits_gradients_and_choices_equal(tmp_path: Path, tied: bool, normaliz
             assert (own[expert] - their[expert]).norm() <= 1e-4 * their[expert].norm(), (name, expert)
 
 
+@pytest.mark.proves("qwen3_moe", "import", "export")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, tied: bool):
     torch.manual_seed(0)

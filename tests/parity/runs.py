@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.proofs import note_training
 from tests.ranks import run_ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
@@ -76,6 +77,7 @@ def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[
     chosen = {override.partition("=")[0] for override in overrides}
     small = [override for override in SMALL if override.partition("=")[0] not in chosen]
     experiment = check(resolve_layout(to_experiment(compose([*small, *overrides])), 1))
+    note_training(experiment)
     folder = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(to_yaml(experiment))

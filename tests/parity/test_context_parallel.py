@@ -35,6 +35,7 @@ def assert_same_evaluation(found: Curve, expected: Curve) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)
 
 
+@pytest.mark.proves("llama", "layout")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "layout",

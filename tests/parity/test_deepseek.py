@@ -25,6 +25,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
+@pytest.mark.proves("deepseek", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [
@@ -54,6 +55,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     assert_same_curve(train(tmp_path / "many", *words), one_device(experiment))
 
 
+@pytest.mark.proves("deepseek", "fp8")
 @pytest.mark.night
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "mxfp8"])
 def test_quantized_latents_are_those_of_one_device(tmp_path: Path, recipe: str):

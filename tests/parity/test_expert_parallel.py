@@ -81,6 +81,7 @@ NIGHT = [
 ]
 
 
+@pytest.mark.proves("qwen3_moe", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [*(pytest.param(*case, marks=pytest.mark.day) for case in DAY)]

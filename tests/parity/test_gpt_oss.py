@@ -23,6 +23,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
+@pytest.mark.proves("gpt_oss", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [
@@ -55,6 +56,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     assert_same_curve(found, one_device(experiment))
 
 
+@pytest.mark.proves("gpt_oss", "fp8")
 @pytest.mark.night
 @pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
 def test_quantized_experts_with_bias_are_those_of_one_device(tmp_path: Path, recipe: str):

@@ -1,11 +1,13 @@
 """Promise 1 for classes of transformers: in every layout that their plans allow, the curve stays."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.test_expert_weights import count_read_bytes
 from tests.models.hf_folders import CLASSES, SIZES, write_config
 from tests.parity.runs import EVALUATE, LINES, Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
@@ -64,6 +66,7 @@ def one_device(tmp_path_factory, words):
     return remembered(lambda: tmp_path_factory.mktemp("one"), {name: words(name) for name in names})
 
 
+@pytest.mark.proves("huggingface", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.night) for case in MORE)]
 )
@@ -71,6 +74,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, words, exp
     assert_same_curve(train(tmp_path, *words(experiment).split(), *layout.split()), one_device(experiment))
 
 
+@pytest.mark.proves("huggingface", "fp8")
 @pytest.mark.night
 def test_its_linears_are_quantized(tmp_path: Path, one_device, words):
     found: Curve = train(tmp_path, *words("gemma float8").split(), TP2)
@@ -104,7 +108,14 @@ def test_each_rank_reads_its_shards_of_a_folder(tmp_path: Path, words):
         "training.steps=1",
         "optimizer.lr=1e-12",
     ]
-    found = train(tmp_path / "run", *given, *TP2.split(), *FSDP2.split())
+    count = partial(count_read_bytes, str(tmp_path), "")
+    found = train(tmp_path / "run", *given, *TP2.split(), *FSDP2.split(), mutate=count)
+    counts = [int(file.read_text()) for file in tmp_path.glob("read-*")]
+    total = sum(weight.nbytes for weight in found.weights.values())
+    assert len(counts) == 4
+    # Norms are read by both tensor-parallel ranks.
+    assert max(counts) < 0.3 * total
+    assert total <= sum(counts) < 1.05 * total
     named = dict(theirs.named_parameters())
     assert len(found.weights) == len(named)
     for ours, name in (

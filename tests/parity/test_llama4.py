@@ -22,6 +22,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
+@pytest.mark.proves("llama4", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [
@@ -44,6 +45,7 @@ def one_device(tmp_path_factory):
                 ("plain", "parallelism.dp_shard=4 parallelism.ep=2 activation_checkpoint=selective"),
                 ("plain", "parallelism.tp=2 parallelism.dp_shard=2 parallelism.ep=2 parallelism.etp=2"),
                 ("documents", f"parallelism.pp=2 parallelism.ep=2 parallelism.dp_shard=2 {COMPILED}"),
+                ("experts", f"parallelism.cp=2 parallelism.tp=2 parallelism.ep=2 {COMPILED}"),
             )
         ),
     ],
@@ -53,6 +55,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     assert_same_curve(found, one_device(experiment))
 
 
+@pytest.mark.proves("llama4", "fp8")
 @pytest.mark.night
 @pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
 def test_quantized_experts_are_those_of_one_device(tmp_path: Path, recipe: str):

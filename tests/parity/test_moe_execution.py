@@ -84,6 +84,7 @@ def test_execution_does_not_change_the_curve(tmp_path: Path, one_device, experim
     assert_same_curve(found, one_device(experiment))
 
 
+@pytest.mark.proves("qwen3_moe", "fp8")
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

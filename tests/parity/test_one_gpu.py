@@ -54,6 +54,7 @@ def assert_agrees(found: Curve, expected: Curve) -> None:
         )
 
 
+@pytest.mark.proves("llama", "layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_layout_does_not_change_the_curve(tmp_path: Path, one_rank, device: str, layout: str):

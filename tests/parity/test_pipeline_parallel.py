@@ -32,6 +32,7 @@ def pipeline(schedule: str, rest: str = "") -> list[str]:
     return ["parallelism.pp=2", f"parallelism.pp_schedule={schedule}", *rest.split()]
 
 
+@pytest.mark.proves("llama", "pp")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_with_documents_and_evaluation(tmp_path: Path, one_device, schedule: str):
     found = train(tmp_path, *pipeline(schedule), *EXPERIMENTS["documents"].split())

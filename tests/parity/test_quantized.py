@@ -49,6 +49,7 @@ def assert_same_recipe(found: Curve, expected: Curve) -> None:
     assert found.weights.keys() == expected.weights.keys()
 
 
+@pytest.mark.proves("llama", "fp8")
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

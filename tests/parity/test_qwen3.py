@@ -6,6 +6,7 @@ import pytest
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
+from tests.parity.test_quantized import assert_same_recipe
 
 QWEN3 = "model=qwen3_debug"
 EXPERIMENTS = {"plain": QWEN3, "documents": " ".join([QWEN3, *LINES]), "untied": f"{QWEN3} model.tied_embeddings=false"}
@@ -16,6 +17,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
+@pytest.mark.proves("qwen3", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [
@@ -37,6 +39,15 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     else:
         expected = one_device(experiment)
     assert_same_curve(train(tmp_path / "many", *words), expected)
+
+
+@pytest.mark.night
+@pytest.mark.proves("qwen3", "fp8")
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
+def test_quantized_linears_are_those_of_one_device(tmp_path: Path, recipe: str):
+    words = [QWEN3, f"quantization={recipe}", "training.steps=3", "optimizer.lr=5e-4"]
+    expected = train(tmp_path / "one", *words)
+    assert_same_recipe(train(tmp_path / "many", *words, "parallelism.tp=2", "parallelism.dp_shard=2"), expected)
 
 
 def test_resumes_in_another_layout(tmp_path: Path):

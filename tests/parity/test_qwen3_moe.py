@@ -24,6 +24,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
+@pytest.mark.proves("qwen3_moe", "layout")
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [

@@ -54,6 +54,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
+@pytest.mark.proves("llama", "layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout.split()), one_device("plain"))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.patching import patch
 from tests.plan.layouts import COMPILED, LAYOUTS, allocated_peaks, experiment_of, measured, predicted
+from tests.proofs import proves
 from titan_exp.models.spec.lookup import model_spec
 
 BY_DAY = (
@@ -18,7 +19,11 @@ BY_DAY = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.night]) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[proves(words, "plan"), *([] if name in BY_DAY else [pytest.mark.night])])
+        for name, words in LAYOUTS.items()
+    ],
 )
 def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
     experiment = experiment_of(LAYOUTS[name])

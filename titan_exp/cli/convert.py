@@ -17,7 +17,8 @@ from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
-from titan_exp.models.convert.hf_config import export_violations
+from titan_exp.models.convert.hf_config import config_json, export_violations
+from titan_exp.models.convert.repository_fit import repository_lines
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
@@ -47,6 +48,8 @@ def run(argv: Sequence[str]) -> int:
         source = open_checkpoint(path, options.step, trust=options.trust)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
+        if source.format == "huggingface":
+            print("\n".join(repository_lines(config_json(source.path), source.model.name, source.model)))
         with byte_progress(f"writing {form}") as progress:
             written = export_weights(
                 source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)

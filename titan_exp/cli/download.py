@@ -1,18 +1,25 @@
 """Download tokenizer, configuration and weights from the Hugging Face hub."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from titan_exp.checkpoint.remote.hub_download import download
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.models.convert.hf_config import config_json
+from titan_exp.models.convert.repository_fit import repository_lines
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*/tokenizer.model")
 CONFIGURATION = ("config.json", "generation_config.json", "*/params.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ORIGINAL = ("consolidated.*.pth", "*/consolidated.*.pth")
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""Files of which a tokenizer needs one."""
 
 FILES: dict[str, tuple[str, ...]] = {
     "tokenizer": TOKENIZER,
@@ -35,9 +42,37 @@ def run(argv: Sequence[str]) -> int:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()
-    download(options.repo, target, FILES[options.files], options.revision or None)
+    fetch = partial(download, options.repo, target, revision=options.revision or None)
+    if options.files == "weights":  # of no use if no family reads them
+        fetch(patterns=["config.json"])
+        _require_family(target, options.repo)
+    fetch(patterns=FILES[options.files])
     found = sorted(path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts)
     if not found:
         raise UserError(f"{options.repo} has no files of files={options.files}; files=all downloads all files.")
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
+    print("\n".join(_fit(target, options)))
     return 0
+
+
+def _require_family(target: Path, repository: str) -> None:
+    """Read `config.json`, if there is one; raises UserError if no family has its model."""
+    if (target / "config.json").is_file():
+        try:
+            list(repository_lines(config_json(target), target.name))
+        except UserError as error:
+            raise UserError(f"{repository} is not downloaded; files=all does it anyway. {error}") from error
+
+
+def _fit(target: Path, options: DownloadOptions) -> Iterator[str]:
+    """Preset that fits the downloaded files, and missing ones."""
+    if options.files in ("weights", "config", "all"):
+        if (target / "config.json").is_file():
+            try:
+                yield from repository_lines(config_json(target), target.name)
+            except UserError as error:
+                yield str(error)
+        else:
+            yield "missing: config.json, without which no weights can be converted"
+    if options.files != "config" and not any((target / name).is_file() for name in TOKENIZERS):
+        yield f"missing: {listed(TOKENIZERS)}; data.tokenizer=FOLDER names another tokenizer"

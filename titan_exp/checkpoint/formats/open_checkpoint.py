@@ -27,6 +27,7 @@ from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.hf_config import (
+    config_json,
     from_huggingface,
     language_model,
     quantized_weights,
@@ -87,11 +88,7 @@ def open_huggingface(folder: Path, architecture: str | None = None, *, mtp: bool
     """Open a Hugging Face folder as an architecture; None reads it from config.json. Without `mtp`, modules of
     multi-token prediction are not read. Raises UserError if the architecture is unknown, or a file is missing or
     damaged."""
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    values, prefix = language_model(values)
+    values, prefix = language_model(config_json(folder))
     model = _require_supported(from_huggingface(values, folder.absolute().name, architecture), folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(

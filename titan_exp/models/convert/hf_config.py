@@ -1,9 +1,12 @@
 """Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, component
@@ -80,8 +83,26 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
             raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
     try:
         return family.from_config(values, name)
+    except UserError as error:
+        if family.model_type != ANY_TYPE:
+            raise
+        kinds = listed(map(repr, family_types()), "and")
+        message = f"config.json: model_type is {values.get('model_type')!r}; families here are {kinds}."
+        raise UserError(message if error.violations else f"{message} {error}", error.violations) from error
     except KeyError as error:
         raise UserError(f"config.json has no {error.args[0]}, which a {family.model_type}'s has.") from error
+
+
+def config_json(folder: Path) -> dict[str, Any]:
+    """Content of a folder's `config.json`.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
 
 
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -193,16 +214,30 @@ def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in ("bos_token_id", "eos_token_id") if values.get(key) is not None}
 
 
-def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
-    """Family of an architecture; None takes the built-in one of the `model_type`."""
-    if architecture is not None:
-        return component("model", architecture).huggingface
+def family_types() -> list[str]:
+    """Every `model_type` that a family here reads, without those of transformers' other classes."""
+    families = _families()
+    return [
+        kind
+        for kind in (*families, *(family.multimodal_type for family in families.values()))
+        if kind not in ("", ANY_TYPE)
+    ]
+
+
+def _families() -> dict[str, HuggingFace]:
     found: dict[str, HuggingFace] = {}
     for name in builtin_components("model"):
         family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
         if family is not None:
             found |= dict.fromkeys((family.model_type, *family.other_types), family)
-    kind = values.get("model_type")
+    return found
+
+
+def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
+    """Family of an architecture; None takes the built-in one of the `model_type`."""
+    if architecture is not None:
+        return component("model", architecture).huggingface
+    found, kind = _families(), values.get("model_type")
     if kind not in found and ANY_TYPE in found:
         return found[ANY_TYPE]
     if kind not in found:

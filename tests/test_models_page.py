@@ -1,0 +1,101 @@
+"""Models and what is proved of each, docs/models.md, generated from the markers of the tests that prove it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.tools import kind
+from tests.config.composing import experiment
+from tests.proofs import (
+    COLUMNS,
+    REPOSITORY,
+    Proofs,
+    axes_of,
+    collected,
+    family_of,
+    held_to_what_ran,
+    note_training,
+    proves,
+    published_presets,
+)
+from titan_exp.config.schema.component import builtin_components
+from titan_exp.models.build import build_model
+
+PAGE = REPOSITORY / "docs" / "models.md"
+HEADING = """\
+# Models
+
+Written by `make golden` from the markers of the tests (`tests/proofs.py`); do not edit.
+
+## Proofs
+
+`day`: a test of `make test` proves it; `night`: one of `make night` alone. A cell without a word: no test does.
+Where it ran: on a CPU, with gloo between ranks; GPU: the same tests run on one as well, by `make gpu`.
+
+- counts: presets whose total and active parameters a test has, of all published ones (below)
+- logits, gradients: those of `transformers`, per parameter, from the same weights
+- import, export: folders of Hugging Face, read and written bitwise
+- generate: greedy text, with the cache: that of `transformers` or without it, or on ranks that of one device
+- tp, cp, pp, ep: tensor, context, pipeline and expert parallelism, each with the curve and weights of one device
+- fp8: a recipe of 8 bits, trained on several ranks as on one
+- plan: predicted memory and FLOPs are those of ranks that run it
+"""
+COUNTED = """
+## Published shapes
+
+Numbers that tests compare with the model's spec. Active: chosen experts only, and no embedding table.
+"""
+
+
+def page(found: Proofs) -> str:
+    counts = {(count.preset, count.kind): count.count for count in found.counts}
+    lines = [HEADING, _row(["family", *COLUMNS, "where it ran"]), "|---" * (len(COLUMNS) + 2) + "|"]
+    for family in builtin_components("model"):
+        proofs = [proof for proof in found.proofs if proof.family == family]
+        presets = [preset for preset in published_presets() if family_of(preset) == family]
+        done = sum((preset, "total") in counts and (preset, "active") in counts for preset in presets)
+        cells = [f"{done} of {len(presets)}" if presets else ""]
+        for column in COLUMNS[1:]:
+            where = {proof.where for proof in proofs if proof.column == column}
+            cells.append(next((word for word in ("day", "night", "GPU") if word in where), ""))
+        on_gpu = {proof.column for proof in proofs if proof.where == "GPU"}
+        places = ["CPU"] if any(proof.where != "GPU" for proof in proofs) else []
+        places += [f"GPU: {', '.join(column for column in COLUMNS if column in on_gpu)}"] if on_gpu else []
+        lines.append(_row([f"`{family}`", *cells, "; ".join(places)]))
+    lines += [COUNTED, _row(["preset", "family", "parameters", "active"]), "|---|---|--:|--:|"]
+    for preset in published_presets():
+        numbers = [f"{counts[preset, kind]:,}" if (preset, kind) in counts else "" for kind in ("total", "active")]
+        lines.append(_row([f"`{preset}`", f"`{family_of(preset)}`", *numbers]))
+    return "\n".join([*lines, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_page_is_what_the_tests_declare(golden: Any, request: pytest.FixtureRequest, tmp_path: Path):
+    golden(PAGE, page(collected(request.config, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("declared", "ran"),
+    [
+        (("llama", "logits"), lambda: build_model(kind("llama3"), seq_len=8, attention_backend="math")),
+        (("llama", "tp"), lambda: note_training(experiment("parallelism.tp=2"))),
+    ],
+)
+def test_a_test_that_declares_more_than_it_did_fails(declared: tuple[str, str], ran: Callable[[], object]):
+    item: Any = SimpleNamespace(iter_markers=lambda name: [pytest.mark.proves(*declared).mark])
+    with held_to_what_ran(item):
+        ran()
+    with pytest.raises(AssertionError, match="declared and not run"), held_to_what_ran(item):
+        note_training(experiment("parallelism.cp=2"))
+
+
+def test_a_case_declares_the_axes_of_its_words():
+    assert axes_of("parallelism.tp=2 parallelism.cp=1 parallelism.dp_shard=2 quantization=mxfp8") == {"tp", "fp8"}
+    assert proves("model=kimi_k2_1t parallelism.tp=2", "plan").args == ("deepseek", "plan")
+    assert proves("parallelism.tp=2", "plan").args == ("llama", "plan")

@@ -1,0 +1,49 @@
+"""Fit of a published repository: preset of its shape, and its parts that are not read."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.hydra.presets import nearest_preset
+from titan_exp.models.convert.hf_config import family_types, from_huggingface, language_model, quantized_weights
+from titan_exp.models.spec.lookup import mtp_depth
+
+TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
+"""Parts of a multimodal model beside its language model, by their keys in `config.json`."""
+MTP_KEY = "num_nextn_predict_layers"
+"""Number of modules of multi-token prediction in `config.json`."""
+
+
+def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:
+    """Preset that fits a `config.json`, then what of the repository is not read.
+
+    `weights` is the model as its files hold it; None if only `config.json` is known.
+
+    Raises:
+        UserError: no family reads the `model_type`.
+    """
+    text, _ = language_model(values)
+    if text.get("model_type") not in family_types():
+        from_huggingface(text, name)
+        yield (
+            f"model_type {text.get('model_type')!r} is of no family here ({listed(family_types(), 'and')}): "
+            "model=huggingface model.repository=FOLDER trains its class of transformers"
+        )
+        return
+    try:
+        model = from_huggingface(text, name)
+        quantized_weights(text)
+    except UserError as error:  # it says what the family cannot compute
+        yield f"cannot be converted: {error}"
+        return
+    preset, keys = nearest_preset(model)
+    yield f"model={preset} fits but for {' '.join(keys)}" if keys else f"fits model={preset}"
+    if text is not values:
+        yield from (f"not read: {tower} ({key})" for key, tower in TOWERS.items() if key in values)
+    depth = int(text.get(MTP_KEY) or 0)
+    if depth and weights is not None and mtp_depth(weights) == 0:
+        yield f"missing in the files: modules of multi-token prediction, of which config.json has {MTP_KEY}={depth}"
+    elif depth:
+        yield f"{depth} module of multi-token prediction: trained with model.mtp.depth={depth}"

@@ -33,7 +33,8 @@ Written by `make golden` from the markers of the tests (`tests/proofs.py`); do n
 ## Proofs
 
 `day`: a test of `make test` proves it; `night`: one of `make night` alone. A cell without a word: no test does.
-Where it ran: on a CPU, with gloo between ranks; GPU: the same tests run on one as well, by `make gpu`.
+All of them ran on a CPU, with gloo between ranks. The last column has those for which `make gpu` has tests; it has not run
+on a GPU yet.
 
 - counts: presets whose total and active parameters a test has, of all published ones (below)
 - logits, gradients: those of `transformers`, per parameter, from the same weights
@@ -52,7 +53,7 @@ Numbers that tests compare with the model's spec. Active: chosen experts only, a
 
 def page(found: Proofs) -> str:
     counts = {(count.preset, count.kind): count.count for count in found.counts}
-    lines = [HEADING, _row(["family", *COLUMNS, "where it ran"]), "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = [HEADING, _row(["family", *COLUMNS, "tests for a GPU"]), "|---" * (len(COLUMNS) + 2) + "|"]
     for family in builtin_components("model"):
         proofs = [proof for proof in found.proofs if proof.family == family]
         presets = [preset for preset in published_presets() if family_of(preset) == family]
@@ -60,11 +61,9 @@ def page(found: Proofs) -> str:
         cells = [f"{done} of {len(presets)}" if presets else ""]
         for column in COLUMNS[1:]:
             where = {proof.where for proof in proofs if proof.column == column}
-            cells.append(next((word for word in ("day", "night", "GPU") if word in where), ""))
+            cells.append(next((word for word in ("day", "night") if word in where), ""))
         on_gpu = {proof.column for proof in proofs if proof.where == "GPU"}
-        places = ["CPU"] if any(proof.where != "GPU" for proof in proofs) else []
-        places += [f"GPU: {', '.join(column for column in COLUMNS if column in on_gpu)}"] if on_gpu else []
-        lines.append(_row([f"`{family}`", *cells, "; ".join(places)]))
+        lines.append(_row([f"`{family}`", *cells, ", ".join(column for column in COLUMNS if column in on_gpu)]))
     lines += [COUNTED, _row(["preset", "family", "parameters", "active"]), "|---|---|--:|--:|"]
     for preset in published_presets():
         numbers = [f"{counts[preset, kind]:,}" if (preset, kind) in counts else "" for kind in ("total", "active")]

@@ -398,12 +398,12 @@ def heads_are_normalized_after_rope() -> None:
     """Rotation keeps a head's norm, so this is the same until the norms' weights have learned."""
 
     def make(original: Any) -> Any:
-        def forward(self: Any, *args: Any) -> Any:
+        def forward(self: Any, *args: Any, **settings: Any) -> Any:
             norms = [self.q_norm, self.k_norm]
             turns = itertools.cycle(norms)
             self.q_norm = self.k_norm = torch.nn.Identity()
             patch("titan_exp.models.blocks.transformer.rotate", lambda _: lambda *given: next(turns)(rotate(*given)))
-            found = original(self, *args)
+            found = original(self, *args, **settings)
             self.q_norm, self.k_norm = norms
             return found
 

@@ -31,6 +31,26 @@ def both_ways(module: Any, device: str, call: Callable[[], dict[str, Tensor]]) -
         module.runs_kernel = chosen
 
 
+def padded(experts: Tensor, x: Tensor, weights: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Copies with zeros between them, and gradients, of tokens with `weights` for nine experts."""
+    from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute
+
+    order = PaddedOrder.sort(experts, 9, 4)
+    leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    copies = permute(leaves[0], order.order, order.inverse, order.padding)
+    assert not copies[order.padding].any()
+    rows = copies.detach().requires_grad_()
+    sums = combine(rows, order.order, order.inverse, leaves[1], order.padding)
+    (rows_grad,) = torch.autograd.grad(sums, rows, gradient)
+    assert not rows_grad[order.padding].any()
+    (plain_grad,) = torch.autograd.grad(combine(rows, order.order, order.inverse, None, order.padding), rows, gradient)
+    assert not plain_grad[order.padding].any()
+    return {
+        f"{weights.shape[1]}, padded {name}": part.detach()
+        for name, part in zip(("copies", "gradient 0", "plain gradient"), (copies, rows_grad, plain_grad), strict=True)
+    }
+
+
 def permutations(device: str) -> Results:
     """Columns that fill no program, choices that are no power of two, upstream gradients in other layouts."""
     from titan_exp.ops.moe import permutation as module
@@ -47,6 +67,7 @@ def permutations(device: str) -> Results:
             x, rows = (torch.randn(count, dim, generator=random).to(device, dtype) for count in (tokens, tokens * k))
             weights = torch.rand(k, tokens, generator=random).to(device).t()
             gradients = [torch.randn(dim, len(tensor), generator=random).to(device, dtype).t() for tensor in (rows, x)]
+            found |= padded(experts, x, weights, gradients[1]) if k == 3 else {}
             leaves = x.requires_grad_(), rows.requires_grad_(), weights.requires_grad_()
             copies = module.permute(x, order, inverse)
             (found[f"{k}, copies' gradient"],) = torch.autograd.grad(copies, x, gradients[0])
@@ -70,7 +91,7 @@ def permutations(device: str) -> Results:
 @pytest.mark.parametrize("device", DEVICES)
 def test_copies_sums_and_their_gradients_are_those_of_torch(device: str):
     [found] = run_kernels(1, device, permutations)
-    assert len(found) == 21
+    assert len(found) == 24
     for name, (theirs, ours) in found.items():
         assert ours.dtype == theirs.dtype, name
         if "weighted" not in name or name.endswith("gradient 0"):
@@ -174,6 +195,46 @@ def test_biases_of_experts_and_their_gradients_are_those_of_torch(device: str):
         else:  # summed up in another order
             narrow = ours.dtype == torch.bfloat16
             torch.testing.assert_close(ours, theirs, rtol=2**-7 if narrow else 1e-5, atol=1e-5, msg=name)
+
+
+def cast(device: str) -> Results:
+    """Rows of zeros, of powers of two, of tiny and of huge numbers; columns that fill no program."""
+    from titan_exp.ops.float8 import cast_tokens as module
+    from titan_exp.ops.moe.permutation import PaddedOrder
+
+    module.BLOCK = 32 if device == "cpu" else module.BLOCK
+
+    def call() -> dict[str, Tensor]:
+        found = {}
+        for dtype, k in ((torch.bfloat16, 3), (torch.float32, 1)):
+            random = torch.Generator().manual_seed(k)
+            x = torch.randn(9, 80, generator=random) * torch.logspace(-30, 30, 9)[:, None]
+            x[3], x[4, :2] = 0, torch.tensor([2.0**8, 7 * 2.0**6])
+            order = PaddedOrder.sort(torch.rand(9, 5, generator=random).argsort(-1)[:, :k].to(device), 5, 4)
+            x = x.to(device, dtype)
+            rows, scales = module.cast_tokens(x, order.inverse, order.padding)
+            copies = x[order.order // k].index_fill(0, order.padding, 0)
+            found |= {f"{k} rows": rows.float(), f"{k} scales": scales, f"{k} copies": copies}
+        return found
+
+    return both_ways(module, device, call)
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_cast_as_torchao_casts_their_rows(device: str):
+    from titan_exp.quantization.torchao import amax_to_scale, to_fp8_saturated
+
+    [found] = run_kernels(1, device, cast)
+    assert len(found) == 6
+    for k in (3, 1):
+        copies = found[f"{k} copies"][0]
+        scale = amax_to_scale(copies.abs().amax(1), torch.float8_e4m3fn, True)
+        expected = to_fp8_saturated(copies.float() * scale[:, None], torch.float8_e4m3fn).float()
+        assert expected.unique().numel() > 50
+        for rows, scales in zip(found[f"{k} rows"], found[f"{k} scales"], strict=True):
+            assert torch.equal(scales, scale)
+            assert torch.equal(rows, expected)
 
 
 def zeroed(device: str) -> Results:

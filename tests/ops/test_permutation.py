@@ -1,6 +1,7 @@
 """Rows to experts and back: against loops in Python, finite differences, and sums whose order shows."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.ranks import run_ranks
+from titan_exp.ops.float8.cast_tokens import cast_tokens
 from titan_exp.ops.moe import permutation as module
+from titan_exp.ops.moe.expert_bias import _add_bias, _bias_backward
 from titan_exp.ops.moe.grouped_mm import grouped_linear
-from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
+from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
 from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
@@ -61,6 +64,22 @@ def test_choices_of_no_expert_come_last():
     assert order.tolist() == [2, 1, 4, 0, 3, 5]
     assert inverse.tolist() == [[3, 1], [0, 4], [2, 5]]
     assert ends.tolist() == [1, 3, 3]
+
+
+def test_padded_orders_have_whole_multiples_of_rows():
+    for count, k, multiple in ((5, 2, 4), (3, 1, 16), (4, 3, 1)):
+        experts = torch.rand(11, count).argsort(-1)[:, :k].clamp(max=count - 2)
+        order, _, ends = sort_by_expert(experts, count)
+        padded = PaddedOrder.sort(experts, count, multiple)
+        source, expected = order.tolist(), list[int | None]()
+        for start, end in pairwise([0, *ends.tolist()]):
+            expected += source[start:end]
+            expected += [None] * (-(end - start) % multiple or (multiple if start == end else 0))
+        assert padded.ends[-1] == len(expected)
+        assert (padded.ends.diff(prepend=padded.ends.new_zeros(1)) % multiple == 0).all()
+        rows = [None if row in padded.padding else choice for row, choice in enumerate(padded.order.tolist())]
+        assert rows == expected + [None] * (len(rows) - len(expected))
+        assert padded.order[padded.inverse].flatten().tolist() == list(range(11 * k))
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -230,14 +249,20 @@ def test_experts_are_compiled_as_one_graph():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators_keep_what_they_promise_the_compiler(dtype: torch.dtype):
-    _, inverse, _ = sort_by_expert(drawn(9, 3, 4), 4)
+    _, inverse, ends = sort_by_expert(drawn(9, 3, 4), 4)
+    padded = PaddedOrder.sort(drawn(9, 3, 4), 4, 4)
     rows, weights, x = operands(9, 3, 6, dtype)
     checks = ("test_schema", "test_faketensor")
     for operator, args in (
-        (module._copy_tokens, (x, inverse)),
+        (module.copy_tokens, (x, inverse, None)),
+        (module.copy_tokens, (x, padded.inverse, padded.padding)),
+        (cast_tokens, (x, padded.inverse, padded.padding)),
+        (_add_bias, (rows, x[:4], ends, weights.flatten())),
+        (_bias_backward, (rows, x[:4], ends, weights.flatten())),
+        (_bias_backward, (rows, None, ends, None)),
         (module._sum_rows_kernel, (rows, inverse, weights)),
         (module._sum_rows_kernel, (rows, inverse, None)),
-        (module._combine_backward, (rows, x, inverse, weights)),
+        (module._combine_backward, (rows, x, inverse, weights, None)),
     ):
         torch.library.opcheck(operator, args, test_utils=checks)
 

@@ -1,6 +1,7 @@
 """The product of experts under each recipe is that of one projection, expert by expert, bit by bit."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+from titan_exp.models.blocks.moe import Experts, compute_locally
 from titan_exp.models.build import init_specs
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.moe.permutation import PaddedOrder
+from titan_exp.ops.moe.routing import Routing
 from titan_exp.quantization import hardware_support as instructions
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.grouped import grouped_kernels as grouped_instructions
@@ -370,7 +375,7 @@ def scaled_grouped_mm(  # torch's own arguments
     return torch.stack(products).bfloat16()
 
 
-def test_the_path_of_float8_s_kernels_is_the_emulation(monkeypatch: pytest.MonkeyPatch):
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torchao's casts do, by its own references, and torch's matmul, by its documentation, in the place of what
     runs on GPUs alone."""
     from torchao.prototype.moe_training import fp8_grouped_mm as theirs
@@ -402,6 +407,10 @@ def test_the_path_of_float8_s_kernels_is_the_emulation(monkeypatch: pytest.Monke
     monkeypatch.setattr(theirs, "triton_fp8_rowwise_3d_transpose_rhs", right)
     monkeypatch.setattr(theirs, "triton_fp8_per_group_colwise_scales_dual", dual)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+
+
+def test_the_path_of_float8_s_kernels_is_the_emulation(monkeypatch: pytest.MonkeyPatch):
+    replace_kernels(monkeypatch)
     recipe = GroupedFloat8(Float8(True, False, power_of_two=True, emulated=True))
     for dtype in (torch.bfloat16, torch.float32):
         of = (*operands(dtype), torch.tensor(RAGGED, dtype=torch.int32))
@@ -414,3 +423,44 @@ def test_the_path_of_float8_s_kernels_is_the_emulation(monkeypatch: pytest.Monke
                 assert (mine - emulated).norm() < 5e-2 * emulated.norm()
         assert not found[0][176:].any()
         assert not found[1][176:].any()
+
+
+def test_tokens_cast_to_their_rows_are_rows_cast(monkeypatch: pytest.MonkeyPatch):
+    replace_kernels(monkeypatch)
+    native = NativeGroupedLinear("float8_rowwise")
+    x, weight, gradient = operands(torch.bfloat16)
+    experts = torch.rand(56, 3, generator=torch.Generator().manual_seed(0)).argsort(-1)[:, :2]  # the last gets none
+    order = PaddedOrder.sort(experts, 4, native.row_multiple)
+    upstream = gradient[: len(order.order)].index_fill(0, order.padding, 0)
+    filled = upstream.new_zeros(len(order.order), dtype=torch.bool).index_fill(0, order.inverse.flatten(), True)
+    found = passes(native.of_tokens, x[:56], weight, upstream, order)
+    expected = passes(partial(GroupedLinearImpl.of_tokens, native), x[:56], weight, upstream, order)
+    assert torch.equal(found[0][filled], expected[0][filled])
+    assert all(map(torch.equal, found[1:], expected[1:]))
+
+
+@pytest.mark.parametrize("weighted_inputs", [False, True])
+def test_rows_are_padded_once_for_both_matmuls(monkeypatch: pytest.MonkeyPatch, weighted_inputs: bool):
+    replace_kernels(monkeypatch)
+    spec = model_spec(experiment("model=qwen3_moe_debug").model)
+    assert spec is not None
+    layer = spec.layers[0]
+    experts = Experts(layer).bfloat16()
+    experts.weighted_inputs = weighted_inputs
+    random = torch.Generator().manual_seed(0)
+    for linear in (experts.gate_up, experts.down):
+        linear.linear_impl = NativeGroupedLinear("float8_rowwise")
+        torch.nn.init.normal_(linear.weight, generator=random)
+    tokens = torch.randn(29, experts.gate_up.in_features, generator=random).bfloat16()
+    weights = torch.rand(29, 2, generator=random)
+    routing = Routing(torch.rand(29, experts.count - 1, generator=random).argsort(-1)[:, :2], weights)
+    gradient = torch.randn(tokens.shape, generator=random).bfloat16()
+
+    def gradients() -> list[Tensor]:
+        leaves = [tokens.clone().requires_grad_(), weights.clone().requires_grad_(), *experts.parameters()]
+        out = compute_locally(leaves[0], Routing(routing.experts, leaves[1]), experts)
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+    found = gradients()
+    monkeypatch.setattr(Experts, "row_multiple", 1)
+    assert all(map(torch.equal, found, gradients()))

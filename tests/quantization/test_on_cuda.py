@@ -96,6 +96,42 @@ def test_kernels_of_experts_compute_what_is_emulated(name: str):
     assert not passes(NativeGroupedLinear(name))[0][280:].any()
 
 
+def test_tokens_cast_to_their_rows_are_rows_cast():
+    """Values and scales of our kernel and torchao's, and all three matmuls, to the bit."""
+    from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+    from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
+    from titan_exp.ops.moe.permutation import PaddedOrder, permute
+    from titan_exp.quantization.grouped.grouped_kernels import OF_TOKENS, fp8_grouped_mm
+    from titan_exp.quantization.grouped.grouped_linear import NativeGroupedLinear
+    from titan_exp.quantization.hardware_support import Hardware
+
+    if not Hardware().has_grouped_kernels("float8_rowwise", torch.device("cuda")) or not OF_TOKENS:
+        pytest.skip("no kernel that takes tokens here")
+    random = torch.Generator("cuda").manual_seed(0)
+    tokens, weight = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=random)
+        for shape in ((300, 1280), (8, 512, 1280))
+    )
+    tokens *= torch.logspace(-20, 5, 300, device="cuda")[:, None]
+    tokens[7] = 0
+    order = PaddedOrder.sort(torch.rand(300, 7, device="cuda", generator=random).argsort(-1)[:, :3], 8, 16)
+    rows = permute(tokens, order.order, order.inverse, order.padding)
+    mine = cast_tokens(tokens, order.inverse, order.padding)
+    theirs = fp8_grouped_mm.triton_fp8_rowwise_2d_scale_and_cast(rows, E4M3, round_scales_to_power_of_2=True)
+    assert torch.equal(mine[0].float(), theirs[0].float())
+    assert torch.equal(mine[1], theirs[1].squeeze(-1))
+    native = NativeGroupedLinear("float8_rowwise")
+    gradient = torch.randn(len(rows), 512, device="cuda", dtype=torch.bfloat16, generator=random)
+    gradient.index_fill_(0, order.padding, 0)
+
+    def passes(product: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
+        output = product(*leaves, order)
+        return [output.detach()[order.inverse], *torch.autograd.grad(output, leaves, gradient)]
+
+    assert all(map(torch.equal, passes(native.of_tokens), passes(partial(GroupedLinearImpl.of_tokens, native))))
+
+
 @pytest.mark.parametrize("name", FLOAT8)
 def test_kept_weights_are_those_of_the_emulation(name: str):
     """Amax and casts of all weights by a launch each, against torch's on a CPU, to the bit."""

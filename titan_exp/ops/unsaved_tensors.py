@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 
-def keep_unsaved(context: Any, *tensors: Tensor) -> None:
+def keep_unsaved(context: Any, *tensors: Tensor | None) -> None:
     """Keep tensors for backward. They must not be recomputable activations: their memory is held until backward."""
     context.unsaved = tensors
 
 
-def unsaved_tensors(context: Any) -> tuple[Tensor, ...]:
+def unsaved_tensors(context: Any) -> tuple[Any, ...]:
     """Kept tensors, empty without; call it inside backward. Released when autograd releases saved tensors: now, unless
     backward is split.
     """

@@ -10,6 +10,7 @@ from titan_exp.models.blocks.linear import weight_and_bias
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.moe.expert_bias import add_expert_bias
+from titan_exp.ops.moe.permutation import PaddedOrder
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 
@@ -38,18 +39,23 @@ class GroupedLinear(nn.Module):
         row_weights: Float[Tensor, " tokens"] | None = None,
         *,
         of_swiglu: SwiGLUVariant | None = None,
-    ) -> Float[Tensor, "tokens fan_out"]:
+        order: PaddedOrder | None = None,
+        padded: bool = False,
+    ) -> Float[Tensor, "_ fan_out"]:
         """x · weight[expert]ᵀ for rows sorted by expert, by `linear_impl`, plus the bias, times `row_weights` if given.
 
         `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient. `of_swiglu` takes
-        fused gate and up, in place of this weighted variant of SwiGLU.
+        fused gate and up, in place of this weighted variant of SwiGLU. `order` takes tokens in place of their rows in
+        this order. `padded` is that of `GroupedLinearImpl`.
         """
         weight = local_tensor(self.weight)
         if of_swiglu is not None:
             assert row_weights is not None, "the SwiGLU is weighted"
             out = self.linear_impl.of_swiglu(x, weight, ends, row_weights, of_swiglu)
+        elif order is not None:
+            out = self.linear_impl.of_tokens(x, weight, order)
         else:
-            out = self.linear_impl(x, weight, ends)
+            out = self.linear_impl(x, weight, ends, padded=padded)
         if self.bias is None:
             return out
         bias = local_tensor(self.bias)

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.moe.permutation import PaddedOrder, permute
 from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
 from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
+from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 
@@ -28,9 +30,24 @@ class LinearImpl(nn.Module):
 class GroupedLinearImpl(nn.Module):
     """Grouped matmul in the dtype of input and weight. A recipe is a subclass."""
 
-    def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs]."""
+    row_multiple = 1
+    """Multiple of rows per expert that the kernel requires; rows that are not `padded` it pads itself."""
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
+        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs].
+
+        `padded` promises that every expert has a `row_multiple` of rows, and some; rows after the last end may then
+        come out uninitialized.
+        """
         return grouped_linear(x, weight, ends)
+
+    def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
+        """The same for the padded rows of tokens."""
+        return recompute_input(
+            lambda tokens: permute(tokens, order.order, order.inverse, order.padding),
+            tokens,
+            lambda rows: self(rows, weight, order.ends, padded=True),
+        )
 
     def of_swiglu(
         self, gate_up: Tensor, weight: Tensor, ends: Tensor, row_weights: Tensor, variant: SwiGLUVariant

@@ -11,8 +11,9 @@ from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.blocks.router import Router
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
+from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
+from titan_exp.ops.moe.token_padding import TokenPadding
 from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
 
@@ -35,21 +36,43 @@ class Experts(nn.Module):
         """True if a recipe rounds what is projected down."""
         return type(self.down.linear_impl) is not GroupedLinearImpl
 
+    @property
+    def row_multiple(self) -> int:
+        """Multiple of rows per expert to pad to, once for both matmuls.
+
+        It is 1 where a bias would make numbers of the zeros in between: there the matmuls pad themselves.
+        """
+        if self.gate_up.bias is not None:
+            return 1
+        return max(self.gate_up.linear_impl.row_multiple, self.down.linear_impl.row_multiple)
+
     def forward(
         self,
         rows: Float[Tensor, "rows dim"],
         ends: Int32[Tensor, " experts"],
-        weights: Float[Tensor, " rows"] | None = None,
-    ) -> Float[Tensor, "rows dim"]:
+        weights: Float[Tensor, " _"] | None = None,
+        order: PaddedOrder | None = None,
+    ) -> Float[Tensor, "_ dim"]:
         """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given; or a variant of SwiGLU.
 
-        `ends` are the ends of the experts' rows.
+        `ends` are the ends of the experts' rows. `order` takes tokens in place of their rows in this order, and returns
+        rows in it.
         """
-        fused, variant = self.gate_up(rows, ends), self.variant
+        if order is not None:
+            return self._down(self.gate_up(rows, ends, order=order), ends, weights, padded=True)
+        if self.row_multiple == 1:
+            return self._down(self.gate_up(rows, ends), ends, weights)
+        padding = TokenPadding.of(ends, rows.shape[0], self.row_multiple)
+        weights = None if weights is None else padding.spread(weights[:, None])[:, 0]
+        fused = self.gate_up(padding.spread(rows), padding.ends, padded=True)
+        return padding.collect(self._down(fused, padding.ends, weights, padded=True))
+
+    def _down(self, fused: Tensor, ends: Tensor, weights: Tensor | None, *, padded: bool = False) -> Tensor:
+        variant = self.variant
         if weights is not None:
             return self.down(fused, ends, weights, of_swiglu=variant)
         return recompute_input(
-            lambda fused: swiglu(fused, variant=variant), fused, lambda hidden: self.down(hidden, ends)
+            lambda fused: swiglu(fused, variant=variant), fused, lambda hidden: self.down(hidden, ends, padded=padded)
         )
 
 
@@ -105,6 +128,8 @@ def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Call
 
 def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Weighted sum of the outputs of experts that are all on this rank."""
+    if experts.row_multiple > 1 and not experts.weighted_inputs:
+        return _compute_padded(tokens, routing, experts)
     order, inverse, ends = sort_by_expert(routing.experts, experts.count)
     if experts.weighted_inputs:
         by_row = permute_weights(routing.weights, order, inverse)
@@ -123,6 +148,14 @@ def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tenso
         lambda tokens: permute(tokens, order, inverse), tokens, lambda rows: experts(rows, ends, weights)
     )
     return combine(rows, order, inverse, routing.weights if weights is None else None)
+
+
+def _compute_padded(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """The same for kernels that need padded rows: they lie where the matmuls read them, and nothing moves them."""
+    order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
+    weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
+    rows = experts(tokens, order.ends, weights, order)
+    return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
 
 
 def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:

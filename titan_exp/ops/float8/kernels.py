@@ -116,6 +116,40 @@ def cast_weights_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only
 
 
 @triton.jit
+def cast_tokens_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    x: tl.tensor,
+    inverse: tl.tensor,
+    rows: tl.tensor,
+    scales: tl.tensor,
+    width: tl.tensor,
+    least: tl.tensor,
+    largest: tl.tensor,
+    choices: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Scale and cast a token to the rows of its choices, and store its scale for each: the power of two at most
+    largest / amax, with an amax of at least `least`."""
+    token = tl.program_id(0).to(tl.int64)
+    sizes = tl.zeros((block,), tl.float32)
+    for start in range(0, width, block):  # type: ignore[arg-type]  # a loop of Triton
+        column = start + tl.arange(0, block)
+        size = tl.abs(tl.load(x + token * width + column, mask=column < width, other=0.0).to(tl.float32))
+        sizes = tl.maximum(sizes, size)
+    # In fp64, where a quotient that is a power of two comes out as one. Without its mantissa it is the one below.
+    quotient = (largest / tl.maximum(tl.max(sizes, 0), least).to(tl.float64)).to(tl.float32)
+    scale = (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    for start in range(0, width, block):  # type: ignore[arg-type]
+        column = start + tl.arange(0, block)
+        numbers = tl.load(x + token * width + column, mask=column < width, other=0.0).to(tl.float32)
+        cast = rounded(_within(numbers * scale, largest), rows.dtype.element_ty)  # type: ignore[attr-defined]  # pointers have it
+        for choice in tl.static_range(choices):  # type: ignore[misc]  # a loop of Triton
+            row = tl.load(inverse + token * choices + choice)
+            tl.store(rows + row * width + column, cast, mask=column < width)
+    for choice in tl.static_range(choices):  # type: ignore[misc]
+        tl.store(scales + tl.load(inverse + token * choices + choice), scale)
+
+
+@triton.jit
 def _weight_of(
     starts: tl.tensor, table: tl.tensor, columns: tl.constexpr, weights: tl.constexpr
 ) -> "tuple[tl.tensor, tl.tensor]":

@@ -4,6 +4,7 @@ Sums gather, so results and gradients are deterministic: scattering sums needs a
 each direction is one Triton kernel over tokens that reads or writes a token once and its rows once.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,11 +40,47 @@ def sort_by_expert(
     return order, inverse.view_as(experts), ends
 
 
+@dataclass(frozen=True)
+class PaddedOrder:
+    """Order of the choices by expert, where each expert has a multiple of some number of rows, and some at least.
+
+    There is room for the worst case, so that no count comes to the host.
+    """
+
+    order: Int64[Tensor, " rows"]
+    """Choice of each row; 0 for padding."""
+    inverse: Int64[Tensor, "tokens k"]
+    """Row of each choice."""
+    ends: Int32[Tensor, " experts"]
+    """End of each expert's rows, padding included."""
+    padding: Int64[Tensor, " padding"]
+    """Rows without a choice: those between experts, and all after the last end."""
+
+    @staticmethod
+    def sort(experts: Int64[Tensor, "tokens k"], count: int, multiple: int) -> "PaddedOrder":
+        """Order of choices of `count` experts with a `multiple` of rows each."""
+        order, inverse, ends = sort_by_expert(experts, count)
+        choices, starts = order.shape[0], torch.cat([ends.new_zeros(1), ends[:-1]])
+        room = multiple * (-(-choices // multiple) + count)
+        sizes = ((ends - starts + multiple - 1) // multiple).clamp(min=1) * multiple
+        padded = sizes.cumsum(0, dtype=torch.int32)
+        inverse = inverse + (padded - sizes - starts)[experts]
+        # Before the padding of an expert lie its rows and those before; before the last padding lie all.
+        number = torch.arange(room - choices, device=order.device)
+        expert = torch.searchsorted(padded - ends, number.int(), right=True)
+        padding = number + torch.cat([ends, ends.new_full((1,), choices)])[expert]
+        order = order.new_zeros(room).scatter(0, inverse.flatten(), torch.arange(choices, device=order.device))
+        return PaddedOrder(order, inverse, padded, padding)
+
+
 def permute(
-    x: Float[Tensor, "tokens dim"], order: Int64[Tensor, " rows"], inverse: Int64[Tensor, "tokens k"]
+    x: Float[Tensor, "tokens dim"],
+    order: Int64[Tensor, " rows"],
+    inverse: Int64[Tensor, "tokens k"],
+    padding: Int64[Tensor, " padding"] | None = None,
 ) -> Float[Tensor, "rows dim"]:
-    """Copy each token's row to each of its choices, sorted by `sort_by_expert`."""
-    return _Permute.apply(x, order, inverse)  # type: ignore[return-value]  # a Tensor
+    """Copy each token's row to each of its choices, sorted by `sort_by_expert` or `PaddedOrder`; padding is zeros."""
+    return _Permute.apply(x, order, inverse, padding)  # type: ignore[return-value]  # a Tensor
 
 
 def combine(
@@ -51,12 +88,14 @@ def combine(
     order: Int64[Tensor, " rows"],
     inverse: Int64[Tensor, "tokens k"],
     weights: Float[Tensor, "tokens k"] | None,
+    padding: Int64[Tensor, " padding"] | None = None,
 ) -> Float[Tensor, "tokens dim"]:
     """Weighted sum of each token's rows, in fp32 and in the order of its choices; plain sum if `weights` is None.
 
-    Backward keeps `rows` for the gradient of `weights`, nothing for a plain sum (see `ops.moe.weighted_swiglu`).
+    Backward keeps `rows` for the gradient of `weights`, nothing for a plain sum (see `ops.moe.weighted_swiglu`). The
+    gradient of padding is zeros.
     """
-    return _Combine.apply(rows, order, inverse, weights)  # type: ignore[return-value]  # a Tensor
+    return _Combine.apply(rows, order, inverse, weights, padding)  # type: ignore[return-value]  # a Tensor
 
 
 def permute_weights(
@@ -68,37 +107,40 @@ def permute_weights(
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
         ctx.save_for_backward(inverse)
         if torch.compiler.is_compiling():
             # Reads k times what the kernel reads, but the partitioner may recompute it instead of keeping it.
-            return x[order // inverse.shape[1]]
-        return _copy_tokens(x.contiguous(), inverse)
+            rows = x[order // inverse.shape[1]]
+            return rows if padding is None else rows.index_fill(0, padding, 0)
+        return copy_tokens(x.contiguous(), inverse, padding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
-        return _sum_rows(gradients[0], inverse, None), None, None
+        return sum_rows(gradients[0], inverse, None), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
+        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor | None, padding: Tensor | None
+    ) -> Tensor:
         if weights is None and not torch.compiler.is_compiling():
             # Else a recomputation would compute the rows again, or receive them.
-            keep_unsaved(ctx, inverse)
+            keep_unsaved(ctx, inverse, padding)
         else:
-            ctx.save_for_backward(rows if weights is not None else None, inverse, weights)
-        return _sum_rows(rows, inverse, weights)
+            ctx.save_for_backward(rows if weights is not None else None, inverse, padding, weights)
+        return sum_rows(rows, inverse, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows, inverse, weights = ctx.saved_tensors or (None, *unsaved_tensors(ctx), None)
+        rows, inverse, padding, weights = ctx.saved_tensors or (None, *unsaved_tensors(ctx), None)
         gradient = gradients[0].contiguous()
         if weights is None or rows is None:
-            return _copy_tokens(gradient, inverse), None, None, None
-        rows_grad, weights_grad = _combine_backward(rows.contiguous(), gradient, inverse, weights)
-        return rows_grad, None, None, weights_grad
+            return copy_tokens(gradient, inverse, padding), None, None, None, None
+        rows_grad, weights_grad = _combine_backward(rows.contiguous(), gradient, inverse, weights, padding)
+        return rows_grad, None, None, weights_grad, None
 
 
 class _PermuteWeights(torch.autograd.Function):
@@ -113,7 +155,7 @@ class _PermuteWeights(torch.autograd.Function):
         return gradients[0][inverse], None, None
 
 
-def _sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+def sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     """Sum of each token's rows. The compiler fuses torch's operators into one kernel with those around them."""
     if torch.compiler.is_compiling():
         return _sum_choices(rows, inverse, weights)
@@ -135,10 +177,17 @@ def _sum_dtype(rows: Tensor) -> torch.dtype:
 
 
 @torch.library.custom_op("titan_exp::copy_tokens", mutates_args=())
-def _copy_tokens(x: Tensor, inverse: Tensor) -> Tensor:
-    rows = _empty_copies(x, inverse)
+def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
+    """Copies of tokens in the rows of their choices without a gradient, and zeros as padding."""
+    rows = _empty_copies(x, inverse, padding)
+    if padding is not None:
+        rows.index_fill_(0, padding, 0)
     if runs_kernel(x):
         _launch("copy_tokens_kernel", x, inverse, rows, choices=inverse.shape[1], block=BLOCK)
+        return rows
+    if padding is not None:
+        for choice in inverse.unbind(1):
+            rows.index_copy_(0, choice, x)
         return rows
     # Rows written in order take a fraction of the time of copies that scatter them.
     token = torch.arange(inverse.shape[0], device=x.device).repeat_interleave(inverse.shape[1])
@@ -167,9 +216,13 @@ def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> T
 
 
 @torch.library.custom_op("titan_exp::combine_backward", mutates_args=())
-def _combine_backward(rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_backward(
+    rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor, padding: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weights from that of the sum."""
-    rows_grad, weights_grad = results = _empty_gradients(rows, gradient, inverse, weights)
+    rows_grad, weights_grad = results = _empty_gradients(rows, gradient, inverse, weights, padding)
+    if padding is not None:
+        rows_grad.index_fill_(0, padding, 0)
     if runs_kernel(rows):
         choices = inverse.shape[1]
         padded = 1 << (choices - 1).bit_length()
@@ -184,9 +237,9 @@ def _combine_backward(rows: Tensor, gradient: Tensor, inverse: Tensor, weights: 
     return rows_grad, weights_grad
 
 
-@_copy_tokens.register_fake
-def _empty_copies(x: Tensor, inverse: Tensor) -> Tensor:
-    return x.new_empty(inverse.numel(), x.shape[1])
+@copy_tokens.register_fake
+def _empty_copies(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
+    return x.new_empty(inverse.numel() + (0 if padding is None else padding.shape[0]), x.shape[1])
 
 
 @_sum_rows_kernel.register_fake
@@ -195,7 +248,9 @@ def _empty_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor
 
 
 @_combine_backward.register_fake
-def _empty_gradients(rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_gradients(
+    rows: Tensor, gradient: Tensor, inverse: Tensor, weights: Tensor, padding: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), weights.new_empty(weights.shape)
 
 

@@ -1,60 +1,129 @@
 """torchao's grouped kernels: rowwise float8 on Hopper and Blackwell, MXFP8 on Blackwell.
 
-They require padded groups per expert, and return outputs and gradients in bf16.
+They require padded groups per expert, and return outputs and gradients in bf16. Rows after the last end come out
+uninitialized.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
 from titan_exp.ops.import_torchao import import_torchao
-from titan_exp.ops.moe.token_padding import TokenPadding
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE
+from titan_exp.ops.moe.permutation import PaddedOrder, copy_tokens, sum_rows
+from titan_exp.ops.needs_input_grad import needs_input_grad
 
 with import_torchao():
     from torchao.prototype.moe_training import (
         _to_fp8_rowwise_then_scaled_grouped_mm,
         _to_mxfp8_then_scaled_grouped_mm,
+        fp8_grouped_mm,
     )
+
+CASTS = (
+    "triton_fp8_colwise_3d_scale_and_cast",
+    "triton_fp8_rowwise_2d_scale_and_cast",
+    "triton_fp8_rowwise_3d_transpose_rhs",
+    "triton_fp8_per_group_colwise_scales_dual",
+)
+"""torchao's casts of weights and gradients. Before 0.18 it had others."""
 
 
 def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [tokens, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales.
+    """x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales.
 
     All three matmuls of forward and backward are quantized; dims are multiples of 16.
     """
-    padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["float8_rowwise"])
     out = _to_fp8_rowwise_then_scaled_grouped_mm(
-        padding.spread(x),
+        x,
         weight.contiguous().mT,
-        padding.ends,
+        ends,
         out_dtype=torch.bfloat16,
-        float8_dtype=torch.float8_e4m3fn,
+        float8_dtype=E4M3,
         pad_token_groups_for_grouped_mm=False,
     )
-    return padding.collect(out).to(x.dtype)
+    return out.to(x.dtype)
+
+
+def float8_rowwise_of_tokens(tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
+    """`float8_rowwise_grouped` of the padded rows of tokens, which are copied and cast in one pass.
+
+    Backward keeps the tokens, and copies them again for the gradient of the weight.
+    """
+    return _Float8OfTokens.apply(tokens, weight.contiguous(), order.inverse, order.padding, order.ends)  # type: ignore[return-value]  # a Tensor
 
 
 def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [tokens, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8.
+    """x [rows, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8.
 
     All three matmuls of forward and backward are quantized; dims are multiples of 128.
     """
-    padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["mxfp8"])
     out = _to_mxfp8_then_scaled_grouped_mm(
-        padding.spread(x),
+        x,
         weight.contiguous().mT,
-        offs=padding.ends,
+        offs=ends,
         out_dtype=torch.bfloat16,
         wgrad_with_hp=False,
         pad_token_groups_for_grouped_mm=False,
     )
-    return padding.collect(out).to(x.dtype)
+    return out.to(x.dtype)
+
+
+class _Float8OfTokens(torch.autograd.Function):
+    """Casts and matmuls of torchao's own function, with other rows."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
+        ctx: Any, tokens: Tensor, weight: Tensor, inverse: Tensor, padding: Tensor, ends: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, weight, inverse, padding, ends)
+        rows, scales = cast_tokens(tokens.contiguous(), inverse, padding)
+        right, right_scales = _cast("triton_fp8_colwise_3d_scale_and_cast", weight.mT)
+        return _multiply(rows, scales, right, right_scales.squeeze(1), ends).to(tokens.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tokens, weight, inverse, padding, ends = ctx.saved_tensors
+        gradient = gradients[0].to(torch.bfloat16).contiguous()
+        tokens_grad, weight_grad = None, None
+        needs_tokens_grad, needs_weight_grad = needs_input_grad(ctx)
+        if needs_tokens_grad:
+            left, scales = _cast("triton_fp8_rowwise_2d_scale_and_cast", gradient)
+            right, right_scales = _cast("triton_fp8_rowwise_3d_transpose_rhs", weight.mT)
+            rows_grad = _multiply(left, scales.squeeze(-1), right, right_scales.squeeze(1), ends)
+            tokens_grad = sum_rows(rows_grad.to(tokens.dtype), inverse, None)
+        if needs_weight_grad:
+            rows = copy_tokens(tokens.contiguous(), inverse, padding)
+            left, scales, right, right_scales = _cast("triton_fp8_per_group_colwise_scales_dual", gradient, rows, ends)
+            weight_grad = _multiply(left.t(), scales, right, right_scales, ends).to(weight.dtype)
+        return tokens_grad, weight_grad, None, None, None
+
+
+def _cast(name: str, *tensors: Tensor) -> Any:
+    return getattr(fp8_grouped_mm, name)(*tensors, E4M3, round_scales_to_power_of_2=True)
+
+
+def _multiply(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, ends: Tensor) -> Tensor:
+    return torch._scaled_grouped_mm(
+        left,
+        right,
+        left_scales.reciprocal(),
+        right_scales.reciprocal(),
+        ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "float8_rowwise": float8_rowwise_grouped,
     "mxfp8": mxfp8_grouped,
 }
-"""Grouped matmuls by recipe."""
+"""Grouped matmuls of padded rows by recipe."""
+
+OF_TOKENS: dict[str, Callable[[Tensor, Tensor, PaddedOrder], Tensor]] = (
+    {"float8_rowwise": float8_rowwise_of_tokens} if all(hasattr(fp8_grouped_mm, name) for name in CASTS) else {}
+)
+"""Those that take tokens in place of their rows."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
+from titan_exp.ops.moe.permutation import PaddedOrder
+from titan_exp.ops.moe.token_padding import TokenPadding
 from titan_exp.ops.needs_input_grad import needs_input_grad
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.float8.float8_tensor import in_type
@@ -22,6 +24,7 @@ from titan_exp.quantization.grouped.grouped_recipes import (
     GroupedRecipe,
     Operands,
 )
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4
 
 
@@ -32,7 +35,7 @@ class EmulatedGroupedLinear(GroupedLinearImpl):
         super().__init__()
         self.recipe = recipe
 
-    def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
         """x · weight[expert]ᵀ."""
         return _EmulatedGrouped.apply(x, weight, ends, self.recipe)  # type: ignore[return-value]  # a Tensor
 
@@ -53,14 +56,25 @@ class NativeGroupedLinear(GroupedLinearImpl):
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
-        from titan_exp.quantization.grouped.grouped_kernels import KERNELS
+        from titan_exp.quantization.grouped.grouped_kernels import KERNELS, OF_TOKENS
 
         self.recipe = recipe
-        self._multiply = KERNELS[recipe]
+        self._multiply, self._of_tokens = KERNELS[recipe], OF_TOKENS.get(recipe)
+        # Rows after the last end, uninitialized in between, are not read: that is known of rowwise float8.
+        self.row_multiple = GROUPED_MULTIPLE[recipe] if recipe == "float8_rowwise" else 1
 
-    def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
         """x · weight[expert]ᵀ."""
-        return self._multiply(x, weight, ends)
+        if padded:
+            return self._multiply(x, weight, ends)
+        padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE[self.recipe])
+        return padding.collect(self._multiply(padding.spread(x), weight, padding.ends))
+
+    def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
+        """The same for the padded rows of tokens."""
+        if self._of_tokens is None:
+            return super().of_tokens(tokens, weight, order)
+        return self._of_tokens(tokens, weight, order)
 
     def extra_repr(self) -> str:
         """Recipe for `print(model)`."""

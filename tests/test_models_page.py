@@ -33,7 +33,7 @@ Written by `make golden` from the markers of the tests (`tests/proofs.py`); do n
 ## Proofs
 
 `day`: a test of `make test` proves it; `night`: one of `make night` alone. A cell without a word: no test does.
-Where it ran: on a CPU, with gloo between ranks; GPU: the same tests run on one as well, by `make gpu`.
+Where it runs: on a CPU, with gloo between ranks; GPU: `make gpu` runs these columns on one as well.
 
 - counts: presets whose total and active parameters a test has, of all published ones (below)
 - logits, gradients: those of `transformers`, per parameter, from the same weights
@@ -52,7 +52,7 @@ Numbers that tests compare with the model's spec. Active: chosen experts only, a
 
 def page(found: Proofs) -> str:
     counts = {(count.preset, count.kind): count.count for count in found.counts}
-    lines = [HEADING, _row(["family", *COLUMNS, "where it ran"]), "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = [HEADING, _row(["family", *COLUMNS, "where it runs"]), "|---" * (len(COLUMNS) + 2) + "|"]
     for family in builtin_components("model"):
         proofs = [proof for proof in found.proofs if proof.family == family]
         presets = [preset for preset in published_presets() if family_of(preset) == family]

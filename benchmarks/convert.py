@@ -63,7 +63,7 @@ def write_published(folder: Path, layers: int) -> None:
     model = replace(model, layers=layers)
     folder.mkdir()
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in state_dict_map(model, "huggingface").their_shapes.items():
+    for name, shape in state_dict_map(model, "huggingface").stored_shapes.items():
         words = name.split(".")
         files.setdefault(words[2] if words[1] == "layers" else "rest", {})[name] = shape
     index = {}

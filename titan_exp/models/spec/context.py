@@ -25,5 +25,5 @@ def exceeds_context(model: ModelConfig, seq_len: int) -> Iterator[Violation]:
             reason += f" with {ROPE}.scaling={rope.scaling} {ROPE}.factor={rope.factor:g}"
             scaling = f"{ROPE}.factor={rope.factor * -(-seq_len // longest):g}"
             scaling += f" {stretched}" if resolved.scaling == "llama3" else ""
-        stretched = f"to stretch it, {scaling}; or {stretched} for weights of that context, trained from scratch"
+        stretched = f"to stretch it, {scaling}; or {stretched} for weights of that context, or new ones"
     yield Violation("training.seq_len", seq_len, reason, f"at most training.seq_len={longest}; {stretched}")

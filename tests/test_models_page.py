@@ -33,8 +33,8 @@ Written by `make golden` from the markers of the tests (`tests/proofs.py`); do n
 ## Proofs
 
 `day`: a test of `make test` proves it; `night`: one of `make night` alone. A cell without a word: no test does.
-All of them ran on a CPU, with gloo between ranks. The last column has those for which `make gpu` has tests; it has not run
-on a GPU yet.
+All of them ran on a CPU, with gloo between ranks. The last column has those for which `make gpu` has tests; it has not
+run on a GPU yet.
 
 - counts: presets whose total and active parameters a test has, of all published ones (below)
 - logits, gradients: those of `transformers`, per parameter, from the same weights

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.extrapolate.eligibility import sampled_stages
 from titan_exp.plan.extrapolate.stages import stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
 from titan_exp.plan.search.layouts import Candidate
@@ -67,8 +68,16 @@ def has_more_experts(sampled: Candidate, candidate: Candidate) -> bool:
     if sampled.experts is None or candidate.experts is None or sampled.experts == candidate.experts:
         return True
     (other, other_etp, _, other_sharded), (own, own_etp, _, own_sharded) = sampled.experts, candidate.experts
-    fewer_weights = other_etp in (1, own_etp) and other * other_etp >= own * own_etp
-    return fewer_weights and other_sharded == own_sharded and (own > 1 or other == 1)
+    fewer_weights = other * other_etp >= own * own_etp
+    return fewer_weights and other_sharded == own_sharded and copies_as_many_rows(sampled, candidate)
+
+
+def copies_as_many_rows(sampled: Candidate, candidate: Candidate) -> bool:
+    """True if a rank of a layout copies at least the experts' rows of a sampled one."""
+    if sampled.experts is None or candidate.experts is None:
+        return True
+    (other, other_etp, *_), (own, own_etp, *_) = sampled.experts, candidate.experts
+    return other_etp in (1, own_etp) and (own > 1 or other == 1)
 
 
 def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedParts) -> float:
@@ -93,12 +102,16 @@ def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedPart
         # Some communication buffers hold parameters.
         "communication": tokens / max(1.0, sequences),
     }
+    ranks = extreme_ranks(own.pp)
+    if sampled_stages(candidate.experiment) != sampled_stages(sampled.experiment):
+        # The sample has another first stage.
+        ranks.remove(0)
     return max(
         sum(
             size * factors.get(name, tokens)
             for name, size in _step_cost(candidate, rank, parts).peak.by_category.items()
         )
-        for rank in extreme_ranks(own.pp)
+        for rank in ranks
     )
 
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import sampled_stages
-from titan_exp.plan.extrapolate.stages import stages_of
+from titan_exp.plan.extrapolate.stages import FIRST, stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time
@@ -102,9 +101,10 @@ def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedPart
         # Some communication buffers hold parameters.
         "communication": tokens / max(1.0, sequences),
     }
-    ranks = extreme_ranks(own.pp)
-    if sampled_stages(candidate.experiment) != sampled_stages(sampled.experiment):
-        # The sample has another first stage.
+    ranks, sample = extreme_ranks(own.pp), parts.samples[False][0]
+    repeated = min(sample.distinct + 2 * sample.edge, candidate.layout.layer_counts[0])
+    if own.pp > 1 and sample.layers[FIRST] < repeated:
+        # A small first stage was sampled as it is.
         ranks.remove(0)
     return max(
         sum(
@@ -124,6 +124,7 @@ def extreme_ranks(degree: int) -> list[int]:
 
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
-    stages = stages_of(candidate.experiment, rank)
+    edge = next(iter(parts.samples.values()))[0].edge
+    stages = [replace(stage, edge=edge) for stage in stages_of(candidate.experiment, rank)]
     simulation = simulate_rank(candidate.layout, rank, parts.samples)
     return step_cost(candidate.layout, stages, parts, simulation)

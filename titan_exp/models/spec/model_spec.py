@@ -373,15 +373,17 @@ class ModelSpec:
     @cached_property
     def _repetition(self) -> tuple[int, int]:
         """`distinct_layers` and `period`, whose sum is as small as possible."""
-        layers, found = self.layers, list[tuple[int, int]]()
+        layers, found = self.layers, (len(self.layers), 1)
         for period in range(1, len(layers) + 1):
+            if period >= sum(found):
+                break
             differing = (
                 number
                 for number in range(len(layers) - period, 0, -1)
                 if layers[number - 1] != layers[number + period - 1]
             )
-            found.append((next(differing, 0), period))
-        return min(found, key=lambda pair: (sum(pair), pair[1]), default=(0, 1))
+            found = min(found, (next(differing, 0), period), key=sum)
+        return found
 
     def routers(self) -> Iterator[tuple[str, RouterSpec]]:
         """Routers of all blocks by full module path."""

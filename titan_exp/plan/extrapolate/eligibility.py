@@ -80,7 +80,7 @@ def sampled_edge(experiment: Experiment) -> int:
         return 2
     if not spec.has_experts or not regroups_experts(experiment.parallelism):
         return 1
-    return 1 + spec.period // sum(layer.router is not None for layer in spec.layers[-spec.period :])
+    return 1 + spec.period // max(1, sum(layer.router is not None for layer in spec.layers[-spec.period :]))
 
 
 def sampled_layers(experiment: Experiment) -> int:

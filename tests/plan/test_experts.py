@@ -16,7 +16,8 @@ from titan_exp.plan.extrapolate.step_cost import trace_parts
 from titan_exp.plan.predict import Plan, on_cpu, predict
 from titan_exp.plan.search.layout_cost import layout_cost
 from titan_exp.plan.search.layouts import Candidate, search_space
-from titan_exp.plan.search.lower_bounds import LowerBounds, profile_of
+from titan_exp.plan.search.lower_bounds import LowerBounds
+from titan_exp.plan.search.profile import profile_of
 from titan_exp.plan.time.roofline import message_seconds, rank_time
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS

@@ -13,7 +13,8 @@ from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec
 
-CUDA = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 model.attention_backend=flash "
+MASKED = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 "
+CUDA = MASKED + "model.attention_backend=flash "
 BF16 = "training.mixed_precision=bf16 "
 ACCUMULATED = "training.micro_batch_size=1 training.global_batch_size=16 "
 
@@ -42,6 +43,11 @@ WHOLE = {
     "a dense layer first, ep, multi-token prediction on CUDA": CUDA
     + "model=deepseek_debug model.mtp.depth=1 model.layers=7 parallelism.dp_shard=4 parallelism.ep=2 "
     "training.micro_batch_size=1",
+    "windows in every second layer, ep on CUDA": MASKED
+    + "model=gpt_oss_debug model.layers=9 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
+    "kinds in a period of four, full on CUDA": MASKED
+    + "model=llama4_debug model.layers=13 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
+    "activation_checkpoint=full",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS
@@ -73,6 +79,15 @@ PIPELINES = {
     "two dense layers first, 1F1B x ep on CUDA": CUDA
     + "model=deepseek_debug model.dense_layers=2 model.layers=13 parallelism.pp=2 parallelism.dp_shard=4 "
     "parallelism.ep=2 parallelism.pp_microbatches=2",
+    "one layer like the rest in the first stage, 1F1B x ep on CUDA": CUDA
+    + "model=deepseek_debug model.dense_layers=2 model.layers=13 parallelism.pp=2 parallelism.dp_shard=4 "
+    "parallelism.ep=2 parallelism.pp_layers=[3,10] parallelism.pp_microbatches=2",
+    "windows in every second layer, 1F1B x ep on CUDA": MASKED
+    + "model=gpt_oss_debug model.layers=12 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_microbatches=2",
+    "kinds in a period of four, 1F1B on CUDA": MASKED
+    + "model=llama4_debug model.layers=24 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=2 "
+    "activation_checkpoint=full",
     "experts, 1F1B x ep on CUDA": CUDA
     + EXPERTS
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 parallelism.pp_microbatches=2",

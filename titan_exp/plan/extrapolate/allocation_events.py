@@ -178,8 +178,8 @@ class EventComposer:
             return at.block + there.block - source.block
         distinct, blocks = 0 if there.stage else sample.distinct, sample.blocks[there.stage]
         few, alike = blocks - distinct - sample.mtp, there.block - distinct
-        if 2 * alike + 1 == few > 1:
-            raise ExtrapolationError("storages of every block are released at once")
-        if 2 * alike < few:
+        if alike < sample.edge or blocks == self._blocks[at.stage]:
             return there.block
+        if alike < few - sample.edge:
+            raise ExtrapolationError("storages of every block are released at once")
         return self._blocks[at.stage] + there.block - blocks

@@ -9,12 +9,15 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 
 SAMPLED_LAYERS = 5
-"""Like layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours."""
+"""Like layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours. Where
+kinds of layers alternate, a period of them is repeated."""
 SAMPLED_MICRO_BATCHES = 3
 """Micro-batches of the small model's step: first, repeated, last."""
 MAX_DISTINCT_LAYERS = 4
 """Maximum number of first layers that differ from the rest, such as dense ones before those with experts: the small
 model has them all."""
+MAX_PERIOD = 4
+"""Maximum number of layers after which their kinds repeat."""
 MIN_SPEEDUP = 2
 """Minimum ratio of block passes in the full step to block passes in the samples."""
 SAMPLED_BLOCKS = 8
@@ -27,7 +30,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     spec = model_spec(experiment.model)
     reasons = {
         "a model without a spec may have different layers": spec is None,
-        "layers differ": spec is not None and spec.distinct_layers > MAX_DISTINCT_LAYERS,
+        "layers differ": spec is not None and (spec.distinct_layers > MAX_DISTINCT_LAYERS or spec.period > MAX_PERIOD),
         "quantization may treat layers differently": experiment.quantization.recipe != "none",
         "layers share compiled code": experiment.compile.enabled,
         "training.fp32_modules may name single layers": any(
@@ -40,12 +43,13 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
-    layout, distinct = ResolvedLayout.of(experiment), 0 if spec is None else spec.distinct_layers
-    if distinct:
-        few = SAMPLED_LAYERS if parallelism.pp == 1 else sampled_stages(experiment)[0]
-        reasons["too few layers are alike"] = layout.layer_counts[0] < distinct + few
+    layout, (distinct, period) = ResolvedLayout.of(experiment), repetition(experiment)
+    if distinct or period > 1:
+        few = sampled_layers(experiment) if parallelism.pp == 1 else distinct + period
+        reasons["too few layers are alike"] = layout.layer_counts[0] < few
     if parallelism.pp > 1:
         reasons |= {
+            "a stage begins within a period of layers": any(count % period for count in layout.layer_counts),
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
             "the first and the last stage share the embedding": (
                 spec is not None and bool(spec.tied or spec.mtp_layers)
@@ -60,14 +64,41 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def sampled_stages(experiment: Experiment) -> tuple[int, int, int]:
-    """Like layers of a sampled pipeline's first, middle and last stage.
+def repetition(experiment: Experiment) -> tuple[int, int]:
+    """Number of first layers that do not repeat, and of layers after which the others do."""
+    spec = model_spec(experiment.model)
+    return (0, 1) if spec is None else (spec.distinct_layers, spec.period)
 
-    An FSDP unit of experts in each block is gathered a block earlier, and its buffer freed a block later.
+
+def sampled_edge(experiment: Experiment) -> int:
+    """Blocks at each end of a sampled stage that are not repeated.
+
+    An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts.
     """
     spec = model_spec(experiment.model)
-    nested = spec is not None and spec.has_experts and regroups_experts(experiment.parallelism)
-    return (4, 5, 4) if nested else (2, 3, 2)
+    if experiment.parallelism.pp == 1 or spec is None:
+        return 2
+    if not spec.has_experts or not regroups_experts(experiment.parallelism):
+        return 1
+    return 1 + spec.period // max(1, sum(layer.router is not None for layer in spec.layers[-spec.period :]))
+
+
+def sampled_layers(experiment: Experiment) -> int:
+    """Layers of the small model without a pipeline: its last one is of the same kind as the run's."""
+    distinct, period = repetition(experiment)
+    few = distinct + SAMPLED_LAYERS - 1 + period
+    return few + (experiment.model.layers - few) % period
+
+
+def sampled_stages(experiment: Experiment) -> tuple[int, int, int]:
+    """Layers of a sampled pipeline's first, middle and last stage, in whole periods.
+
+    A first stage with fewer layers is sampled as it is.
+    """
+    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    ends, middle = (-(-few // period) * period for few in (2 * edge, 2 * edge + period))
+    first = ResolvedLayout.of(experiment).layer_counts[0]
+    return min(distinct + ends, first) if distinct else ends, middle, ends
 
 
 def recompute_modes(

@@ -20,7 +20,13 @@ from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
-from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES, sampled_stages
+from titan_exp.plan.extrapolate.eligibility import (
+    SAMPLED_MICRO_BATCHES,
+    repetition,
+    sampled_edge,
+    sampled_layers,
+    sampled_stages,
+)
 from titan_exp.plan.extrapolate.schedule_simulation import (
     KINDS,
     ScheduledAction,
@@ -34,6 +40,7 @@ from titan_exp.plan.extrapolate.stages import (
     GROUP,
     LAST,
     MIDDLE,
+    OTHER_RANK,
     PROLOGUES,
     REDUCE,
     REST,
@@ -93,6 +100,10 @@ class Sample:
     """Number of blocks by kind of stage."""
     distinct: int
     """Number of first blocks that differ from the rest."""
+    period: int
+    """Number of other blocks after which their kinds repeat."""
+    edge: int
+    """Blocks at each end of a stage that are not repeated."""
     mtp: int
     """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
     micro_batches: int
@@ -123,7 +134,7 @@ class Sample:
     @cached_property
     def blocks(self) -> dict[int, int]:
         """Number of blocks by stage number."""
-        return {SAMPLED_STAGES[kind]: count for kind, count in self.layers.items()}
+        return _blocks(self.layers, self.period)
 
     @property
     def layers_alike(self) -> dict[str, int]:
@@ -132,8 +143,8 @@ class Sample:
 
     @property
     def model_layers(self) -> int:
-        """Layers of the small model; a pipeline's other rank has one."""
-        return sum(self.layers_alike.values()) + (WHOLE not in self.layers)
+        """Layers of the small model."""
+        return sum(self.blocks.values()) - self.mtp
 
     @property
     def last_micro(self) -> int | None:
@@ -195,16 +206,18 @@ def take_sample(
     `lone` is True for pipeline stages of a single block.
     """
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    distinct, mtp = _other_layers(experiment)
+    (distinct, period), mtp = repetition(experiment), _mtp_layers(experiment)
     # Events include the first step, which runs in full with a pipeline.
-    in_full = pipeline and record_events
     with temporary_folder() as folder:
         small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", lone=lone)
         with fake_rank(small, 0) as fake:
+            # Blocks choose their saved calls in their first forward pass.
+            passes = record_events or checkpointing.automatic is not None
+            first = (None if pipeline and record_events else fake.warmup_step) if passes else fake.optimizer_step
             trace = trace_step(
                 fake.state,
                 fake.step,
-                warmup_step=None if in_full else fake.warmup_step,
+                warmup_step=first,
                 preallocated=fake.preallocated,
                 cuda=cuda,
                 segments=tracker,
@@ -222,7 +235,7 @@ def take_sample(
     if not record_events:
         segments = [replace(segment, events=()) for segment in segments if segment.step == 1]
         tracker.action_results.clear()
-    found = _PositionFinder({SAMPLED_STAGES[kind]: count for kind, count in layers.items()}, tracker.action_results)
+    found = _PositionFinder(_blocks(layers, period), tracker.action_results)
     for step in (0, 1):
         found.step([segment for segment in segments if segment.step == step], iter(simulation.actions))
     positions = _numbered_groups(found.segments, found.blocks)
@@ -231,6 +244,8 @@ def take_sample(
         segments=positions,
         layers=layers,
         distinct=distinct,
+        period=period,
+        edge=sampled_edge(experiment),
         mtp=mtp,
         micro_batches=micro_batches,
         base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
@@ -254,15 +269,16 @@ def _small_model(
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
-    distinct, mtp = _other_layers(experiment)
+    distinct, period = repetition(experiment)
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
-        small = small_run(experiment, [distinct + SAMPLED_LAYERS], few, checkpointing)
-        return small, {WHOLE: distinct + SAMPLED_LAYERS + mtp}, lambda _: microbatch_loop(few, few)
-    numbers = (1, 1, 1) if lone else sampled_stages(experiment)
+        number = sampled_layers(experiment)
+        small = small_run(experiment, [number], few, checkpointing)
+        return small, {WHOLE: number + _mtp_layers(experiment)}, lambda _: microbatch_loop(few, few)
+    first = min(distinct + 1, ResolvedLayout.of(experiment).layer_counts[0])
+    numbers = (first, 1, 1) if lone else sampled_stages(experiment)
     layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), numbers, strict=True))
-    layers[FIRST] += distinct
-    counts, placement = [layers[FIRST], layers[MIDDLE], 1, layers[LAST]], [0, 0, 1, 0]
+    counts, placement = [layers[FIRST], layers[MIDDLE], period, layers[LAST]], [0, 0, 1, 0]
     orders: Schedule = []
     for rank in (0, 1):
         own = [stage for stage, owner in enumerate(placement) if owner == rank]
@@ -272,10 +288,16 @@ def _small_model(
     return small, layers, partial(simulate_schedule, orders, placement, 0, PASSES)
 
 
-def _other_layers(experiment: Experiment) -> tuple[int, int]:
-    """Number of first layers that differ from the rest, and of modules of multi-token prediction."""
+def _mtp_layers(experiment: Experiment) -> int:
+    """Number of modules of multi-token prediction."""
     spec = model_spec(experiment.model)
-    return (0, 0) if spec is None else (spec.distinct_layers, len(spec.mtp_layers))
+    return 0 if spec is None else len(spec.mtp_layers)
+
+
+def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
+    """Number of blocks by stage number, from those by kind of stage."""
+    blocks = {SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
+    return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
 
 
 @dataclass

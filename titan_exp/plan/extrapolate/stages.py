@@ -10,12 +10,14 @@ from typing import NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.eligibility import recompute_modes
+from titan_exp.plan.extrapolate.eligibility import recompute_modes, repetition, sampled_edge
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""
 SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
 """Stage numbers in a sample, by kind."""
+OTHER_RANK = 2
+"""Number of the stage of a sample's other rank, which has one period of layers."""
 NOWHERE = -1
 """Stage number outside all stages, e.g. of the loss."""
 PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
@@ -60,6 +62,10 @@ class StageShape:
     """Index of each block's activation checkpointing mode."""
     distinct: int = 0
     """Number of first blocks that differ from the rest of the model."""
+    period: int = 1
+    """Number of other blocks after which their kinds repeat."""
+    edge: int = 2
+    """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
     mtp: int = 0
     """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
 
@@ -92,10 +98,11 @@ class SampledPart(NamedTuple):
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """Stages of a pipeline rank."""
     layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
-    distinct, mtp = (0, 0) if spec is None else (spec.distinct_layers, len(spec.mtp_layers))
+    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    mtp = 0 if spec is None else len(spec.mtp_layers)
     _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers + mtp)
     if layout.parallelism.pp == 1:
-        return [StageShape(0, WHOLE, tuple(range(layout.layers + mtp)), tuple(modes), distinct, mtp)]
+        return [StageShape(0, WHOLE, tuple(range(layout.layers + mtp)), tuple(modes), distinct, period, edge, mtp)]
     layers = layout.stage_layers
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [
@@ -105,6 +112,8 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             tuple(layers[stage]),
             tuple(modes[layer] for layer in layers[stage]),
             0 if stage else distinct,
+            period,
+            edge,
         )
         for stage, rank in enumerate(layout.stage_placement)
         if rank == pipeline_rank
@@ -137,14 +146,16 @@ def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> t
     Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
     """
     few, left, alike = blocks[stage.sampled] - stage.mtp, stage.alike - place, place - stage.distinct
-    half = (few - stage.distinct) // 2
-    if alike >= half < left and 2 * half == few - stage.distinct:
-        return SAMPLED_STAGES[MIDDLE], blocks[SAMPLED_STAGES[MIDDLE]] // 2
-    if alike <= 0 or left > half:
-        return stage.sampled, stage.distinct + min(alike, half)
-    return stage.sampled, few - left
+    if alike <= 0 or few == stage.alike or (alike < stage.edge < left):
+        return stage.sampled, place
+    if left <= stage.edge:
+        return stage.sampled, few - left
+    middle = stage.edge + (alike - stage.edge) % stage.period
+    if few - stage.distinct >= 2 * stage.edge + stage.period:
+        return stage.sampled, stage.distinct + middle
+    return SAMPLED_STAGES[MIDDLE], middle
 
 
 def first_layer(blocks: Mapping[int, int], stage: int) -> int:
-    """Layer number of a sampled stage's first block. The stage of the other rank has one block."""
-    return sum(blocks.get(number, 1) for number in range(stage))
+    """Layer number of a sampled stage's first block."""
+    return sum(blocks[number] for number in range(stage))

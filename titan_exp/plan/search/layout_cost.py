@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.stages import stages_of
+from titan_exp.plan.extrapolate.stages import FIRST, stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time
@@ -67,8 +67,16 @@ def has_more_experts(sampled: Candidate, candidate: Candidate) -> bool:
     if sampled.experts is None or candidate.experts is None or sampled.experts == candidate.experts:
         return True
     (other, other_etp, _, other_sharded), (own, own_etp, _, own_sharded) = sampled.experts, candidate.experts
-    fewer_weights = other_etp in (1, own_etp) and other * other_etp >= own * own_etp
-    return fewer_weights and other_sharded == own_sharded and (own > 1 or other == 1)
+    fewer_weights = other * other_etp >= own * own_etp
+    return fewer_weights and other_sharded == own_sharded and copies_as_many_rows(sampled, candidate)
+
+
+def copies_as_many_rows(sampled: Candidate, candidate: Candidate) -> bool:
+    """True if a rank of a layout copies at least the experts' rows of a sampled one."""
+    if sampled.experts is None or candidate.experts is None:
+        return True
+    (other, other_etp, *_), (own, own_etp, *_) = sampled.experts, candidate.experts
+    return other_etp in (1, own_etp) and (own > 1 or other == 1)
 
 
 def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedParts) -> float:
@@ -93,12 +101,17 @@ def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedPart
         # Some communication buffers hold parameters.
         "communication": tokens / max(1.0, sequences),
     }
+    ranks, sample = extreme_ranks(own.pp), parts.samples[False][0]
+    repeated = min(sample.distinct + 2 * sample.edge, candidate.layout.layer_counts[0])
+    if own.pp > 1 and sample.layers[FIRST] < repeated:
+        # A small first stage was sampled as it is.
+        ranks.remove(0)
     return max(
         sum(
             size * factors.get(name, tokens)
             for name, size in _step_cost(candidate, rank, parts).peak.by_category.items()
         )
-        for rank in extreme_ranks(own.pp)
+        for rank in ranks
     )
 
 
@@ -111,6 +124,7 @@ def extreme_ranks(degree: int) -> list[int]:
 
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
-    stages = stages_of(candidate.experiment, rank)
+    edge = next(iter(parts.samples.values()))[0].edge
+    stages = [replace(stage, edge=edge) for stage in stages_of(candidate.experiment, rank)]
     simulation = simulate_rank(candidate.layout, rank, parts.samples)
     return step_cost(candidate.layout, stages, parts, simulation)

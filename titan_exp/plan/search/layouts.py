@@ -79,11 +79,6 @@ class Candidate:
         )
 
     @property
-    def distinct_layers(self) -> int:
-        """Number of first layers that differ from the rest."""
-        return 0 if self.spec is None else self.spec.distinct_layers
-
-    @property
     def shards(self) -> int:
         """Number of FSDP shards of parameters."""
         return self.parallelism.dp_shard * self.parallelism.cp

@@ -11,49 +11,17 @@ from dataclasses import dataclass
 from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
-from titan_exp.plan.extrapolate.sample import Sample
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
-from titan_exp.plan.extrapolate.step_cost import TracedParts
-from titan_exp.plan.search.layout_cost import has_more_experts, safety_factor
-from titan_exp.plan.search.layouts import Candidate
+from titan_exp.plan.extrapolate.eligibility import repetition
+from titan_exp.plan.search.layout_cost import copies_as_many_rows, has_more_experts, safety_factor
+from titan_exp.plan.search.layouts import MODES, Candidate
+from titan_exp.plan.search.profile import Profile
 from titan_exp.plan.time.roofline import axis_ranks, compute_seconds, expert_weights_seconds, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.memory_tracker import CATEGORIES
-from titan_exp.plan.trace.segments import Segment, sum_costs
 
 CONTEXT_AXES = {"cp_across", "cp_within"}
 """Mesh axes of context parallelism."""
 BOUND_MARGIN = 0.985
 """Margin of scaled values: sizes are rounded up, and some copies become views."""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Costs of a block and of the model's ends in a steady-state micro-batch (not the first or last, if possible)."""
-
-    candidate: Candidate
-    """Traced layout."""
-    block: OpCosts
-    """Costs of a middle block, forward and backward."""
-    ends: OpCosts
-    """Costs of head and loss on the last rank, and of the embedding if it is on the same rank."""
-    left: int
-    """Bytes saved by a block's forward pass for backward."""
-    passing: int
-    """Temporary bytes of a block's backward pass."""
-    kept: int
-    """Bytes of a block's parameters and optimizer state."""
-    gathered: int
-    """Bytes of a block allocated from the first forward pass on: parameters gathered by a pipeline."""
-    gradients: int
-    """Bytes of a block allocated from the first micro-batch's end on: unreduced gradients."""
-    first_kept: int
-    """`kept` of the embedding on the first pipeline rank."""
-    first_gathered: int
-    """`gathered` of the embedding."""
-    reduced: OpCosts
-    """Gradient reduction of a block without a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -64,65 +32,6 @@ class LowerBound:
     """Step time."""
     bytes: float
     """Memory of the rank with the most layers, or of the first one."""
-
-
-def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
-    """Profile of a traced layout; None without a representative block."""
-    if False not in parts.samples:
-        return None
-    sample, optimizer_steps = parts.samples[False][0], parts.optimizer_steps
-    whole = WHOLE in sample.layers
-    steady = min(1, sample.micro_batches - 1)
-    forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
-    head = WHOLE if whole else LAST
-    in_forward, in_backward = (int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
-    passing = int(backward.peak.sum())
-    if whole:
-        passing = max(passing, int(sample.joined(WHOLE, steady, "F after").peak.sum()))
-        in_forward, in_backward = 0, in_forward + in_backward if sample.micro_batches > 1 else 0
-    else:
-        in_forward, in_backward = in_forward - int(forward.net.sum()), in_backward - int(backward.net.sum())
-    # Some micro-batches gather or reduce.
-    by_micro = ([_middle_block(sample, kind, micro).costs for kind in "FB"] for micro in range(sample.micro_batches))
-    least = min(map(sum_costs, by_micro), key=lambda costs: costs.bytes_moved)
-    return Profile(
-        candidate,
-        block=least,
-        ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
-        left=max(0, int(forward.net.sum())),
-        passing=passing,
-        kept=_master_bytes(optimizer_steps.block),
-        gathered=max(0, in_forward),
-        gradients=max(0, in_backward),
-        first_kept=_master_bytes(optimizer_steps.first),
-        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
-        reduced=_reduced(sample) if whole else OpCosts(),
-    )
-
-
-def _master_bytes(totals: OptimizerStepTotals) -> int:
-    """Bytes of parameters and optimizer state, without compute weights: several data ranks gather these."""
-    return int(totals.persistent.sum()) - int(totals.persistent[CATEGORIES.index("gathered parameters")])
-
-
-def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
-    stage = WHOLE if WHOLE in sample.layers else MIDDLE
-    distinct = sample.distinct if stage == WHOLE else 0
-    return sample.joined(stage, micro, f"{kind} block", block=distinct + (sample.layers_alike[stage] - distinct) // 2)
-
-
-def _outside(kind: str) -> tuple[str, str]:
-    return f"{kind} before", f"{kind} after"
-
-
-def _reduced(sample: Sample) -> OpCosts:
-    """Gradient reduction of a block, by one of the micro-batches."""
-    reduced = OpCosts()
-    for micro in range(sample.micro_batches):
-        for (axis, kind), size in _middle_block(sample, "B", micro).costs.messages.items():
-            if kind in ("reduce-scatter", "all-reduce") and {"fsdp", "dp_replicate"} & set(axis.split("=")):
-                reduced.messages[axis, kind] += size
-    return reduced
 
 
 class LowerBounds:
@@ -144,10 +53,9 @@ class LowerBounds:
         """Lower bound of a layout: the maximum of each term over all profiles."""
         load = self._load(candidate)
         units = self._units(candidate, load)
-        compute = load.micro_batches * max(
-            load.layers * units["block"], load.last_layers * units["block"] + units["ends"]
-        )
-        seconds = compute
+        block = load.micro_batches * units["block"]
+        block += units["updated"] / candidate.shards / self._device.bandwidth / max(1.0, self._device.stream_reach)
+        seconds = max(load.layers * block, load.last_layers * block + load.micro_batches * units["ends"])
         if candidate.parallelism.pp == 1:
             gathers, reduces = (
                 sum(units[f"{unit} {kind}"] * self._seconds_per_byte(candidate, "fsdp", kind) for kind in kinds)
@@ -206,6 +114,7 @@ class LowerBounds:
         sampled, comparable_experts = self._load(profile.candidate), has_more_experts(profile.candidate, candidate)
         terms = _parameter_bytes(profile, candidate, load, comparable_experts)
         mode = profile.candidate.mode
+        terms |= _saved_bytes(profile, candidate, load, sampled)
         # Recomputation adds to the costs of a profile.
         if mode not in ("none", candidate.mode):
             return terms
@@ -227,7 +136,8 @@ class LowerBounds:
         only_tokens = other.pp > 1 and profile.candidate.shards > 1
         comparable = mode == candidate.mode and (only_tokens or _same_lifetime(profile.candidate, candidate))
         if comparable and (only_tokens or load.sequences <= sampled.sequences):
-            terms["left"] = profile.left * scale * load.sequences / sampled.sequences
+            left = profile.left * scale * load.sequences / sampled.sequences
+            terms["left"] = max(left, terms.get("left", 0.0))
         if factor := _sequence_factor(load.sequences, sampled.sequences):
             if comparable:
                 terms["passing"] = profile.passing * scale * factor
@@ -284,7 +194,7 @@ class LowerBounds:
 
 @dataclass(frozen=True)
 class _RankLoad:
-    """Work per rank of a layout."""
+    """Work per rank of a layout. A period of layers counts as one layer."""
 
     tokens: float
     """Tokens of a micro-batch."""
@@ -319,10 +229,11 @@ def _rank_load(candidate: Candidate) -> _RankLoad:
     layout, parallelism = candidate.layout, candidate.parallelism
     micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
     # The first layers may be smaller than the rest.
-    layers = layout.layers - candidate.distinct_layers
+    distinct, period = repetition(candidate.experiment)
+    layers = (layout.layers - distinct) // period
     by_rank, held = [layers], layers
     if ranks > 1:
-        counts = [layout.layer_counts[0] - candidate.distinct_layers, *layout.layer_counts[1:]]
+        counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
         placed = list(zip(layout.stage_placement, counts, strict=True))
         by_rank = [sum(count for rank, count in placed if rank == number) for number in range(ranks)]
         own = tuple(count for rank, count in placed if rank == 0)
@@ -345,6 +256,9 @@ def _parameter_bytes(
     """Bytes of a block that are constant over micro-batches; kept ones of all shards."""
     smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
     terms = {"kept": profile.kept * smaller * profile.candidate.shards}
+    if _same_lifetime(profile.candidate, candidate):
+        # Gradients of a single micro-batch may be in bf16, two of some twenty bytes per weight.
+        terms["updated"] = 0.88 * profile.updated * smaller * profile.candidate.shards
     if _same_lifetime(profile.candidate, candidate) and comparable_experts and load.micro_batches > 1:
         terms["gathered"] = profile.gathered * smaller
         terms["gradients"] = profile.gradients * smaller
@@ -353,13 +267,26 @@ def _parameter_bytes(
     return terms
 
 
+def _saved_bytes(profile: Profile, candidate: Candidate, load: _RankLoad, sampled: _RankLoad) -> dict[str, float]:
+    """Bytes that a block's forward pass saves, from a profile of the same or more recomputation."""
+    own, other, modes = candidate.parallelism, profile.candidate.parallelism, (candidate.mode, profile.candidate.mode)
+    saves_less = modes[0] == modes[1] or (set(modes) <= set(MODES) and MODES.index(modes[0]) < MODES.index(modes[1]))
+    if not saves_less or other.cp > own.cp or not copies_as_many_rows(profile.candidate, candidate):
+        return {}
+    scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
+    scale *= safety_factor(candidate, profile.candidate)
+    return {"left": profile.saved * scale * load.sequences / sampled.sequences}
+
+
 def _expert_bytes(candidate: Candidate) -> tuple[float, float]:
     """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients, which
     sharding sums in fp32."""
     if candidate.spec is None or candidate.experts is None:
         return 0.0, 0.0
     ep, etp, _, is_sharded = candidate.experts
-    size = 0.999 * sum(linear.parameters for linear in candidate.spec.expert_linears) / ep / etp
+    layers = candidate.spec.layers[-candidate.spec.period :]
+    size = 0.999 * sum(linear.parameters for layer in layers for linear in layer.linears if linear.experts > 1)
+    size /= ep * etp
     return 2 * size * (candidate.parallelism.pp > 1), (4 if is_sharded else 2) * size
 
 
@@ -383,14 +310,6 @@ def _same_lifetime(sampled: Candidate, candidate: Candidate) -> bool:
     same_pipeline = (candidate.parallelism.pp > 1) == (sampled.parallelism.pp > 1)
     same_ranks = candidate.has_one_data_rank == sampled.has_one_data_rank
     return same_pipeline and same_ranks and (candidate.shards == 1) == (sampled.shards == 1)
-
-
-def _grown_outside_blocks(sample: Sample) -> int:
-    """Bytes outside the first stage's blocks that only the first micro-batch leaves allocated."""
-    first, later = (
-        sum(int(sample.joined(FIRST, micro, *_outside(kind)).net.sum()) for kind in "FB") for micro in (0, 1)
-    )
-    return first - later
 
 
 def _sequence_factor(sequences: int, sampled: int) -> float:

@@ -22,14 +22,15 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+from titan_exp.plan.extrapolate.eligibility import sampled_stages, unsupported_reason
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.plan.search.layout_cost import LayoutCost, has_more_experts, layout_cost, peak_lower_bound
 from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace
-from titan_exp.plan.search.lower_bounds import LowerBounds, profile_of
+from titan_exp.plan.search.lower_bounds import LowerBounds
+from titan_exp.plan.search.profile import profile_of
 
 MEMORY_FRACTION = 0.88
 """Fraction of device memory available to tensors; the rest is for fragmentation, CUDA's context, cuBLAS workspaces and
@@ -283,6 +284,7 @@ def _key(candidate: Candidate) -> Key:
         layout.micro_batch_size,
         pipeline,
         frozenset(count == 1 for count in layout.layer_counts) if pipeline else None,
+        sampled_stages(candidate.experiment)[0] if pipeline else None,
         None if pipeline else min(layout.gradient_accumulation, 3),
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,

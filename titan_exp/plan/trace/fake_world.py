@@ -4,9 +4,10 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.torch_patches import replaced_attributes
+from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
 
@@ -56,9 +58,28 @@ class FakeRank:
         model = self.state.model
         self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
 
-    def _step(self, batches: list[Batch]) -> None:
+    def optimizer_step(self) -> None:
+        """Run an optimizer step on empty gradients, without forward and backward; creates the same optimizer state."""
+        model = self.state.model
+
+        def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
+            for weight in model.parameters():
+                weight.grad = torch.empty_like(weight, dtype=model.weights.gradient_dtype(weight))
+            return MetricSums(model.objective, self.state.mesh.device).values
+
+        without_passes: Any = SimpleNamespace(
+            parts=model.parts,
+            weights=model.weights,
+            parameters=model.parameters,
+            unique_parameters=model.unique_parameters,
+            forward_backward=no_passes,
+            load=model.load,
+        )
+        self._step([], without_passes)
+
+    def _step(self, batches: list[Batch], model: Any = None) -> None:
         train_step(
-            self.state.model,
+            self.state.model if model is None else model,
             self.state.optimizer,
             batches,
             tokens=[self.experiment.training.global_batch_size * self.experiment.training.seq_len]

@@ -1,0 +1,122 @@
+"""Profiles of traced layouts: costs of a block and of the model's ends, which bound those of other layouts."""
+
+from dataclasses import dataclass
+
+from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
+from titan_exp.plan.extrapolate.sample import Sample
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
+from titan_exp.plan.extrapolate.step_cost import TracedParts
+from titan_exp.plan.search.layouts import Candidate
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.kernel_classes import OPTIMIZER
+from titan_exp.plan.trace.memory_tracker import CATEGORIES
+from titan_exp.plan.trace.segments import Segment, join_segments, sum_costs
+
+OF_WEIGHTS = ("parameters", "gradients", "optimizer", "gathered parameters", "communication")
+"""Categories of memory that depend on sharding and on the number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of a block and of the model's ends in a steady-state micro-batch (not the first or last, if possible).
+
+    Where kinds of blocks alternate, a period of them counts as one block.
+    """
+
+    candidate: Candidate
+    """Traced layout."""
+    block: OpCosts
+    """Costs of a middle block, forward and backward."""
+    ends: OpCosts
+    """Costs of head and loss on the last rank, and of the embedding if it is on the same rank."""
+    left: int
+    """Bytes saved by a block's forward pass for backward."""
+    saved: int
+    """`left` without weights and gradients, which other layouts keep for longer or shorter."""
+    passing: int
+    """Temporary bytes of a block's backward pass."""
+    kept: int
+    """Bytes of a block's parameters and optimizer state."""
+    updated: int
+    """Bytes moved by the optimizer's kernels for a block."""
+    gathered: int
+    """Bytes of a block allocated from the first forward pass on: parameters gathered by a pipeline."""
+    gradients: int
+    """Bytes of a block allocated from the first micro-batch's end on: unreduced gradients."""
+    first_kept: int
+    """`kept` of the embedding on the first pipeline rank."""
+    first_gathered: int
+    """`gathered` of the embedding."""
+    reduced: OpCosts
+    """Gradient reduction of a block without a pipeline."""
+
+
+def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
+    """Profile of a traced layout; None without a representative block."""
+    if False not in parts.samples:
+        return None
+    sample, optimizer_steps = parts.samples[False][0], parts.optimizer_steps
+    whole = WHOLE in sample.layers
+    steady = min(1, sample.micro_batches - 1)
+    forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
+    head = WHOLE if whole else LAST
+    in_forward, in_backward = (int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
+    passing = int(backward.peak.sum())
+    if whole:
+        passing = max(passing, int(sample.joined(WHOLE, steady, "F after").peak.sum()))
+        in_forward, in_backward = 0, in_forward + in_backward if sample.micro_batches > 1 else 0
+    else:
+        in_forward, in_backward = in_forward - int(forward.net.sum()), in_backward - int(backward.net.sum())
+    # Some micro-batches gather or reduce.
+    by_micro = ([_middle_block(sample, kind, micro).costs for kind in "FB"] for micro in range(sample.micro_batches))
+    least = min(map(sum_costs, by_micro), key=lambda costs: costs.bytes_moved)
+    return Profile(
+        candidate,
+        block=least,
+        ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
+        left=max(0, int(forward.net.sum())),
+        saved=sum(int(size) for name, size in zip(CATEGORIES, forward.net, strict=True) if name not in OF_WEIGHTS),
+        passing=passing,
+        kept=_master_bytes(optimizer_steps.block),
+        updated=max(0, optimizer_steps.block.costs.kernels.get((OPTIMIZER, "bytes"), 0)),
+        gathered=max(0, in_forward),
+        gradients=max(0, in_backward),
+        first_kept=_master_bytes(optimizer_steps.first),
+        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
+        reduced=_reduced(sample) if whole else OpCosts(),
+    )
+
+
+def _master_bytes(totals: OptimizerStepTotals) -> int:
+    """Bytes of parameters and optimizer state, without compute weights: several data ranks gather these."""
+    return int(totals.persistent.sum()) - int(totals.persistent[CATEGORIES.index("gathered parameters")])
+
+
+def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
+    stage = WHOLE if WHOLE in sample.layers else MIDDLE
+    first = sample.edge + (sample.distinct if stage == WHOLE else 0)
+    blocks = range(first, first + sample.period)
+    parts = [sample.joined(stage, micro, f"{kind} block", block=block) for block in blocks]
+    return join_segments(kind, parts if kind == "F" else parts[::-1])
+
+
+def _outside(kind: str) -> tuple[str, str]:
+    return f"{kind} before", f"{kind} after"
+
+
+def _reduced(sample: Sample) -> OpCosts:
+    """Gradient reduction of a block, by one of the micro-batches."""
+    reduced = OpCosts()
+    for micro in range(sample.micro_batches):
+        for (axis, kind), size in _middle_block(sample, "B", micro).costs.messages.items():
+            if kind in ("reduce-scatter", "all-reduce") and {"fsdp", "dp_replicate"} & set(axis.split("=")):
+                reduced.messages[axis, kind] += size
+    return reduced
+
+
+def _grown_outside_blocks(sample: Sample) -> int:
+    """Bytes outside the first stage's blocks that only the first micro-batch leaves allocated."""
+    first, later = (
+        sum(int(sample.joined(FIRST, micro, *_outside(kind)).net.sum()) for kind in "FB") for micro in (0, 1)
+    )
+    return first - later

@@ -50,7 +50,7 @@ class Count(NamedTuple):
 
     preset: str
     kind: str
-    count: int
+    parameters: int
 
 
 class Proofs(NamedTuple):

@@ -52,7 +52,7 @@ Numbers that tests compare with the model's spec. Active: chosen experts only, a
 
 
 def page(found: Proofs) -> str:
-    counts = {(count.preset, count.kind): count.count for count in found.counts}
+    counts = {(count.preset, count.kind): count.parameters for count in found.counts}
     lines = [HEADING, _row(["family", *COLUMNS, "tests for a GPU"]), "|---" * (len(COLUMNS) + 2) + "|"]
     for family in builtin_components("model"):
         proofs = [proof for proof in found.proofs if proof.family == family]

@@ -65,6 +65,7 @@ def test_meta_reference_computes_the_same(name: str, tmp_path: Path):
     params = json.loads((folder / "params.json").read_text())
     state = torch.load(folder / "consolidated.00.pth", weights_only=True)
     rope = kind(name).rope
+    assert rope.original_context is not None
     stretched = Frequencies(
         rope.theta,
         scaling=rope.scaling,

@@ -82,11 +82,6 @@ def small_files_and_counted_bytes() -> None:
             "bf16",
             marks=[pytest.mark.night, pytest.mark.proves("llama4", "export")],
         ),
-        pytest.param(
-            "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2",
-            "fp32",
-            marks=[pytest.mark.night, pytest.mark.proves("llama4", "export")],
-        ),
     ],
 )
 def test_equals_convert(tmp_path: Path, layout: str, dtype: str, capsys):

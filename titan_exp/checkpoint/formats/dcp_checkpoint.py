@@ -22,7 +22,7 @@ from titan_exp.checkpoint.formats.tensor_reader import window_extent
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
 CHUNK_BYTES = 2**28
-"""Bytes of stacked experts in a chunk, at least one expert."""
+"""Bytes of a chunk of a larger tensor, at least one row or expert: who reads it holds one at a time."""
 
 
 class DCPTensorReader:
@@ -75,7 +75,7 @@ class SliceProducer(Protocol):
 
 
 def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: SliceProducer) -> None:
-    """Write a weights-only checkpoint, with one tensor, or some experts of it, in memory at a time."""
+    """Write a weights-only checkpoint, with one tensor, or some rows or experts of it, in memory at a time."""
     named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
     # One file per tensor or chunk: torch holds the tensors of a file until it is written.
@@ -118,7 +118,7 @@ class _SlicePlanner(TensorLoadPlanner):
 
 
 class _LazySavePlanner(dcp.DefaultSavePlanner):
-    """Save planner over meta tensors that produces each tensor, or chunk of experts, when it is written."""
+    """Save planner over meta tensors that produces each tensor, or chunk of one, when it is written."""
 
     def __init__(self, specs: dict[str, TensorSpec], produce: SliceProducer) -> None:
         super().__init__()
@@ -126,26 +126,29 @@ class _LazySavePlanner(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[chunk for item in plan.items for chunk in _expert_chunks(item)])
+        self.plan = replace(plan, items=[chunk for item in plan.items for chunk in _chunks(item)])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         assert write_item.tensor_data is not None, "weights are tensors"
         chunk = write_item.tensor_data.chunk
-        window = [slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        return self._produce(self._specs[write_item.index.fqn], *window[: 1 if len(window) > 2 else 0])
+        spec = self._specs[write_item.index.fqn]
+        if chunk.sizes == torch.Size(spec.shape):
+            return self._produce(spec)
+        return self._produce(spec, slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
 
 
-def _expert_chunks(item: WriteItem) -> Iterator[WriteItem]:
-    """Chunks of consecutive experts of weights [experts, out, in]; other tensors whole."""
+def _chunks(item: WriteItem) -> Iterator[WriteItem]:
+    """Chunks of consecutive rows or experts, the first dimension; small tensors whole."""
     data = item.tensor_data
-    if data is None or len(data.size) < 3:
+    if data is None or len(data.size) < 2 or data.size.numel() * data.properties.dtype.itemsize <= CHUNK_BYTES:
         yield item
         return
-    experts, *shape = data.size
+    rows, *shape = data.size
     count = max(1, CHUNK_BYTES // (torch.Size(shape).numel() * data.properties.dtype.itemsize))
-    for first in range(0, experts, count):
-        chunk = ChunkStorageMetadata(torch.Size((first, 0, 0)), torch.Size((min(count, experts - first), *shape)))
+    for first in range(0, rows, count):
+        offsets = torch.Size((first, *(0 for _ in shape)))
+        chunk = ChunkStorageMetadata(offsets, torch.Size((min(count, rows - first), *shape)))
         index = MetadataIndex(item.index.fqn, chunk.offsets)
         yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 

@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=1))
         # Every layout is trained by night; by day about a seventh, with a compiler half as many, the same each time.
         fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
-        share = 14 if "compile=" in item.name else 7
+        share = 28 if "compile=" in item.name else 14
         # `make gpu` runs every test for a GPU; they skip themselves elsewhere.
         by_day = any(item.get_closest_marker(marker) is not None for marker in ("day", "cuda"))
         if fixed and crc32(item.name.encode()) % share and not by_day:

@@ -33,7 +33,9 @@ def one_device(tmp_path_factory):
         ("dense", "parallelism.cp=2 parallelism.cp_method=ring"),
         ("lite", "parallelism.tp=2 parallelism.sequence_parallel=false"),
         ("documents", "parallelism.cp=2 parallelism.cp_method=allgather"),
-        ("documents", "parallelism.cp=2 parallelism.tp=2 parallelism.cp_method=ulysses"),
+        pytest.param(
+            "documents", "parallelism.cp=2 parallelism.tp=2 parallelism.cp_method=ulysses", marks=pytest.mark.day
+        ),
         pytest.param("dense", f"parallelism.tp=4 parallelism.dp_shard=2 {COMPILED}", marks=pytest.mark.night),
         ("lite", "parallelism.pp=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble"),
         ("lite", f"parallelism.cp=2 parallelism.tp=2 parallelism.cp_method=allgather {COMPILED}"),

@@ -68,7 +68,12 @@ def one_device(tmp_path_factory, words):
 
 @pytest.mark.proves("huggingface", "layout")
 @pytest.mark.parametrize(
-    ("experiment", "layout"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.night) for case in MORE)]
+    ("experiment", "layout"),
+    [
+        pytest.param(*LAYOUTS[0], marks=pytest.mark.day),
+        *LAYOUTS[1:],
+        *(pytest.param(*case, marks=pytest.mark.night) for case in MORE),
+    ],
 )
 def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, words, experiment: str, layout: str):
     assert_same_curve(train(tmp_path, *words(experiment).split(), *layout.split()), one_device(experiment))

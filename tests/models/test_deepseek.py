@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 
 from tests.models.deepseek_shapes import LITE, PARAMETERS, V2, V3
+from tests.models.round_trip import assert_comes_back
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.mapping import ImportReader
-from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
@@ -22,7 +22,6 @@ from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
 from titan_exp.models.deepseek import Config, spec, state_dict_map
-from titan_exp.trainer.load_model import load_source
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,16 +129,7 @@ def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, version: st
         for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]:
             if "norm" in name or "bias" in name or "gate.weight" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
-    theirs.save_pretrained(tmp_path / "theirs")
-    source = open_checkpoint(tmp_path / "theirs")
-    assert source.model == replace(SHAPES[version], name="theirs")
-    ours = load_source(source, torch.device("cpu"), seq_len=64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-5, rtol=1e-5)
-    export_weights(source, tmp_path / "ours", ExportOptions("huggingface"))
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_comes_back(theirs, SHAPES[version], IDS, tmp_path)
 
 
 @pytest.mark.parametrize("version", SHAPES)

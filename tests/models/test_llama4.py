@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.round_trip import assert_comes_back
 from tests.models.test_deepseek import IDS, in_transformers
 from tests.models.test_gpt_oss import differences, noisy_model
 from tests.models.test_qwen3 import exported
 from tests.models.test_qwen3_moe import choices
-from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.inference.generation import DecodeSession
@@ -20,7 +20,6 @@ from titan_exp.models.convert.hf_config import PLAIN_ROUTER, from_huggingface, t
 from titan_exp.models.llama4 import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import RopeConfig
-from titan_exp.trainer.load_model import load_source
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,16 +90,7 @@ def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path / "theirs")
-    source = open_checkpoint(tmp_path / "theirs")
-    assert source.model == replace(SHAPE, name="theirs", attention_backend="auto")
-    ours = load_source(source, torch.device("cpu"), seq_len=64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-5, rtol=1e-5)
-    export_weights(source, tmp_path / "ours", ExportOptions("huggingface"))
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_comes_back(theirs, replace(SHAPE, attention_backend="auto"), IDS, tmp_path)
 
 
 @pytest.mark.proves("llama4", "generate")

@@ -6,19 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 
+from tests.models.round_trip import assert_comes_back
 from tests.models.shapes import TINY, TINY_HUGGINGFACE
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.mapping import ImportReader
-from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.qwen3 import Config, spec, state_dict_map
 from titan_exp.models.spec.rope import ScaledRope
-from titan_exp.trainer.load_model import load_source
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,16 +97,7 @@ def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, tied: bool)
         for name, parameter in theirs.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path / "theirs")
-    source = open_checkpoint(tmp_path / "theirs")
-    assert source.model == replace(SHAPE, name="theirs", tied_embeddings=tied, attention_backend="auto")
-    ours = load_source(source, torch.device("cpu"), seq_len=64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-5, rtol=1e-5)
-    export_weights(source, tmp_path / "ours", ExportOptions("huggingface"))
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_comes_back(theirs, replace(SHAPE, tied_embeddings=tied, attention_backend="auto"), IDS, tmp_path)
 
 
 def test_the_spec_has_every_parameter():

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.config.composing import experiment
+from tests.models.round_trip import assert_comes_back
 from tests.models.shapes import TINY, TINY_HUGGINGFACE
 from tests.models.test_qwen3 import IDS, exported, noisy_model
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
@@ -29,7 +30,6 @@ from titan_exp.models.qwen3_moe import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import ScaledRope
 from titan_exp.rules import check
-from titan_exp.trainer.load_model import load_source
 
 transformers = pytest.importorskip("transformers")
 
@@ -141,21 +141,9 @@ def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, tied: bool)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.add_(0.1 * torch.randn_like(parameter) if "norm" not in name else 0.2 * torch.rand(()))
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
-    source = open_checkpoint(tmp_path / "theirs")
-    assert source.model == replace(SHAPE, name="theirs", tied_embeddings=tied, attention_backend="auto")
-    ours = load_source(source, torch.device("cpu"), seq_len=64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-5, rtol=1e-5)
-    export_weights(source, tmp_path / "ours", ExportOptions("huggingface", file_bytes=1e5))
-    found, expected = (
-        {name: tensor for file in (tmp_path / side).glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for side in ("ours", "theirs")
+    assert_comes_back(
+        theirs, replace(SHAPE, tied_embeddings=tied, attention_backend="auto"), IDS, tmp_path, file_bytes=1e5
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert open_checkpoint(tmp_path / "ours").model == replace(source.model, name="ours")
 
 
 def _renamed(name: str, mutation: str) -> str:

@@ -4,12 +4,9 @@ python -m pytest tests/parity/deepseek_mutations.py -m "night or not night"
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.parity.runs import assert_noticed, remembered
+from tests.parity.runs import mutation_test
 from tests.parity.test_deepseek import EXPERIMENTS
 from tests.patching import patch
 
@@ -77,15 +74,4 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
 ]
 """Experiment, layout and mutation."""
 
-
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
-
-
-@pytest.mark.parametrize(
-    ("experiment", "layout", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", str(case))
-)
-def test_mutation_is_noticed(tmp_path: Path, one_device, experiment: str, layout: str, mutate: Callable[[], None]):
-    words = [*EXPERIMENTS[experiment].split(), *layout.split()]
-    assert_noticed(tmp_path / "many", words, mutate, one_device(experiment))
+test_mutation_is_noticed = mutation_test(EXPERIMENTS, NOTICED)

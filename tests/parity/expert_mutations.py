@@ -4,13 +4,11 @@ python -m pytest tests/parity/expert_mutations.py -m "night or not night"
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from tests.parity.runs import assert_noticed, remembered
+from tests.parity.runs import mutation_test
 from tests.parity.test_qwen3_moe import EXPERIMENTS
 from tests.patching import patch
 
@@ -96,11 +94,11 @@ class _OneRank:
         return 1
 
 
-TWO_PARTS = ["parallelism.cp=2"]
-MICRO = ["training.micro_batch_size=2"]
-SHARDS = ["parallelism.dp_shard=2"]
+TWO_PARTS = "parallelism.cp=2"
+MICRO = "training.micro_batch_size=2"
+SHARDS = "parallelism.dp_shard=2"
 
-NOTICED: list[tuple[str, list[str], Mutation]] = [
+NOTICED: list[tuple[str, str, Mutation]] = [
     ("sequence", TWO_PARTS, the_balance_is_that_of_a_ranks_tokens),
     ("global", MICRO, the_balance_is_that_of_a_micro_batch),
     ("sequence", SHARDS, the_balance_is_averaged_over_micro_batches_again),
@@ -108,7 +106,7 @@ NOTICED: list[tuple[str, list[str], Mutation]] = [
     ("sequence", SHARDS, counts_stay_on_their_rank),
     ("global", SHARDS, counts_stay_on_their_rank),
     ("global", SHARDS, counts_are_of_all_steps),
-    ("sequence", ["activation_checkpoint=full"], recomputation_counts_again),
+    ("sequence", "activation_checkpoint=full", recomputation_counts_again),
     ("sequence", SHARDS, biases_never_change),
     ("sequence", SHARDS, the_bias_weighs_too),
     ("global", SHARDS, the_router_gets_no_gradient_of_the_balance),
@@ -116,14 +114,4 @@ NOTICED: list[tuple[str, list[str], Mutation]] = [
 ]
 """Experiment, layout and mutation."""
 
-
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
-
-
-@pytest.mark.parametrize(
-    ("experiment", "layout", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", str(case))
-)
-def test_mutation_is_noticed(tmp_path: Path, one_device, experiment, layout, mutate):
-    assert_noticed(tmp_path, [*EXPERIMENTS[experiment].split(), *layout], mutate, one_device(experiment))
+test_mutation_is_noticed = mutation_test(EXPERIMENTS, NOTICED)

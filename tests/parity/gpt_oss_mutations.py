@@ -14,7 +14,7 @@ import torch
 from tests.models.test_deepseek import in_transformers
 from tests.models.test_gpt_oss import SHAPE, differences, noisy_model
 from tests.models.test_qwen3 import exported
-from tests.parity.runs import assert_noticed, remembered
+from tests.parity.runs import mutation_test
 from tests.parity.test_gpt_oss import EXPERIMENTS
 from tests.patching import patch
 from titan_exp.models.gpt_oss import NAMES, Config
@@ -179,15 +179,4 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
 ]
 """Experiment, layout and mutation."""
 
-
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
-
-
-@pytest.mark.parametrize(
-    ("experiment", "layout", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", str(case))
-)
-def test_mutation_is_noticed(tmp_path: Path, one_device, experiment: str, layout: str, mutate: Callable[[], None]):
-    words = [*EXPERIMENTS[experiment].split(), *layout.split()]
-    assert_noticed(tmp_path / "many", words, mutate, one_device(experiment))
+test_mutation_is_noticed = mutation_test(EXPERIMENTS, NOTICED)

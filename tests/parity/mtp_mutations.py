@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.models import test_mtp
-from tests.parity.runs import assert_noticed, remembered
+from tests.parity.runs import mutation_test
 from tests.parity.test_mtp import EXPERIMENTS
 from tests.patching import patch
 from tests.ranks import run_ranks
@@ -140,11 +140,6 @@ CURVES: list[tuple[str, str, Callable[[], None]]] = [
 """Experiment, layout and mutation."""
 
 
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
-
-
 @pytest.mark.parametrize("mutate", REFERENCE)
 def test_mutation_is_noticed_beside_the_reference(tmp_path: Path, mutate: Callable[[], None]):
     (outcome,) = run_ranks(1, _compare_with_reference, str(tmp_path), mutate)
@@ -160,9 +155,4 @@ def _compare_with_reference(path: str, mutate: Callable[[], None]) -> str:
     return "not noticed"
 
 
-@pytest.mark.parametrize(
-    ("experiment", "layout", "mutate"), CURVES, ids=lambda case: getattr(case, "__name__", str(case))
-)
-def test_mutation_is_noticed(tmp_path: Path, one_device, experiment: str, layout: str, mutate: Callable[[], None]):
-    words = [*EXPERIMENTS[experiment].split(), *layout.split()]
-    assert_noticed(tmp_path / "many", words, mutate, one_device(experiment))
+test_mutation_is_noticed = mutation_test(EXPERIMENTS, CURVES)

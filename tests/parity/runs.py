@@ -125,6 +125,22 @@ def assert_noticed(path: Path, words: Sequence[str], mutate: Callable[[], None],
         assert_same_curve(found, expected)
 
 
+def mutation_test(experiments: Mapping[str, str], cases: Sequence[tuple[str, str, Callable[[], None]]]) -> Callable:
+    """Test that each of the cases, an experiment by name, a layout and a mutation, is noticed."""
+    curves: dict[str, Curve] = {}
+
+    @pytest.mark.parametrize(
+        ("experiment", "layout", "mutate"), cases, ids=lambda case: getattr(case, "__name__", str(case))
+    )
+    def test(tmp_path: Path, experiment: str, layout: str, mutate: Callable[[], None]) -> None:
+        words = experiments[experiment].split()
+        if experiment not in curves:
+            curves[experiment] = train(tmp_path / "one", *words)
+        assert_noticed(tmp_path / "many", [*words, *layout.split()], mutate, curves[experiment])
+
+    return test
+
+
 def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, torch.Tensor]:
     if mutate is not None:
         mutate()

@@ -7,8 +7,8 @@ in bf16; `export` converts that to a Hugging Face folder. `trained` exports what
 embedding and head as published, 2.2 GiB each, and one layer of 4 experts.
 
 Memory is of the converting process: `anonymous` is its own, sampled every 10 ms; `resident` is the operating system's
-peak, pages of mapped files included, which it takes back when it wants to. Disk: 0.5 GB for each layer and 2 GB, 3 times
-that again for each converted folder; both exist at once.
+peak, pages of mapped files included, which it takes back when it wants to. Disk: 0.5 GB for each layer and 2 GB, and 3
+times that again for each converted folder; both exist at once.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
 
 def _fill(file: IO[bytes], tensor: Tensor) -> None:
     """Fill a contiguous tensor with the file's next bytes."""
-    content = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    content = tensor.view(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
         if not count:

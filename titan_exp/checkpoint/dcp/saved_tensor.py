@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 
-PIECE_BYTES = 2**24
-"""Bytes of rows in memory beside the target, at least one row."""
+PIECE_BYTES = 2**26
+"""Bytes of rows in memory beside the target, at least one row; memory of this size goes back to the system at once."""
 
 
 def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
@@ -32,10 +32,12 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
         target.copy_(narrow_tensor_by_index(torch.load(file, weights_only=True), starts, target.shape))
         return
     row = saved[0].numel()
-    count = max(1, PIECE_BYTES // max(1, row * saved.itemsize))
     begin = saved.untyped_storage()._checkpoint_offset + (saved.storage_offset() + starts[0] * row) * saved.itemsize
     file.seek(begin)
-    for rows in target.split(count):
+    if target.dtype == saved.dtype and target.shape[1:] == saved.shape[1:] and target.is_contiguous():
+        _fill(file, target)
+        return
+    for rows in target.split(max(1, PIECE_BYTES // max(1, row * saved.itemsize))):
         piece = torch.empty((len(rows), *saved.shape[1:]), dtype=saved.dtype)
         _fill(file, piece)
         rows.copy_(narrow_tensor_by_index(piece, [0, *starts[1:]], rows.shape))

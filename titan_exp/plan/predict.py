@@ -19,7 +19,7 @@ from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
+from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -167,6 +167,7 @@ def predict(
     check_supported(experiment)
     if cuda and device is not None:
         check_supported_on(experiment, device)
+        device = with_run_kernels(device, experiment)
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = layout.node_size if cuda else layout.world_size

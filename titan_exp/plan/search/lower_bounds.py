@@ -54,7 +54,7 @@ class LowerBounds:
         load = self._load(candidate)
         units = self._units(candidate, load)
         block = load.micro_batches * units["block"]
-        block += units["updated"] / candidate.shards / self._device.bandwidth / max(1.0, self._device.stream_reach)
+        block += units["updated"] / candidate.shards / self._device.copy_bandwidth
         seconds = max(load.layers * block, load.last_layers * block + load.micro_batches * units["ends"])
         if candidate.parallelism.pp == 1:
             gathers, reduces = (
@@ -142,7 +142,7 @@ class LowerBounds:
             if comparable:
                 terms["passing"] = profile.passing * scale * factor
             if _has_fewer_operators(profile.candidate, candidate):
-                bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
+                bandwidth = self._device.copy_bandwidth
                 terms["block: bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
                 terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms

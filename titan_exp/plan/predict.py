@@ -10,6 +10,7 @@ import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reservations, Reserved, reservations
@@ -199,8 +200,8 @@ def predict(
         for persistent in (trace.persistent, {} if trace.host is None else trace.host.persistent):
             held, state = held + persistent.get("parameters", 0), state + persistent.get("optimizer", 0)
     bubble = pipeline_bubble(layout)
-    times = [plan.time.total for plan in plans if plan.time is not None]
-    step = max(times) / (1 - bubble) if times else None
+    times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
+    step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     # Optimizer state is proportional to the weights of every rank.
     checkpoint = round(tracer.parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began

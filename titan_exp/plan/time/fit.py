@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.calibrated_constants import Constants
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import Prediction
@@ -83,15 +84,16 @@ def fit(observations: Sequence[Observation]) -> Fit:
 def step_seconds(observation: Observation, constants: Constants) -> float:
     """Predicted step seconds of a run with the given constants."""
     before, after = observation.device, constants.apply_to(observation.device)
-    longest = 0.0
+    totals = dict[int, float]()
     for rank in observation.prediction.ranks:
         assert rank.seconds is not None, "predicted for a device whose rates are known"
         compute = rank.seconds["matmuls"] * before.matmul_factor / after.matmul_factor
         compute += rank.seconds["elementwise"] * before.bandwidth_factor / after.bandwidth_factor
         compute += after.launch_seconds(rank.operators, compute)
         link = before.link_factor / after.link_factor
-        longest = max(longest, compute + rank.seconds["exposed"] * link, rank.seconds["behind"] * link)
-    return longest / (1 - observation.prediction.bubble)
+        behind = rank.seconds["behind"] * link
+        totals[rank.pipeline_rank] = max(compute + rank.seconds["exposed"] * link, behind)
+    return pipeline_seconds(totals, len(totals), observation.prediction.bubble)
 
 
 def _fitted(observations: Sequence[Observation], device: Device) -> Constants:

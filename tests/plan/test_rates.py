@@ -8,13 +8,14 @@ import pytest
 from tests.plan.layouts import experiment_of
 from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
 from titan_exp.config.machine.local_machine import gpu_memory_bytes
 from titan_exp.plan import device_memory
 from titan_exp.plan.calibrated_constants import Constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.device_memory import gpu_memory, refine_gpu
 from titan_exp.plan.supported import with_run_kernels
-from titan_exp.plan.time.roofline import message_seconds, rank_time
+from titan_exp.plan.time.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.tracking.device_rates import DeviceRates, write_rates
 
@@ -104,6 +105,31 @@ def test_the_first_gather_and_the_last_reduction_are_exposed():
     assert rank_time(computing, {"fsdp": list(range(8))}, device, 8).total == pytest.approx(
         1e13 / device.bandwidth + found.exposed
     )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"), [("1F1B", 4, 8), ("GPipe", 4, 8), ("Interleaved1F1B", 8, 8)]
+)
+def test_a_slow_last_stage_delays_others_by_its_own_time_only(schedule: str, stages: int, microbatches: int):
+    orders, bubble = schedule_and_bubble(schedule, 4, stages, microbatches)
+
+    def predicted_and_simulated(*slowness: float) -> tuple[float, float]:
+        costs = [slowness[stage % 4] for stage in range(stages)]
+        busy = {rank: sum(COST[act.kind] * costs[act.stage] for act in order) for rank, order in enumerate(orders)}
+        return pipeline_seconds(busy, 4, bubble), max(timeline(orders, costs).end.values())
+
+    for slowness in ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.6)):
+        predicted, simulated = predicted_and_simulated(*slowness)
+        assert predicted == pytest.approx(simulated)
+    # Before a slow first stage, others have slack, of which the prediction counts some.
+    predicted, simulated = predicted_and_simulated(1.6, 1.0, 1.0, 1.0)
+    assert 0.999 < predicted / simulated < 1.13
+
+
+def test_a_plan_of_some_ranks_takes_the_others_as_slow():
+    assert pipeline_seconds({0: 2.0}, 4, 0.5) == pipeline_seconds(dict.fromkeys(range(4), 2.0), 4, 0.5) == 4.0
+    assert pipeline_seconds({0: 1.0, 1: 2.0, 3: 3.0}, 4, 0.5) == pytest.approx(3.0 + 5.0 / 3)
+    assert pipeline_seconds({0: 2.0}, 1, 0.0) == 2.0
 
 
 def test_links_are_those_of_the_cluster_group(tmp_path: Path):

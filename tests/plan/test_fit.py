@@ -96,7 +96,9 @@ def test_constants_replace_those_of_a_device(tmp_path: Path):
 
 def test_a_measured_cpu_is_a_device(tmp_path: Path):
     assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1) is None
-    write_rates(tmp_path, DeviceRates("Some CPU, 4 cores", "", "", {"fp32": 0.2}, copy=40.0, link=3.0))
+    attention = {"flash": {"64": [0.04, 0.03]}}
+    rates = DeviceRates("Some CPU, 4 cores", "", "", {"fp32": 0.2}, attention, copy=40.0, link=3.0)
+    write_rates(tmp_path, rates)
     assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=4, processes=1) is None
     whole = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1)
     half = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=2, processes=2)
@@ -104,6 +106,11 @@ def test_a_measured_cpu_is_a_device(tmp_path: Path):
     assert half is not None
     assert (whole.bf16_tflops, half.bf16_tflops) == (0.2, 0.1)
     assert (whole.copy_tbs, half.copy_tbs, half.link_gbs) == (0.04, 0.02, 3.0)
+    assert half.attention_rates == (half.matmul_rate, half.matmul_rate), "measured in bf16 only"
+    write_rates(tmp_path, replace(rates, tflops={"bf16": 0.4}))
+    halved = cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=2, processes=2)
+    assert halved is not None
+    assert halved.attention_rates == pytest.approx((0.02e12, 0.015e12))
 
 
 @pytest.fixture

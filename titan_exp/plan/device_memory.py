@@ -16,7 +16,7 @@ from titan_exp.config.machine.devices import node_size
 from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory, usable_cores
 from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
-from titan_exp.tracking.device_rates import read_rates
+from titan_exp.tracking.device_rates import DeviceRates, read_rates
 from titan_exp.tracking.number_format import GIB
 
 CPU_OVERHEAD_GB = 0.45
@@ -65,12 +65,13 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     cores = int(name.rpartition(", ")[2].partition(" ")[0])
     bandwidth = measured.copy / 1e3 / processes
     link = measured.link or measured.copy / 2
+    share = min(1.0, threads / cores)
     device = Device(
         name,
         host_memory() or 0,
-        measured.tflops[dtype] * min(1.0, threads / cores),
+        measured.tflops[dtype] * share,
         None,
-        {"bf16": measured.tflops[dtype] * min(1.0, threads / cores)},
+        {"bf16": measured.tflops[dtype] * share},
         bandwidth,
         bandwidth,
         link,
@@ -78,6 +79,8 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
         message_us=measured.message_us or 0.0,
         launch_us=measured.launch_us or 0.0,
         launches_ahead=False,
+        # Attention is measured in bf16.
+        attention=_attention(measured, share) if dtype == "bf16" else {},
         overhead_gb=CPU_OVERHEAD_GB,
     )
     return read_constants(cache, name).apply_to(device)
@@ -90,13 +93,9 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
     measured = next((found for name in device.driver_names if (found := read_rates(cache, name)) is not None), None)
     if measured is not None:
         # Data-sheet peaks stay, since they define MFU.
-        attention = {
-            kernel: {int(size): (rates[0], rates[1]) for size, rates in by_size.items()}
-            for kernel, by_size in measured.attention.items()
-        }
         changed: dict[str, Any] = {
             "gemm": {**device.gemm, **measured.tflops},
-            "attention": {**device.attention, **attention},
+            "attention": {**device.attention, **_attention(measured)},
             "sources": {**device.sources, "measured": f"titan-exp doctor, {measured.when}"},
         }
         if measured.copy is not None:
@@ -129,6 +128,15 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> 
     if installed and (present := gpu_memory_bytes()) is not None:
         device = replace(device, memory=present)
     return DeviceMemory(device, device.memory, 1, device.overhead(process_groups), device.name)
+
+
+def _attention(measured: DeviceRates, share: float = 1.0) -> dict[str, dict[int, tuple[float, float]]]:
+    """Measured rates of attention, multiplied by the share of the device that a process has."""
+    return {
+        kernel: {int(size): (share * forward, share * backward) for size, (forward, backward) in by_size.items()}
+        for kernel, by_size in measured.attention.items()
+        if by_size
+    }
 
 
 def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> DeviceMemory:

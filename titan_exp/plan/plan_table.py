@@ -295,7 +295,7 @@ def _speed(plan: Plan) -> list[str]:
     )
     if slowest is None or plan.step_seconds is None:
         return lines
-    operators = f"operator overhead {slowest.operators:.3g}, " if slowest.operators else ""
+    operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
     lines.append(
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "

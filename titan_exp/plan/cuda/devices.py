@@ -1,6 +1,6 @@
 """Accelerators: capacity, data-sheet peaks and sustained rates, one YAML file each in `device_table`.
 
-Every group of values has a source in its file; rates that nobody measured say so. Peaks are dense (no sparsity) with
+Every group of values has a source in its file; unmeasured rates say so. Peaks are dense (no sparsity) with
 fp32 accumulation; link rates are per device and direction.
 """
 

@@ -54,7 +54,7 @@ class LowerBounds:
         load = self._load(candidate)
         units = self._units(candidate, load)
         block = load.micro_batches * units["block"]
-        block += units["updated"] / candidate.shards / self._device.bandwidth / max(1.0, self._device.stream_reach)
+        block += units["updated"] / candidate.shards / self._device.copy_bandwidth
         seconds = max(load.layers * block, load.last_layers * block + load.micro_batches * units["ends"])
         if candidate.parallelism.pp == 1:
             gathers, reduces = (
@@ -63,7 +63,9 @@ class LowerBounds:
             )
             # The first and the last block are gathered once per micro-batch or never.
             seconds = max(seconds, max(0, load.layers - 2) * (load.micro_batches * gathers + reduces))
-        seconds /= 1 - _bubble_lower_bound(candidate, load.micro_batches)
+        bubble = _bubble_lower_bound(candidate, load.micro_batches)
+        # The slowest rank waits for others, which are at least as slow as the one with the fewest layers.
+        seconds += load.fewest_layers * block * bubble / (1 - bubble)
         weights, gradients = _expert_bytes(candidate) if load.micro_batches > 1 else (0.0, 0.0)
         weights = units["kept"] / candidate.shards + max(units["gathered"], weights)
         gradients = max(units["gradients"], gradients)
@@ -142,7 +144,7 @@ class LowerBounds:
             if comparable:
                 terms["passing"] = profile.passing * scale * factor
             if _has_fewer_operators(profile.candidate, candidate):
-                bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
+                bandwidth = self._device.copy_bandwidth
                 terms["block: bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
                 terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms
@@ -203,6 +205,8 @@ class _RankLoad:
     micro_batches: int
     layers: int
     """Like layers of the rank with the most; first layers that differ from the rest are left out."""
+    fewest_layers: int
+    """Like layers of the rank with the fewest."""
     first_layers: int
     """Like layers of the first pipeline rank."""
     last_layers: int
@@ -243,6 +247,7 @@ def _rank_load(candidate: Candidate) -> _RankLoad:
         sequences=layout.micro_batch_size,
         micro_batches=micro_batches,
         layers=max(by_rank),
+        fewest_layers=min(by_rank),
         first_layers=by_rank[0],
         last_layers=by_rank[-1],
         in_flight=held,

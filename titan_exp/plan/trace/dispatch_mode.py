@@ -163,6 +163,7 @@ class CostMode(TorchDispatchMode):
 
     def kernel(self, bytes_moved: int) -> None:
         """Record a compiled kernel."""
+        self.costs.operators += 1
         self.costs.bytes_moved += bytes_moved
         self._count_kernel(self.costs, "elementwise", 0, 0, bytes_moved)
 

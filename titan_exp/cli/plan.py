@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
@@ -23,7 +24,11 @@ titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished 
 
   Traces the trainer's own build and two of its steps on fake tensors, for every pipeline rank, and prints the peak
   memory with its breakdown, FLOPs, communication and an estimate of the step time. Takes the overrides of train. Needs
-  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches."""
+  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches. A run that
+  does not fit is answered with changes that would, and exit code 3."""
+
+DOES_NOT_FIT = 3
+"""Exit code of a run that does not fit."""
 
 VERBS = ("search", "calibrate")
 """Sub-verbs of `titan-exp plan`."""
@@ -77,6 +82,8 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
 
     from titan_exp.plan.gate.batch_predict import FAILED
     from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
+    from titan_exp.plan.gate.gate import check_plan, explain_fit
+    from titan_exp.plan.gate.suggestions import explain_changes
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 
@@ -96,4 +103,14 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
     if visualization is not None:
         visualization.write(plan)
         print(f"page: {visualization.path}", file=sys.stderr if options.json else sys.stdout)
-    return 0
+    if ranks is not None:
+        return 0
+    runs = Path(experiment.paths.runs).expanduser()
+    memory_check = check_plan(experiment, device if options.device is not None else None, runs, plan_to_json(plan))
+    if memory_check.fits is not False:
+        if memory_check.fits and plan.layout.device_type == "cpu" and not options.json:
+            print(explain_fit(memory_check))
+        return 0
+    if not options.json:
+        print(explain_changes(memory_check, runs, print))
+    return DOES_NOT_FIT

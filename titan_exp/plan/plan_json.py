@@ -31,6 +31,10 @@ class RankPrediction:
     """Step time by bound (`RankTime`); None if rates are unknown."""
     operators: int
     """Operators of a step."""
+    saved: int = 0
+    """Bytes of parameters and optimizer state, which an asynchronous save copies to the host."""
+    retries: int = 0
+    """Allocations of the first steps that find the device full, and give cached memory back before they succeed."""
 
     @property
     def total(self) -> float | None:
@@ -113,4 +117,6 @@ def _rank(values: Mapping[str, Any]) -> RankPrediction:
         values["peak_during"],
         values["seconds"],
         values["operators"],
+        values["saved_bytes"],
+        values["allocation_retries"],
     )

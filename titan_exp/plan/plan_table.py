@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations, Reserved, reservations
+from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations
 from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
@@ -105,6 +105,8 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
+        "saved_bytes": rank.saved,
+        "allocation_retries": 0 if rank.pressed is None else rank.pressed.retries,
         "saved_calls": list(trace.saved_calls),
         "host": None if trace.host is None else _host_json(trace.host),
         "flops": trace.costs.flops,
@@ -143,26 +145,25 @@ def _memory(plan: Plan) -> Table:
 
 def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
     if plan.device is None or plan.layout.device_type == "cpu":
-        return "Sizes are those of tensor storages on a CPU; the overhead of the process comes on top."
-    room, tensors = plan.device.memory, largest.trace.peak.bytes
-    if largest.reserved is None or tensors > room:
-        fits = "Does not fit: " if tensors > room else ""
-        return f"{fits}{_gib(tensors)} GiB of tensors, and the device has {_gib(room)}."
-    reserved, way = largest.bytes, "expandable" if largest.expandable else "fixed"
-    if reserved > room:
-        return (
-            f"Does not fit: torch's allocator reserves {_gib(reserved)} GiB in {way} segments for {_gib(tensors)} of "
-            f"tensors, and the device has {_gib(room)}. {_when_full(largest, largest.reserved.expandable, room)}"
-        )
-    unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
+        return "Sizes are those of tensor storages on a CPU."
+    room, tensors, pressed = plan.device.memory, largest.trace.peak.bytes, largest.pressed
     overhead = plan.device.overhead(process_groups(plan.layout))
-    short = "" if reserved + overhead <= room else "Does not fit: "
+    needs = f"{_gib(tensors)} GiB of tensors"
+    if largest.reserved is not None and tensors <= room:
+        way = "expandable" if largest.expandable else "fixed"
+        other = _other_segments(plan, largest.reserved)
+        needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments{other}"
+    unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
+    needs += f"; {_gib(overhead)} is taken for CUDA's context and code and NCCL's buffers{unknown}"
+    if largest.bytes + overhead > room:
+        return f"Does not fit: {needs}; the device has {_gib(room)}."
+    left = f"{_gib(room - largest.bytes - overhead)} of the device's {_gib(room)} GiB are left"
+    notes = f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
+    if pressed is None:
+        return f"Fits, {left}: {needs}.{notes}"
     return (
-        f"{short}{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(reserved)} of the device's "
-        f"{_gib(room)} GiB ({reserved / room:.0%}) in {way} segments{_other_segments(plan, largest.reserved)}. "
-        f"The other {_gib(room - reserved)} must hold CUDA's context and code and NCCL's buffers, taken as "
-        f"{_gib(overhead)}{unknown}."
-        f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
+        f"Fits with the allocator under pressure: in {STEPS} steps it finds the device full {pressed.retries} times, "
+        f"gives cached memory back, and waits for the GPU each time. {needs}; {left}.{notes}"
     )
 
 
@@ -216,20 +217,6 @@ def _other_segments(plan: Plan, reserved: Reservations) -> str:
     expandable = uses_expandable_segments(plan.experiment.cluster, plan.experiment.compile)
     other, key = (reserved.segments, FIXED) if expandable else (reserved.expandable, EXPANDABLE)
     return f"; {_gib(other.reserved)} with {key}"
-
-
-def _when_full(largest: RankPlan, expandable: Reserved, room: float) -> str:
-    """Sentence about a full device, where expandable segments return unused pages."""
-    if not largest.expandable and expandable.reserved <= room:
-        return f"With {EXPANDABLE} it reserves {_gib(expandable.reserved)}."
-    retried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
-    if not retried.fits:
-        return "" if largest.expandable else f"Neither does it with {EXPANDABLE}."
-    runs = "It runs" if largest.expandable else f"With {EXPANDABLE} it runs"
-    return (
-        f"{runs}, but returns and reallocates memory {retried.retries} times in {STEPS} steps, and each time waits for "
-        "the GPU."
-    )
 
 
 def _messages(plan: Plan, largest: RankPlan) -> Table:

@@ -17,6 +17,7 @@ from titan_exp.plan.cuda.caching_allocator import Reservations, Reserved, reserv
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
+from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -40,6 +41,8 @@ class RankPlan:
     """Step time; None if rates are unknown."""
     reserved: Reservations | None = None
     """Memory that the caching allocator reserves; None on a CPU."""
+    pressed: Reserved | None = None
+    """Memory that it reserves within the device, of which it asks for more; None if the device has that."""
     expandable: bool = False
     """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime] = ()
@@ -62,7 +65,15 @@ class RankPlan:
     @property
     def allocator(self) -> Reserved | None:
         """Statistics of the caching allocator with the run's segments; None on a CPU."""
+        if self.pressed is not None and self.pressed.fits:
+            return self.pressed
         return self.reserved and (self.reserved.expandable if self.expandable else self.reserved.segments)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of parameters and optimizer state on device and host, as a checkpoint holds them."""
+        host = {} if self.trace.host is None else self.trace.host.persistent
+        return sum(held.get(name, 0) for held in (self.trace.persistent, host) for name in ("parameters", "optimizer"))
 
 
 @dataclass(frozen=True)
@@ -184,8 +195,12 @@ def predict(
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
         reserved = reservations(trace.setup_events, trace.step_events) if cuda else None
         kernels = class_times(trace.costs, None if seconds is None else device)
-        return RankPlan(number, trace, seconds, reserved, expandable, kernels)
+        found = RankPlan(number, trace, seconds, reserved, None, expandable, kernels)
+        return (
+            found if room is None or found.bytes <= room else replace(found, pressed=_pressed(trace, room, expandable))
+        )
 
+    room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
     load, worst = experiment.plan.worst_expert_load, None
     with capability, deterministic_attention(deterministic):
         traces = tracer.traces(numbers, full=full)
@@ -208,6 +223,12 @@ def predict(
     return Plan(
         experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst
     )
+
+
+def _pressed(trace: Trace, room: int, expandable: bool) -> Reserved:
+    """Replay of the caching allocator with `room` bytes."""
+    found = reservations(trace.setup_events, trace.step_events, room)
+    return found.expandable if expandable else found.segments
 
 
 @dataclass

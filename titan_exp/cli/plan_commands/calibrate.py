@@ -21,6 +21,7 @@ from titan_exp.plan.calibrated_constants import FITTED, write_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.device_memory import cpu_device, refine_gpu
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
+from titan_exp.plan.gate.gate import staged
 from titan_exp.plan.gate.prediction_cache import prediction_inputs
 from titan_exp.plan.plan_json import NotPredicted, Prediction
 from titan_exp.plan.time.fit import MIN_RUNS, Fit, Observation, fit
@@ -172,7 +173,8 @@ def _observations(
             left_out[answer.reason] = left_out.get(answer.reason, 0) + 1
             continue
         tokens = run.experiment.training.global_batch_size * run.experiment.training.seq_len
-        found.append(Observation(run.label, answer, run.device, tokens / run.speed, run.memory))
+        memory = run.memory and run.memory - staged(run.experiment, answer.ranks[0])
+        found.append(Observation(run.label, answer, run.device, tokens / run.speed, memory))
     return found
 
 

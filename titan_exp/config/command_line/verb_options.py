@@ -181,6 +181,8 @@ class PlanOptions:
     """Pipeline ranks to predict, as in 0,15; by default all."""
     html: str | None = None
     """File of a page with the shards of every rank, the pipeline schedule and memory over a step."""
+    trace: str | None = None
+    """File of the pipeline schedule as a trace for Perfetto."""
     full: bool = False
     """Trace every layer and micro-batch of every rank, which takes minutes for a large run."""
     kernels: bool = False

@@ -15,7 +15,7 @@ from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.plan.calibrated_constants import FITTED
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.device_memory import DeviceMemory, device_memory_of, process_groups
+from titan_exp.plan.device_memory import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, process_groups
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, merge_ranks, to_json
@@ -69,9 +69,9 @@ class MemoryCheck:
 
 def staged(experiment: Experiment, rank: RankPrediction) -> int:
     """Bytes of the state's copy on a CPU, while an asynchronous save is written beside training."""
-    return (
-        rank.saved if device_type(experiment.cluster) == "cpu" and experiment.checkpoint.mode.startswith("async") else 0
-    )
+    if device_type(experiment.cluster) != "cpu" or not experiment.checkpoint.mode.startswith("async"):
+        return 0
+    return rank.saved + (round(SAVE_PROCESS_GB * 1e9) if experiment.checkpoint.mode == "async_process" else 0)
 
 
 def check_memory(

@@ -27,6 +27,7 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
     return {
         "mesh": {
             "axes": shards.axes,
+            "experts": shards.experts,
             "sharding": shards.sharding,
             "node": layout.node_size,
             "device": device_noun(layout),

@@ -42,20 +42,25 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
     Every stage takes equally long, so that the last action ends with the plan's step.
     """
     schedule = schedule_of(plan.layout)
-    busy = None if plan.step_seconds is None else plan.step_seconds * (1 - plan.bubble)
-    costs = [1.0 if busy is None else _forward_seconds(schedule, rank, busy) for rank in schedule.placement]
+    costs = stage_seconds(plan, schedule)
     line = timeline(schedule.orders, costs)
     return {
         "cost": COST,
         "placement": schedule.placement,
         "passes": schedule.passes,
         "microbatches": 1 + max(action.microbatch for order in schedule.orders for action in order),
-        "estimated": busy is not None,
+        "estimated": plan.step_seconds is not None,
         "costs": costs,
         "end": max(line.end.values()),
         "bubble": line.bubble,
         "rows": [schedule_text(order, line.end, costs) for order in schedule.orders],
     }
+
+
+def stage_seconds(plan: Plan, schedule: PipelineSchedule) -> list[float]:
+    """Seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
+    busy = None if plan.step_seconds is None else plan.step_seconds * (1 - plan.bubble)
+    return [1.0 if busy is None else _forward_seconds(schedule, rank, busy) for rank in schedule.placement]
 
 
 def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:

@@ -23,7 +23,7 @@ GIB = 2**30
 DENSE = "model=llama_debug model.dim=1024 model.ffn_dim=4096 model.layers=6 model.heads=16 model.kv_heads=16"
 BATCH = "training.seq_len=128 training.global_batch_size=2 training.micro_batch_size=1"
 ROWS = "training.seq_len=512 training.global_batch_size=8 training.micro_batch_size=4"
-EXPERTS = "model=qwen3_moe_debug model.dim=512 model.layers=4 model.moe.experts=16 model.moe.expert_dim=1024"
+EXPERTS = "model=qwen3_moe_debug model.dim=1024 model.layers=6 model.moe.ffn_dim=1024 model.moe.experts=16"
 CASES = {
     "fp32, async": f"{DENSE} {BATCH}",
     "fp32, async_process": f"{DENSE} {BATCH} checkpoint.mode=async_process",

@@ -19,9 +19,9 @@ from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.tracking.device_rates import DeviceRates, read_rates
 from titan_exp.tracking.number_format import GIB
 
-CPU_OVERHEAD_GB = 0.55
-"""Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python and torch take 0.35, the processes
-that launch a run 0.06, and the heap keeps up to 0.1 of freed tensors, those below 32 MiB."""
+CPU_OVERHEAD_GB = 0.45
+"""Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python, torch and the processes that
+launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
 SAVE_PROCESS_GB = 0.25
 """Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
 

@@ -133,7 +133,7 @@ class LowerBounds:
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
         scale *= safety_factor(candidate, profile.candidate)
         # A pipeline gathers sharded weights before its first micro-batch, so `left` contains no weights.
-        only_tokens = other.pp > 1 and profile.candidate.shards > 1
+        only_tokens = other.pp > 1 and profile.candidate.shards > 1 and not _copied_expert_bytes(profile.candidate)
         comparable = mode == candidate.mode and (only_tokens or _same_lifetime(profile.candidate, candidate))
         if comparable and (only_tokens or load.sequences <= sampled.sequences):
             left = profile.left * scale * load.sequences / sampled.sequences
@@ -165,7 +165,7 @@ class LowerBounds:
                 if own.ep > 1 and own.etp == other.etp and (same_tp or own.etp == 1) and not names & CONTEXT_AXES:
                     factor, among = tokens * other.tp / own.tp, "ep"
             elif "etp" in names:
-                factor = tokens * (same_tp and own.etp == other.etp)
+                factor, among = tokens * (same_tp and own.etp == other.etp), "tp" if "tp" in names else axis
             elif axis == "tp" and own.tp > 1:
                 # Ranks that share channels of experts exchange rows on this axis too. Where experts are sharded over
                 # just these ranks, no message on them differs from FSDP's.
@@ -275,19 +275,32 @@ def _saved_bytes(profile: Profile, candidate: Candidate, load: _RankLoad, sample
         return {}
     scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
     scale *= safety_factor(candidate, profile.candidate)
-    return {"left": profile.saved * scale * load.sequences / sampled.sequences}
+    saved = max(0.0, profile.saved - _copied_expert_bytes(profile.candidate))
+    return {"left": saved * scale * load.sequences / sampled.sequences}
+
+
+def _expert_parameters(candidate: Candidate) -> float:
+    """Parameters of a block's experts on a rank, before they are sharded."""
+    if candidate.spec is None or candidate.experts is None:
+        return 0.0
+    layers = candidate.spec.layers[-candidate.spec.period :]
+    size = sum(linear.parameters for layer in layers for linear in layer.linears if linear.experts > 1)
+    return size / (candidate.parallelism.ep * candidate.parallelism.etp)
+
+
+def _copied_expert_bytes(candidate: Candidate) -> float:
+    """Bytes of the bf16 weights that every forward pass of experts on a single shard copies and saves."""
+    is_copied = candidate.experts is not None and not candidate.experts[-1]
+    return 2 * _expert_parameters(candidate) * is_copied
 
 
 def _expert_bytes(candidate: Candidate) -> tuple[float, float]:
     """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients, which
     sharding sums in fp32."""
-    if candidate.spec is None or candidate.experts is None:
+    if candidate.experts is None:
         return 0.0, 0.0
-    ep, etp, _, is_sharded = candidate.experts
-    layers = candidate.spec.layers[-candidate.spec.period :]
-    size = 0.999 * sum(linear.parameters for layer in layers for linear in layer.linears if linear.experts > 1)
-    size /= ep * etp
-    return 2 * size * (candidate.parallelism.pp > 1), (4 if is_sharded else 2) * size
+    size = 0.999 * _expert_parameters(candidate)
+    return 2 * size * (candidate.parallelism.pp > 1), (4 if candidate.experts[-1] else 2) * size
 
 
 def _sharding_messages(profile: Profile, smaller: float) -> dict[str, float]:

@@ -12,16 +12,21 @@ from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import repetition
-from titan_exp.plan.search.layout_cost import copies_as_many_rows, has_more_experts, safety_factor
+from titan_exp.plan.search.layout_cost import SAFETY_FACTOR, copies_as_many_rows, has_more_experts, safety_factor
 from titan_exp.plan.search.layouts import MODES, Candidate
 from titan_exp.plan.search.profile import Profile
 from titan_exp.plan.time.roofline import axis_ranks, compute_seconds, expert_weights_seconds, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS, MEASURES
 
 CONTEXT_AXES = {"cp_across", "cp_within"}
 """Mesh axes of context parallelism."""
 BOUND_MARGIN = 0.985
 """Margin of scaled values: sizes are rounded up, and some copies become views."""
+WEIGHT_BYTES = 16
+"""Upper bound of bytes that a micro-batch moves per weight of a block, for example to cast its gradient."""
+WEIGHTS_MARGIN = 0.97
+"""Margin of bytes scaled by the parameters of a block's linears, which leave out norms and replicated heads."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class LowerBounds:
         self._replicated: dict[int, frozenset[str]] = {}
         self._rates: dict[tuple[object, ...], float] = {}
         self._loads: dict[tuple[object, ...], _RankLoad] = {}
+        self._sizes: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._terms: dict[tuple[object, ...], tuple[int, dict[str, float], defaultdict[str, float]]] = {}
 
     def add(self, profile: Profile) -> None:
@@ -64,12 +70,12 @@ class LowerBounds:
             # The first and the last block are gathered once per micro-batch or never.
             seconds = max(seconds, max(0, load.layers - 2) * (load.micro_batches * gathers + reduces))
         seconds /= 1 - _bubble_lower_bound(candidate, load.micro_batches)
-        weights, gradients = _expert_bytes(candidate) if load.micro_batches > 1 else (0.0, 0.0)
+        weights, gradients = self._expert_bytes(candidate) if load.micro_batches > 1 else (0.0, 0.0)
         weights = units["kept"] / candidate.shards + max(units["gathered"], weights)
         gradients = max(units["gradients"], gradients)
         held = weights + gradients if load.refills else weights
         first = units["first"] + units["first kept"] / candidate.shards + load.first_layers * held
-        first += load.in_flight * units["left"] + units["passing"]
+        first += load.in_flight * (units["left"] + self._copied_expert_bytes(candidate, surely=True)) + units["passing"]
         return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * (weights + gradients), first))
 
     def _load(self, candidate: Candidate) -> "_RankLoad":
@@ -114,38 +120,127 @@ class LowerBounds:
         sampled, comparable_experts = self._load(profile.candidate), has_more_experts(profile.candidate, candidate)
         terms = _parameter_bytes(profile, candidate, load, comparable_experts)
         mode = profile.candidate.mode
-        terms |= _saved_bytes(profile, candidate, load, sampled)
+        terms |= self._saved_bytes(profile, candidate, load, sampled)
         # Recomputation adds to the costs of a profile.
         if mode not in ("none", candidate.mode):
             return terms
         tokens = load.tokens / sampled.tokens
-        terms["block: compute"] = compute_seconds(profile.block, self._device) * tokens * other.tp / own.tp
+        # Layouts choose the saved operators of selective recomputation.
+        alike = 1.0 if mode == "none" or candidate.experts == profile.candidate.experts else SAFETY_FACTOR
+        terms["block: compute"] = compute_seconds(profile.block, self._device) * tokens * other.tp / own.tp * alike
         terms["ends: compute"] = compute_seconds(profile.ends, self._device) * tokens * other.tp / own.tp
         terms |= self._messages(candidate, profile, tokens)
+        terms |= self._moved(candidate, profile, load, sampled)
         if not comparable_experts:
             return terms
         if own.pp == 1 and (candidate.shards > 1 or profile.candidate.shards == 1):
             terms |= _sharding_messages(profile, min(1.0, other.tp / own.tp))
         if (own.tp, own.cp, load.sequences) == (other.tp, other.cp, sampled.sequences):
-            terms["block: weights"] = expert_weights_seconds(profile.block, self._device)
+            seconds = expert_weights_seconds(profile.block, self._device)
+            terms["block: weights"] = max(seconds, terms.get("block: weights", 0.0))
         if other.cp > own.cp:
             return terms
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
         scale *= safety_factor(candidate, profile.candidate)
         # A pipeline gathers sharded weights before its first micro-batch, so `left` contains no weights.
-        only_tokens = other.pp > 1 and profile.candidate.shards > 1 and not _copied_expert_bytes(profile.candidate)
+        only_tokens = other.pp > 1 and profile.candidate.shards > 1
         comparable = mode == candidate.mode and (only_tokens or _same_lifetime(profile.candidate, candidate))
         if comparable and (only_tokens or load.sequences <= sampled.sequences):
-            left = profile.left * scale * load.sequences / sampled.sequences
+            copied = self._copied_expert_bytes(profile.candidate)
+            left = max(0.0, profile.left - copied) * scale * load.sequences / sampled.sequences
             terms["left"] = max(left, terms.get("left", 0.0))
         if factor := _sequence_factor(load.sequences, sampled.sequences):
             if comparable:
                 terms["passing"] = profile.passing * scale * factor
             if _has_fewer_operators(profile.candidate, candidate):
                 bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
-                terms["block: bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
                 terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms
+
+    def _moved(
+        self, candidate: Candidate, profile: Profile, load: "_RankLoad", sampled: "_RankLoad"
+    ) -> dict[str, float]:
+        """Seconds of a block's operators that are bound by memory bandwidth, from one profile.
+
+        Bytes of tokens, bytes of weights that do not depend on tokens, and operands of experts' matmuls.
+        """
+        own, other, terms = candidate.parallelism, profile.candidate.parallelism, dict[str, float]()
+        bandwidth, reach = self._device.bandwidth, max(1.0, self._device.stream_reach)
+        (dense, experts), (own_dense, own_experts) = self._parameters(profile.candidate), self._parameters(candidate)
+        copied = self._copied_expert_bytes(profile.candidate)
+        if not _has_fewer_operators(profile.candidate, candidate):
+            return terms
+        per_tp = other.tp / own.tp if other.tp <= own.tp else 0.5
+        rows = copies_as_many_rows(profile.candidate, candidate)
+        if rows and other.cp <= own.cp:
+            factor = _sequence_factor(load.sequences, sampled.sequences)
+            moved = profile.token_bytes * factor * has_more_experts(profile.candidate, candidate)
+            if not copied and factor:
+                of_tokens = profile.token_bytes - WEIGHT_BYTES * (dense + experts)
+                moved = max(moved, of_tokens * load.sequences / sampled.sequences)
+            scale = other.cp / own.cp * per_tp * safety_factor(candidate, profile.candidate)
+            terms["block: tokens"] = moved * scale / bandwidth
+        if _same_lifetime(profile.candidate, candidate) and _shards_experts(profile.candidate, candidate):
+            weights = WEIGHTS_MARGIN * min(1.0, per_tp if own.tp != other.tp else 1.0)
+            weights *= (own_dense + own_experts) / (dense + experts) if experts else 1.0
+            terms["block: gathered"] = profile.gathered_bytes * weights / bandwidth / reach
+            if load.micro_batches > 1:
+                summed = profile.summed_bytes * weights * (1 - 1 / load.micro_batches)
+                terms["block: summed"] = summed / bandwidth
+        flops, fp8, size, _ = (profile.block.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
+        if rows and size and not fp8 and other.tp <= own.tp:
+            # Each pass reads or writes bf16 weights: forward, backward twice, and recomputation.
+            passes = 3 if profile.candidate.mode == "none" else 4
+            tokens = load.tokens / sampled.tokens * other.tp / own.tp
+            least = 3 * 2 * own_experts + max(0.0, size - passes * 2 * experts) * tokens
+            seconds = WEIGHTS_MARGIN * least / bandwidth - flops * tokens / self._device.matmul_rate
+            terms["block: weights"] = max(0.0, seconds)
+        return terms
+
+    def _parameters(self, candidate: Candidate) -> tuple[float, float]:
+        """Parameters of a block's linears on a rank before they are sharded: dense ones and those of experts."""
+        key = candidate.parallelism.tp, candidate.parallelism.ep, candidate.parallelism.etp
+        if key not in self._sizes:
+            spec = candidate.spec
+            layers = () if spec is None else spec.layers[-spec.period :]
+            linears = [linear for layer in layers for linear in layer.linears]
+            experts = sum(linear.parameters for linear in linears if linear.experts > 1)
+            dense = sum(linear.parameters for linear in linears) - experts
+            tp, ep, etp = key
+            self._sizes[key] = dense / tp, experts / (ep * etp)
+        return self._sizes[key]
+
+    def _copied_expert_bytes(self, candidate: Candidate, *, surely: bool = False) -> float:
+        """Bytes of the bf16 weights that every forward pass of experts on a single shard copies and saves.
+
+        A pipeline copies them once. True for `surely` leaves out layouts that may not copy them.
+        """
+        if candidate.experts is None or candidate.experts[-1] or candidate.parallelism.pp > 1:
+            return 0.0
+        if surely and (candidate.shards == 1 or candidate.parallelism.dp_replicate > 1):
+            return 0.0
+        return 2 * self._parameters(candidate)[1] * (0.999 if surely else 1)
+
+    def _expert_bytes(self, candidate: Candidate) -> tuple[float, float]:
+        """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients,
+        which sharding sums in fp32."""
+        if candidate.experts is None:
+            return 0.0, 0.0
+        size = 0.999 * self._parameters(candidate)[1]
+        return 2 * size * (candidate.parallelism.pp > 1), (4 if candidate.experts[-1] else 2) * size
+
+    def _saved_bytes(
+        self, profile: Profile, candidate: Candidate, load: "_RankLoad", sampled: "_RankLoad"
+    ) -> dict[str, float]:
+        """Bytes that a block's forward pass saves, from a profile of the same or more recomputation."""
+        own, other, modes = candidate.parallelism, profile.candidate.parallelism, (candidate.mode, profile.candidate.mode)
+        saves_less = modes[0] == modes[1] or (set(modes) <= set(MODES) and MODES.index(modes[0]) < MODES.index(modes[1]))
+        if not saves_less or other.cp > own.cp or not copies_as_many_rows(profile.candidate, candidate):
+            return {}
+        scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
+        scale *= safety_factor(candidate, profile.candidate)
+        saved = max(0.0, profile.saved - self._copied_expert_bytes(profile.candidate))
+        return {"left": saved * scale * load.sequences / sampled.sequences}
 
     def _replicates(self, sampled: Candidate, candidate: Candidate) -> bool:
         """True if a layout replicates every linear that a sampled one does."""
@@ -267,40 +362,9 @@ def _parameter_bytes(
     return terms
 
 
-def _saved_bytes(profile: Profile, candidate: Candidate, load: _RankLoad, sampled: _RankLoad) -> dict[str, float]:
-    """Bytes that a block's forward pass saves, from a profile of the same or more recomputation."""
-    own, other, modes = candidate.parallelism, profile.candidate.parallelism, (candidate.mode, profile.candidate.mode)
-    saves_less = modes[0] == modes[1] or (set(modes) <= set(MODES) and MODES.index(modes[0]) < MODES.index(modes[1]))
-    if not saves_less or other.cp > own.cp or not copies_as_many_rows(profile.candidate, candidate):
-        return {}
-    scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
-    scale *= safety_factor(candidate, profile.candidate)
-    saved = max(0.0, profile.saved - _copied_expert_bytes(profile.candidate))
-    return {"left": saved * scale * load.sequences / sampled.sequences}
-
-
-def _expert_parameters(candidate: Candidate) -> float:
-    """Parameters of a block's experts on a rank, before they are sharded."""
-    if candidate.spec is None or candidate.experts is None:
-        return 0.0
-    layers = candidate.spec.layers[-candidate.spec.period :]
-    size = sum(linear.parameters for layer in layers for linear in layer.linears if linear.experts > 1)
-    return size / (candidate.parallelism.ep * candidate.parallelism.etp)
-
-
-def _copied_expert_bytes(candidate: Candidate) -> float:
-    """Bytes of the bf16 weights that every forward pass of experts on a single shard copies and saves."""
-    is_copied = candidate.experts is not None and not candidate.experts[-1]
-    return 2 * _expert_parameters(candidate) * is_copied
-
-
-def _expert_bytes(candidate: Candidate) -> tuple[float, float]:
-    """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients, which
-    sharding sums in fp32."""
-    if candidate.experts is None:
-        return 0.0, 0.0
-    size = 0.999 * _expert_parameters(candidate)
-    return 2 * size * (candidate.parallelism.pp > 1), (4 if candidate.experts[-1] else 2) * size
+def _shards_experts(sampled: Candidate, candidate: Candidate) -> bool:
+    """True if both layouts shard experts, or none does."""
+    return (sampled.experts or (True,))[-1] == (candidate.experts or (True,))[-1]
 
 
 def _sharding_messages(profile: Profile, smaller: float) -> dict[str, float]:

@@ -48,11 +48,21 @@ class LowerBounds:
         self._replicated: dict[int, frozenset[str]] = {}
         self._rates: dict[tuple[object, ...], float] = {}
         self._loads: dict[tuple[object, ...], _RankLoad] = {}
+        self._affine: dict[int, tuple[float, float]] = {}
+        """By number of a traced layout, bytes that a block moves per sequence and per weight."""
         self._sizes: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._terms: dict[tuple[object, ...], tuple[int, dict[str, float], defaultdict[str, float]]] = {}
 
     def add(self, profile: Profile) -> None:
         """Add a profile."""
+        own, load = profile.candidate, self._load(profile.candidate)
+        shape = _shape(own)
+        for other in self._profiles:
+            if _shape(other.candidate) == shape and (more := load.sequences - self._load(other.candidate).sequences):
+                per_sequence = (profile.token_bytes - other.token_bytes) / more
+                of_weights = profile.token_bytes - per_sequence * load.sequences
+                per_weight = max(0.0, of_weights) / max(1.0, sum(self._parameters(own)))
+                self._affine[own.number] = max(0.0, per_sequence), per_weight
         self._profiles.append(profile)
 
     def of(self, candidate: Candidate) -> LowerBound:
@@ -172,6 +182,7 @@ class LowerBounds:
             return terms
         per_tp = other.tp / own.tp if other.tp <= own.tp else 0.5
         rows = copies_as_many_rows(profile.candidate, candidate)
+        lifetime = _same_lifetime(profile.candidate, candidate) and _shards_experts(profile.candidate, candidate)
         if rows and other.cp <= own.cp:
             factor = _sequence_factor(load.sequences, sampled.sequences)
             moved = profile.token_bytes * factor * has_more_experts(profile.candidate, candidate)
@@ -179,8 +190,15 @@ class LowerBounds:
                 of_tokens = profile.token_bytes - WEIGHT_BYTES * (dense + experts)
                 moved = max(moved, of_tokens * load.sequences / sampled.sequences)
             scale = other.cp / own.cp * per_tp * safety_factor(candidate, profile.candidate)
-            terms["block: tokens"] = moved * scale / bandwidth
-        if _same_lifetime(profile.candidate, candidate) and _shards_experts(profile.candidate, candidate):
+            moved *= scale
+            if not copied and profile.candidate.number in self._affine:
+                per_sequence, per_weight = self._affine[profile.candidate.number]
+                if not lifetime:
+                    per_weight = 0.0
+                of_weights = per_weight * (own_dense + own_experts) * SAFETY_FACTOR * min(1.0, per_tp)
+                moved = max(moved, WEIGHTS_MARGIN * scale * per_sequence * load.sequences + of_weights)
+            terms["block: tokens"] = moved / bandwidth
+        if lifetime:
             weights = WEIGHTS_MARGIN * min(1.0, per_tp if own.tp != other.tp else 1.0)
             weights *= (own_dense + own_experts) / (dense + experts) if experts else 1.0
             terms["block: gathered"] = profile.gathered_bytes * weights / bandwidth / reach
@@ -360,6 +378,13 @@ def _parameter_bytes(
         terms["first"] = profile.first_gathered * smaller
         terms["first kept"] = profile.first_kept * smaller * profile.candidate.shards
     return terms
+
+
+def _shape(candidate: Candidate) -> tuple[object, ...]:
+    """Everything that a block's costs depend on, but the micro-batch's size."""
+    own = candidate.parallelism
+    sharding = candidate.shards == 1, candidate.has_one_data_rank
+    return own.tp, own.cp, candidate.experts, candidate.mode, own.pp > 1, *sharding
 
 
 def _shards_experts(sampled: Candidate, candidate: Candidate) -> bool:

@@ -10,12 +10,15 @@ import logging
 import math
 import multiprocessing
 import os
+import signal
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
@@ -66,6 +69,8 @@ class SearchResult:
     """Traced profiles."""
     seconds: float
     """Duration of the search."""
+    stopped: bool = False
+    """True if time was up or Ctrl-C stopped the search: rows are the fastest so far, and `slower` ones may be faster."""
 
 
 class LayoutSearch:
@@ -92,24 +97,25 @@ class LayoutSearch:
         self._floor = 0
         self._smallest_bound: tuple[float, Candidate] | None = None
 
-    def run(self) -> SearchResult:
-        """Run the search.
+    def run(self, seconds: float | None = None) -> SearchResult:
+        """Run the search, for up to `seconds`; Ctrl-C ends it early, too.
 
         Raises:
             UserError: an option of a layout is not supported.
         """
-        began = time.perf_counter()
+        began, stopped = time.perf_counter(), False
         cores = len(os.sched_getaffinity(0))
-        with ProcessPoolExecutor(cores, _forkserver(), _start_worker) as pool:
-            for future in [pool.submit(_trace, seed) for seed in self._seeds()]:
-                self._add_trace(*future.result())
-            self._queue = [self._entry(candidate) for candidate in self._candidates.values()]
-            heapq.heapify(self._queue)
-            self._explore(pool, cores)
-            if not self._costs and self._smallest_bound is not None:
-                self._add_trace(*_trace(self._smallest_bound[1]))
-                self._extrapolate(self._smallest_bound[1])
-            rows = self._confirm(pool)
+        pool = ProcessPoolExecutor(cores, _forkserver(), _start_worker)
+        try:
+            with interrupt_after(seconds):
+                rows = self._search(pool, cores)
+        except KeyboardInterrupt:
+            rows, stopped = self._fastest()[: self._limit], True
+            # Running traces may take a minute.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+        finally:
+            pool.shutdown(cancel_futures=True)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
         return SearchResult(
             rows,
@@ -118,11 +124,28 @@ class LayoutSearch:
             len(self._costs),
             sum(cost.peak_bytes > self._room for cost in self._costs),
             self._floor,
-            len(self._queue),
+            len(self._candidates) - len(self._costs) - self._floor,
             self._unknown,
             len(self._traced),
             time.perf_counter() - began,
+            stopped,
         )
+
+    def _search(self, pool: ProcessPoolExecutor, cores: int) -> list[LayoutCost]:
+        seeds = self._seeds()
+        for future in as_completed([pool.submit(_trace, seed) for seed in seeds]):
+            seed, parts = future.result()
+            self._add_trace(seed, parts)
+            self._extrapolate(seed)
+        known = {seed.number for seed in seeds}
+        self._queue = [self._entry(candidate) for number, candidate in self._candidates.items() if number not in known]
+        heapq.heapify(self._queue)
+        self._explore(pool, cores)
+        if not self._fits and self._smallest_bound is not None:
+            # Its peak tells what is missing.
+            self._add_trace(*_trace(self._smallest_bound[1]))
+            self._extrapolate(self._smallest_bound[1])
+        return self._confirm(pool)
 
     def _seeds(self) -> list[Candidate]:
         """Layouts whose traces give bounds for all others.
@@ -151,7 +174,8 @@ class LayoutSearch:
         profile = profile_of(candidate, parts)
         if profile is not None:
             self._bounds.add(profile)
-        self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated")
+        best = f"; fastest: {self._fastest()[0].tokens_per_second:,.0f} tokens/s/GPU" if self._fits else ""
+        self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated{best}")
 
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
         """Extrapolate layouts in the order of their bounds until no other can enter the rows."""
@@ -234,11 +258,14 @@ class LayoutSearch:
         if cost.peak_bytes <= self._room:
             insort(self._fits, cost.step_seconds)
 
+    def _fastest(self) -> list[LayoutCost]:
+        """Extrapolated layouts that fit, fastest first."""
+        fits = [cost for cost in self._costs if cost.peak_bytes <= self._room]
+        return sorted(fits, key=lambda cost: cost.step_seconds)
+
     def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
         """Fastest layouts that fit when extrapolated from traces with their own number of shards."""
-        rows = list[LayoutCost]()
-        costs = sorted(self._costs, key=lambda cost: cost.step_seconds)
-        costs = [cost for cost in costs if cost.peak_bytes <= self._room]
+        rows, costs = list[LayoutCost](), self._fastest()
         while costs and len(rows) < self._limit:
             wave, costs = costs[: self._limit - len(rows)], costs[self._limit - len(rows) :]
             exact, by_profile = list[LayoutCost](), dict[Key, list[LayoutCost]]()
@@ -325,6 +352,21 @@ def _too_long(experiment: Experiment) -> str | None:
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 
 
+@contextmanager
+def interrupt_after(seconds: float | None) -> Iterator[None]:
+    """Interrupt the `with` block as Ctrl-C does after `seconds`; None for no limit."""
+    before = None
+    if seconds is not None:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if seconds is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
 def _forkserver() -> Any:
     """Multiprocessing context that forks workers from a process with torch imported."""
     context = multiprocessing.get_context("forkserver")
@@ -333,15 +375,24 @@ def _forkserver() -> Any:
 
 
 def _start_worker() -> None:
-    """Silence the log of model builds, and exempt imported objects from garbage collection, which slows every trace."""
+    """Silence the log of model builds."""
     end_with_parent()
+    # The parent handles Ctrl-C, which reaches all processes of a terminal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.INFO)
-    gc.freeze()
 
 
 def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
     experiment = candidate.experiment
-    return candidate, trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    _freeze_imports()
+    return candidate, parts
+
+
+@cache
+def _freeze_imports() -> None:
+    """Exempt what the first trace imports from garbage collection, which slows every trace."""
+    gc.freeze()
 
 
 def _shards(candidate: Candidate) -> tuple[int, int]:

@@ -113,7 +113,7 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     capacity = format_bytes(device.memory_gb * 1e9)
     if result.stopped:
         return (
-            f"plan search: {result.looked_at} layouts looked at in {result.seconds:.0f} s, of which none fits on {gpus} x "
+            f"plan search: none of {result.looked_at} layouts looked at in {result.seconds:.0f} s fits on {gpus} x "
             f"{device.name} with {capacity}. Use more --seconds, or fix some keys, as in parallelism.tp=8."
         )
     if result.smallest is None and result.unknown and not result.floor:

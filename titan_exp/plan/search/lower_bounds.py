@@ -8,13 +8,12 @@ parallelism sends whole activations at any degree.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import repetition
 from titan_exp.plan.search.layout_cost import SAFETY_FACTOR, copies_as_many_rows, has_more_experts, safety_factor
 from titan_exp.plan.search.layouts import MODES, Candidate
 from titan_exp.plan.search.profile import Profile
+from titan_exp.plan.search.rank_load import RankLoad, rank_load
 from titan_exp.plan.time.roofline import axis_ranks, compute_seconds, expert_weights_seconds, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS, MEASURES
@@ -47,7 +46,7 @@ class LowerBounds:
         self._profiles: list[Profile] = []
         self._replicated: dict[int, frozenset[str]] = {}
         self._rates: dict[tuple[object, ...], float] = {}
-        self._loads: dict[tuple[object, ...], _RankLoad] = {}
+        self._loads: dict[tuple[object, ...], RankLoad] = {}
         self._affine: dict[int, tuple[float, float]] = {}
         """By number of a traced layout, bytes that a block moves per sequence and per weight."""
         self._sizes: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -72,31 +71,39 @@ class LowerBounds:
         block = load.micro_batches * units["block"]
         block += units["updated"] / candidate.shards / self._device.bandwidth / max(1.0, self._device.stream_reach)
         seconds = max(load.layers * block, load.last_layers * block + load.micro_batches * units["ends"])
+        behind = self._expert_messages(candidate, load.micro_batches)
         if candidate.parallelism.pp == 1:
             gathers, reduces = (
                 sum(units[f"{unit} {kind}"] * self._seconds_per_byte(candidate, "fsdp", kind) for kind in kinds)
                 for unit, kinds in (("gathers", ("all-gather",)), ("reduces", ("reduce-scatter", "all-reduce")))
             )
-            # The first and the last block are gathered once per micro-batch or never.
-            seconds = max(seconds, max(0, load.layers - 2) * (load.micro_batches * gathers + reduces))
+            behind = max(behind, load.micro_batches * gathers + reduces)
+        # The first and the last block are gathered once per micro-batch or never.
+        seconds = max(seconds, max(0, load.layers - 2) * behind)
         seconds /= 1 - _bubble_lower_bound(candidate, load.micro_batches)
-        weights, gradients = self._expert_bytes(candidate) if load.micro_batches > 1 else (0.0, 0.0)
+        several = load.micro_batches > 1 or candidate.parallelism.pp > 1
+        weights, gradients = self._expert_bytes(candidate) if several else (0.0, 0.0)
         weights = units["kept"] / candidate.shards + max(units["gathered"], weights)
         gradients = max(units["gradients"], gradients)
         held = weights + gradients if load.refills else weights
         first = units["first"] + units["first kept"] / candidate.shards + load.first_layers * held
         first += load.in_flight * (units["left"] + self._copied_expert_bytes(candidate, surely=True)) + units["passing"]
-        return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * (weights + gradients), first))
+        # At the end of a block's backward pass, its weights are gathered and its gradients not yet reduced.
+        kept = load.layers * units["kept"] / candidate.shards
+        within = kept + (load.in_flight - 1) * units["left"] + 4 * self._gathered_experts(candidate)
+        return LowerBound(
+            BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * (weights + gradients), first, within)
+        )
 
-    def _load(self, candidate: Candidate) -> "_RankLoad":
+    def _load(self, candidate: Candidate) -> RankLoad:
         layout, parallelism = candidate.layout, candidate.parallelism
         size, schedule = layout.micro_batch_size, (parallelism.pp, parallelism.pp_schedule)
         key = size, layout.gradient_accumulation, parallelism.cp, schedule
         if key not in self._loads:
-            self._loads[key] = _rank_load(candidate)
+            self._loads[key] = rank_load(candidate)
         return self._loads[key]
 
-    def _units(self, candidate: Candidate, load: "_RankLoad") -> Mapping[str, float]:
+    def _units(self, candidate: Candidate, load: RankLoad) -> Mapping[str, float]:
         """Sums of terms by unit, for all layouts that differ in the number of shards and stages."""
         parallelism = candidate.parallelism
         key = (
@@ -121,7 +128,7 @@ class LowerBounds:
             self._terms[key] = len(self._profiles), terms, units
         return units
 
-    def _terms_from(self, profile: Profile, candidate: Candidate, load: "_RankLoad") -> dict[str, float]:
+    def _terms_from(self, profile: Profile, candidate: Candidate, load: RankLoad) -> dict[str, float]:
         """Terms from one profile, as `unit: kind`: seconds per micro-batch and block, bytes, and messages in bytes."""
         own, other = candidate.parallelism, profile.candidate.parallelism
         # Replicated weights are not divided by the degree.
@@ -167,9 +174,7 @@ class LowerBounds:
                 terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms
 
-    def _moved(
-        self, candidate: Candidate, profile: Profile, load: "_RankLoad", sampled: "_RankLoad"
-    ) -> dict[str, float]:
+    def _moved(self, candidate: Candidate, profile: Profile, load: RankLoad, sampled: RankLoad) -> dict[str, float]:
         """Seconds of a block's operators that are bound by memory bandwidth, from one profile.
 
         Bytes of tokens, bytes of weights that do not depend on tokens, and operands of experts' matmuls.
@@ -239,6 +244,23 @@ class LowerBounds:
             return 0.0
         return 2 * self._parameters(candidate)[1] * (0.999 if surely else 1)
 
+    def _expert_messages(self, candidate: Candidate, micro_batches: int) -> float:
+        """Seconds of FSDP's messages of a block's experts: bf16 weights gathered, fp32 gradients reduced once."""
+        if candidate.experts is None or not candidate.experts[-1]:
+            return 0.0
+        axis, size = "efsdp" if candidate.experts[2] else "fsdp", 0.999 * self._parameters(candidate)[1]
+        # Freed weights are gathered again for backward.
+        gathers = 1 if candidate.layout.reshard_policy == "never" else 2 * micro_batches
+        seconds = 2 * gathers * self._seconds_per_byte(candidate, axis, "all-gather")
+        return size * (seconds + 4 * self._seconds_per_byte(candidate, axis, "reduce-scatter"))
+
+    def _gathered_experts(self, candidate: Candidate) -> float:
+        """Lower bound of a layer's experts' parameters that a rank without a pipeline gathers at once."""
+        if candidate.spec is None or candidate.experts is None or candidate.parallelism.pp > 1:
+            return 0.0
+        layers = candidate.spec.layers[-candidate.spec.period :]
+        return 0.999 * self._parameters(candidate)[1] / max(1, sum(layer.router is not None for layer in layers))
+
     def _expert_bytes(self, candidate: Candidate) -> tuple[float, float]:
         """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients,
         which sharding sums in fp32."""
@@ -248,11 +270,17 @@ class LowerBounds:
         return 2 * size * (candidate.parallelism.pp > 1), (4 if candidate.experts[-1] else 2) * size
 
     def _saved_bytes(
-        self, profile: Profile, candidate: Candidate, load: "_RankLoad", sampled: "_RankLoad"
+        self, profile: Profile, candidate: Candidate, load: RankLoad, sampled: RankLoad
     ) -> dict[str, float]:
         """Bytes that a block's forward pass saves, from a profile of the same or more recomputation."""
-        own, other, modes = candidate.parallelism, profile.candidate.parallelism, (candidate.mode, profile.candidate.mode)
-        saves_less = modes[0] == modes[1] or (set(modes) <= set(MODES) and MODES.index(modes[0]) < MODES.index(modes[1]))
+        own, other, modes = (
+            candidate.parallelism,
+            profile.candidate.parallelism,
+            (candidate.mode, profile.candidate.mode),
+        )
+        saves_less = modes[0] == modes[1] or (
+            set(modes) <= set(MODES) and MODES.index(modes[0]) < MODES.index(modes[1])
+        )
         if not saves_less or other.cp > own.cp or not copies_as_many_rows(profile.candidate, candidate):
             return {}
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
@@ -295,7 +323,8 @@ class LowerBounds:
 
     def _seconds_per_byte(self, candidate: Candidate, axis: str, kind: str) -> float:
         parallelism = candidate.parallelism
-        degrees = (parallelism.dp_shard,) if axis == "fsdp" else (parallelism.ep, parallelism.etp)
+        expert_degrees = (parallelism.ep, parallelism.etp)
+        degrees = (parallelism.dp_shard, *expert_degrees) if "fsdp" in axis else expert_degrees
         key = (axis, kind, parallelism.tp, parallelism.cp, degrees)
         if key not in self._rates:
             costs = OpCosts()
@@ -305,73 +334,19 @@ class LowerBounds:
         return self._rates[key]
 
 
-@dataclass(frozen=True)
-class _RankLoad:
-    """Work per rank of a layout. A period of layers counts as one layer."""
-
-    tokens: float
-    """Tokens of a micro-batch."""
-    sequences: int
-    """Sequences of a micro-batch."""
-    micro_batches: int
-    layers: int
-    """Like layers of the rank with the most; first layers that differ from the rest are left out."""
-    first_layers: int
-    """Like layers of the first pipeline rank."""
-    last_layers: int
-    """Like layers of the last pipeline rank."""
-    in_flight: int
-    """Blocks with simultaneous activations on the first rank."""
-    refills: bool
-    """True if as many have activations again after every block's first backward pass."""
-
-
-@cache
-def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: int) -> int:
-    """Lower bound of forward blocks of the first rank before its first backward. `own` are the layers of its stages."""
-    if schedule == "1F1B":
-        return own[0] * min(ranks, micro_batches)
-    if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
-        # One micro-batch per rank through every stage but the last, and further ones until the first returns.
-        turns = min((len(own) + 1) * ranks - 1, micro_batches * len(own))
-        return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
-    return sum(own)
-
-
-def _rank_load(candidate: Candidate) -> _RankLoad:
-    layout, parallelism = candidate.layout, candidate.parallelism
-    micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
-    # The first layers may be smaller than the rest.
-    distinct, period = repetition(candidate.experiment)
-    layers = (layout.layers - distinct) // period
-    by_rank, held = [layers], layers
-    if ranks > 1:
-        counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
-        placed = list(zip(layout.stage_placement, counts, strict=True))
-        by_rank = [sum(count for rank, count in placed if rank == number) for number in range(ranks)]
-        own = tuple(count for rank, count in placed if rank == 0)
-        held = in_flight(parallelism.pp_schedule, ranks, own, micro_batches)
-    return _RankLoad(
-        tokens=layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp,
-        sequences=layout.micro_batch_size,
-        micro_batches=micro_batches,
-        layers=max(by_rank),
-        first_layers=by_rank[0],
-        last_layers=by_rank[-1],
-        in_flight=held,
-        refills=micro_batches >= 2 * ranks,
-    )
-
-
 def _parameter_bytes(
-    profile: Profile, candidate: Candidate, load: _RankLoad, comparable_experts: bool
+    profile: Profile, candidate: Candidate, load: RankLoad, comparable_experts: bool
 ) -> dict[str, float]:
     """Bytes of a block that are constant over micro-batches; kept ones of all shards."""
     smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
-    terms = {"kept": profile.kept * smaller * profile.candidate.shards}
+    shards = profile.candidate.shards
+    if profile.candidate.experts is not None and not profile.candidate.experts[2]:
+        # Whole experts are sharded, of which the first ranks have more than the mean.
+        shards = min(shards, *(linear.experts for linear in profile.candidate.spec.expert_linears))
+    terms = {"kept": profile.kept * smaller * shards}
     if _same_lifetime(profile.candidate, candidate):
         # Gradients of a single micro-batch may be in bf16, two of some twenty bytes per weight.
-        terms["updated"] = 0.88 * profile.updated * smaller * profile.candidate.shards
+        terms["updated"] = 0.88 * profile.updated * smaller * shards
     if _same_lifetime(profile.candidate, candidate) and comparable_experts and load.micro_batches > 1:
         terms["gathered"] = profile.gathered * smaller
         terms["gradients"] = profile.gradients * smaller

@@ -70,7 +70,7 @@ class SearchResult:
     seconds: float
     """Duration of the search."""
     stopped: bool = False
-    """True if time was up or Ctrl-C stopped the search: rows are the fastest so far, and `slower` ones may be faster."""
+    """True if Ctrl-C or the time limit ended the search: rows are the fastest so far, and `slower` may be faster."""
 
 
 class LayoutSearch:
@@ -151,10 +151,10 @@ class LayoutSearch:
         """Layouts whose traces give bounds for all others.
 
         For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
-        parallelism together with sharding, whose messages are counted separately; and one layout without a pipeline.
+        parallelism together with sharding, whose messages are counted separately; and both sizes without a pipeline.
         """
         every, groups = list(self._candidates.values()), list[list[Candidate]]()
-        for mode in MODES:
+        for mode in reversed(MODES):  # the least memory first
             of_mode = [candidate for candidate in every if candidate.mode == mode]
             sizes = {candidate.layout.micro_batch_size for candidate in of_mode}
             for size in sorted({min(sizes), max(sizes)} if sizes else ()):
@@ -162,7 +162,11 @@ class LayoutSearch:
         sharded = [candidate for candidate in every if candidate.parallelism.dp_shard > 1]
         smallest = min((degree for candidate in sharded if (degree := candidate.parallelism.cp) > 1), default=0)
         groups.append([candidate for candidate in sharded if candidate.parallelism.cp == smallest])
-        groups.append([candidate for candidate in sharded if candidate.parallelism.pp == 1])
+        whole = [candidate for candidate in sharded if candidate.parallelism.pp == 1]
+        for size in {
+            choose(candidate.layout.micro_batch_size for candidate in whole) for choose in (min, max) if whole
+        }:
+            groups.append([candidate for candidate in whole if candidate.layout.micro_batch_size == size])
         seeds: dict[Key, Candidate] = {}
         for group in filter(None, groups):
             simplest = min(group, key=_simplicity)

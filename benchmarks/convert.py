@@ -1,11 +1,14 @@
 """Time and memory of `titan-exp convert` for a checkpoint of GPT-OSS 20B's shape.
 
-    python benchmarks/convert.py [--layers 24] [--folder DIR] [--directions both|import|export]
+    python benchmarks/convert.py [--layers 24] [--folder DIR] [--directions both|import|export|trained]
 
 The source is a folder as published, of random MXFP4 blocks, written shard by shard. `import` converts it to our format,
-in bf16; `export` converts that to a Hugging Face folder. Memory is of the converting process: `anonymous` is its own,
-sampled every 10 ms; `resident` is the operating system's peak, pages of mapped files included, which it takes back when
-it wants to. Disk: 0.5 GB for each layer and 2 GB, 3 times that again for each converted folder; both exist at once.
+in bf16; `export` converts that to a Hugging Face folder. `trained` exports what training saved on one rank, in fp32:
+embedding and head as published, 2.2 GiB each, and one layer of 4 experts.
+
+Memory is of the converting process: `anonymous` is its own, sampled every 10 ms; `resident` is the operating system's
+peak, pages of mapped files included, which it takes back when it wants to. Disk: 0.5 GB for each layer and 2 GB, and 3
+times that again for each converted folder; both exist at once.
 """
 
 import argparse
@@ -38,22 +41,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24, help="of the model; each layer has the published shape")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder otherwise")
-    parser.add_argument("--directions", choices=("both", "import", "export"), default="both")
+    parser.add_argument("--directions", choices=("both", "import", "export", "trained"), default="both")
     arguments = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; torch {torch.__version__}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         scratch = Path(folder)
         print(f"{scratch}: {shutil.disk_usage(scratch).free / 1e9:.0f} GB free; load {os.getloadavg()[0]:.1f}")
+        if arguments.directions == "trained":
+            print_header()
+            measure("trained", train(scratch), scratch / "export")
+            return
         begin = time.perf_counter()
         write_published(scratch / "published", arguments.layers)
         print(f"published: {size_of(scratch / 'published') / 1e9:.1f} GB, {time.perf_counter() - begin:.0f} s\n")
-        print(
-            f"{'direction':10} {'GB read':>8} {'written':>8} {'seconds':>8} {'anonymous GiB':>14} {'resident GiB':>13}"
-        )
+        print_header()
         measure("import", scratch / "published", scratch / "ours")
         shutil.rmtree(scratch / "published")
         if arguments.directions != "import":
             measure("export", scratch / "ours", scratch / "export")
+
+
+def print_header() -> None:
+    print(f"{'direction':10} {'GB read':>8} {'written':>8} {'seconds':>8} {'anonymous GiB':>14} {'resident GiB':>13}")
+
+
+def train(runs: Path) -> Path:
+    """Save a seed checkpoint on one rank, each tensor whole; returns the run folder."""
+    words = "model=gpt_oss_20b model.layers=1 model.moe.experts=4 training.steps=0 training.seq_len=128 checkpoint=sync"
+    words += " cluster.device=cpu plan.gate=off"
+    command = [sys.executable, "-m", "titan_exp", "train", f"paths.runs={runs}", *words.split()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (run,) = runs.glob("first/*/")
+    return run
 
 
 def write_published(folder: Path, layers: int) -> None:

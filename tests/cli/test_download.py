@@ -133,6 +133,12 @@ def test_unavailable_repositories_are_reported(repo: str, token: str, says: str,
     assert fetched(tmp_path / "downloads") <= {"strange/config.json"}
 
 
+def test_a_configuration_of_no_family_is_refused(tmp_path: Path, hub: str):
+    done = download(tmp_path, hub, "some/strange", "files=config")
+    assert done.returncode == 2
+    assert "model_type is 'unheard'; families here are 'deepseek_v3', " in done.stderr
+
+
 def test_without_network(tmp_path: Path):
     """Also where a folder of the name is there already, which says nothing about what it holds."""
     (tmp_path / "here").mkdir()

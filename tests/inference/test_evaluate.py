@@ -10,6 +10,7 @@ from tests.data.stores import make
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.cli.convert import run as convert_command
+from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.evaluate import evaluate_command
@@ -43,6 +44,16 @@ def test_evaluate_matches_the_validation_loss_of_the_run(trained: Path, capsys: 
     assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6)
     assert found["tokens"] == row["validation_tokens"]
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+def test_a_run_is_found_by_its_label_in_a_folder_of_runs(trained: Path, capsys: pytest.CaptureFixture[str]):
+    """The key comes before or after the name, and is none of the evaluation's own."""
+    runs, loss = f"paths.runs={trained.parent.parent}", evaluated(capsys, trained)["loss"]
+    for words in (["name/id", runs], [runs, "name/id"]):
+        assert main(["evaluate", *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["loss"] == loss
+    assert main(["evaluate", "name/id", f"paths.runs={trained}"]) == 2
+    assert "name/id does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.night

@@ -1,14 +1,20 @@
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.tools import in_memory, kind
 from tests.trainer.test_trainer import run
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.generate import generate_command, sample_token
+from titan_exp.models.spec.context import exceeds_context
+from titan_exp.models.spec.rope import RopeConfig
 from titan_exp.tracking.run_folder.lineage import LINEAGE_FILE, Lineage
+from titan_exp.trainer.load_model import training_length
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +102,22 @@ def test_the_kv_cache_does_not_change_the_logits(trained):
         with torch.no_grad():
             expected = plain(torch.tensor([ids[begin:length]]))[0, -1]
         torch.testing.assert_close(cached.next_logits(ids[:length]), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "window"),
+    [
+        (RopeConfig(1e4), 128),
+        (RopeConfig(1e4, "linear", 8.0, original_context=32), 256),
+        (RopeConfig(1e4, "yarn", 4.0), 512),
+    ],
+)
+def test_text_of_a_stretched_model_fills_its_stretched_context(rope: RopeConfig, window: int, tmp_path: Path):
+    """Weights without a run: what `train` takes as the longest sequence is the window."""
+    source = in_memory("llama3", model=replace(kind("llama3"), context=128, rope=rope))
+    assert training_length(tmp_path, source) == window
+    assert not list(exceeds_context(source.model, window))
+    assert list(exceeds_context(source.model, window + 1))
 
 
 def test_an_export_writes_the_same_text(trained, capsys, tmp_path):

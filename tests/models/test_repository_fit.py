@@ -173,8 +173,8 @@ def test_what_a_family_cannot_compute_is_said():
 
 def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refused():
     (line,) = repository_lines(written("olmo2"), "x")
-    assert line.startswith("model_type 'olmo2' is of no family here (")
-    assert line.endswith("model=huggingface model.repository=FOLDER trains its class of transformers")
+    assert line.startswith("model_type 'olmo2' is of no family here; families are deepseek_v3, ")
+    assert line.endswith("transformers has its class: model=huggingface model.repository=FOLDER trains it.")
     with pytest.raises(UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"):
         list(repository_lines({**written("olmo2"), "model_type": "unheard"}, "x"))
     with pytest.raises(UserError, match=r"families here are .* config.json has no"):

@@ -128,9 +128,9 @@ def test_what_is_computed_again(nothing: Cost, checkpointing, matmuls: int, atte
 class Layer(nn.Module):
     """A block to compile: shapes are not checked inside, which no compiler could follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        self.up, self.down = nn.Linear(64, width, bias=False), nn.Linear(width, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x.sin())
@@ -252,7 +252,7 @@ def test_calls_are_ranked_by_bytes_per_flop_and_unread_ones_cost_nothing():
     # Without a compiler, the unread matmul is repeated all the same.
     assert (eager.recomputed, compiled.recomputed) == (pytest.approx(200 / 1700), pytest.approx(100 / 1700))
     assert eager.bytes == 250
-    assert eager.of_block(0) == (("aten.mm.default", 4), ("aten.mm.default", 1), ("aten.mm.default", 2))
+    assert eager.of_block(0) == ("aten.mm.default#4", "aten.mm.default#1", "aten.mm.default#2")
 
 
 @looking_at_grad
@@ -264,6 +264,20 @@ def test_compiled_blocks_keep_the_automatic_list():
     up, down = 128 * 256 * 4, 128 * 64 * 4
     assert saved[1] - saved[0] == LAYERS * down + LAYERS // 2 * up
     assert saved[1] < saved[2] <= saved[0] + LAYERS * (down + up)
+
+
+@looking_at_grad
+def test_compiled_blocks_of_two_kinds_keep_their_own_lists():
+    """Wide blocks save their second matmul first, narrow ones their first: one graph each."""
+    torch._dynamo.reset()
+    found = Stack()
+    found.blocks["1"] = Layer(width=16)
+    apply_activation_checkpointing(found, config("selective", "auto", budget=1.0))
+    compile_blocks(found, "aot_eager")
+    found(torch.ones(128, 64)).sum().backward()
+    wide, narrow = saved_calls(found)
+    assert wide.of_block(0) == ("aten.mm.default#1", "aten.mm.default#0")
+    assert narrow.of_block(1) == ("aten.mm.default#0", "aten.mm.default#1")
 
 
 def test_tracing_a_block_leaves_it_as_it_was():

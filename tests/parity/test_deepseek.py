@@ -43,7 +43,7 @@ def one_device(tmp_path_factory):
         ("experts", "parallelism.dp_shard=2 training.micro_batch_size=2 activation_checkpoint=full"),
         ("experts", "parallelism.pp=2 parallelism.pp_schedule=Interleaved1F1B"),
         pytest.param("experts", "parallelism.cp=2", marks=pytest.mark.night),
-        ("experts", f"parallelism.dp_shard=2 {COMPILED}"),
+        ("experts", f"parallelism.dp_shard=2 activation_checkpoint=selective {COMPILED}"),
         ("experts", "parallelism.tp=2 parallelism.ep=2"),
         pytest.param(
             "experts",

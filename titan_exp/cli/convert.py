@@ -1,5 +1,6 @@
 """Convert checkpoints to and from Hugging Face, Meta's Llama, torchtune and plain torch."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.hf_config import config_json, export_violations
-from titan_exp.models.convert.repository_fit import repository_lines
+from titan_exp.models.convert.repository_fit import has_family, no_family, repository_lines
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
@@ -46,6 +47,8 @@ def run(argv: Sequence[str]) -> int:
             raise UserError(f"{target} exists. Use another target, or remove it first.")
         path = local_copy(run_path(options.source), step=options.step)
         source = open_checkpoint(path, options.step, trust=options.trust)
+        if source.format == "huggingface":
+            _require_family(options, source.path)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
         if source.format == "huggingface":
@@ -60,6 +63,17 @@ def run(argv: Sequence[str]) -> int:
     print(f"{options.target}: {form}, {decimal(written)} of weights")
     print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
     return 0
+
+
+def _require_family(options: ConvertOptions, folder: Path) -> None:
+    """Raise UserError if only `transformers` has the folder's model, unless `model=huggingface` asks for its class."""
+    values = config_json(folder)
+    if options.model == "auto" and not has_family(values):
+        command = shlex.join(["titan-exp", "convert", options.source, options.target, "model=huggingface"])
+        raise UserError(
+            f"{folder}: {no_family(values)}\n  transformers has its class: {command} keeps the class's own names, for "
+            "training with model=huggingface, and converts back."
+        )
 
 
 def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:

@@ -71,6 +71,8 @@ def _fit(target: Path, options: DownloadOptions) -> Iterator[str]:
             try:
                 yield from repository_lines(config_json(target), target.name)
             except UserError as error:
+                if options.files == "config":
+                    raise
                 yield str(error)
         else:
             yield "missing: config.json, without which no weights can be converted"

@@ -31,7 +31,7 @@ from titan_exp.inference import expert_classes, loss_by_position
 from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization
 from titan_exp.inference.loss_by_position import LossByPosition, PositionLoss
 from titan_exp.inference.token_classes import TokenClassifier
-from titan_exp.models.spec.context import exceeds_context
+from titan_exp.models.spec.context import exceeds_context, longest_sequence
 from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
 from titan_exp.models.spec.rope import ROPE
 from titan_exp.parallel.apply import parallelize
@@ -53,7 +53,7 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 USAGE = f"""\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
                    [training.micro_batch_size=N] [{ROPE}.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
-                   [--experts] [--positions] [--json] [--trust]
+                   [paths.runs=FOLDER] [--experts] [--positions] [--json] [--trust]
   for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
@@ -67,27 +67,35 @@ titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.K
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation takes."""
 
+RUNS = "paths.runs="
+"""Key of the folder in which a run is found by its name."""
+
 DEFAULT_BATCH = 8
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
 
 def evaluate_command(
-    arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None, run_path: Callable[[str], str] = str
+    arguments: Sequence[str],
+    run_on_ranks: RunOnRanks | None = None,
+    run_path: Callable[[str, Path | None], str] = lambda name, _: name,
 ) -> int:
     """Run `titan-exp evaluate`; returns the exit code.
 
-    `run_path` maps the name of a run to its folder. Raises UserError about invalid overrides, weights or data.
+    `run_path` maps the name of a run, in a folder of runs (None is the default), to its folder. Raises UserError about
+    invalid overrides, weights or data.
     """
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
     options, rest = take_options(EvaluateOptions, arguments)
+    runs = [Path(word.removeprefix(RUNS)).expanduser() for word in rest if word.startswith(RUNS)]
+    rest = [word for word in rest if not word.startswith(RUNS)]
     # A run of a study has an = in its label.
     paths = [word for word in rest if "=" not in word or "/" in word.partition("=")[0]]
     overrides = [word for word in rest if word not in paths]
     if len(paths) != 1:
         raise UserError(USAGE)
-    path = local_copy(run_path(paths[0]), step=options.step)
+    path = local_copy(run_path(paths[0], runs[-1] if runs else None), step=options.step)
     source = open_checkpoint(path, options.step, trust=options.trust)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
@@ -308,7 +316,7 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
             return _literal(config)
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
-    length = min(experiment.training.seq_len, source.model.context)
+    length = min(experiment.training.seq_len, longest_sequence(source.model))
     config = to_dict(dataclasses.replace(experiment, model=source.model))
     config["data"]["tokenizer"], config["training"]["seq_len"] = source.tokenizer, length
     return _literal(config)

@@ -19,7 +19,7 @@ from titan_exp.config.machine.aten_ops import read_entry
 from titan_exp.models.blocks.iter_blocks import iter_blocks, iter_numbered_blocks
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.routing_cache import ROUTING, routing_cache
-from titan_exp.parallel.saved_calls import Call, SavedCalls, is_attention, trace_block
+from titan_exp.parallel.saved_calls import SavedCalls, call_name, is_attention, trace_block
 
 LEAST_BUDGET = 1e-9
 """Budget of blocks of which no more is saved than what must be."""
@@ -132,7 +132,7 @@ def _recompute_automatically(model: nn.Module, list_of: Callable[..., SavedCalls
         handle.append(block.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def _automatic_contexts(saved: tuple[Call, ...]) -> Any:
+def _automatic_contexts(saved: tuple[str, ...]) -> Any:
     """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
     calls: Counter[Any] = Counter()
 
@@ -140,7 +140,7 @@ def _automatic_contexts(saved: tuple[Call, ...]) -> Any:
         name = _operator_name(operator)
         call = calls[context.is_recompute, name]
         calls[context.is_recompute, name] += 1
-        return CheckpointPolicy.MUST_SAVE if (name, call) in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if call_name(name, call) in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

@@ -26,6 +26,11 @@ Call = tuple[str, int]
 """Operator call: name with overload, and index among the block's calls of this operator."""
 
 
+def call_name(operator: str, index: int) -> str:
+    """A call in one word: the compiler would take an index that differs between kinds of blocks for a dynamic size."""
+    return f"{operator}#{index}"
+
+
 @dataclass(frozen=True)
 class TracedCall:
     """Operator call whose output may be saved."""
@@ -98,13 +103,13 @@ class SavedCalls:
         size = every * sum(call.bytes for call in self.matmuls) + rest[0].bytes
         return rest[0] if size <= every * self._room else None
 
-    def of_block(self, number: int) -> tuple[Call, ...]:
-        """Calls saved in the block of this layer number."""
+    def of_block(self, number: int) -> tuple[str, ...]:
+        """Calls saved in the block of this layer number, by `call_name`."""
         saved = [*self.always, *self.matmuls]
         more, turn = self.automatic.more, (number + 1) % self.automatic.every == 0
         if self.more is not None and (turn if more is None else more):
             saved.append(self.more)
-        return tuple(call.call for call in saved)
+        return tuple(call_name(*call.call) for call in saved)
 
     @property
     def bytes(self) -> float:

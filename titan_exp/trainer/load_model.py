@@ -16,6 +16,7 @@ from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
+from titan_exp.models.spec.context import longest_sequence
 from titan_exp.models.spec.lookup import model_spec, with_mtp_depth
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.local_tensor import local_tensor
@@ -96,11 +97,11 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
 
 
 def training_length(path: Path, source: OpenCheckpoint) -> int:
-    """Sequence length in tokens of the run that trained the weights; the model's context if unknown."""
+    """Sequence length in tokens of the run that trained the weights; the longest of the model if unknown."""
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
             return load_group(folder / "config.yaml", "training", imports=()).seq_len
-    return source.model.context
+    return longest_sequence(source.model)
 
 
 def describe(path: Path, source: OpenCheckpoint) -> str:

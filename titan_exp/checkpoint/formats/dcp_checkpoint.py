@@ -5,19 +5,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
 from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_read_items
+from titan_exp.checkpoint.dcp.saved_tensor import read_saved
 from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, unreadable_checkpoint
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
-from titan_exp.checkpoint.formats.safetensors import TensorSpec
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
 from titan_exp.checkpoint.formats.tensor_reader import window_extent
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
@@ -26,7 +28,7 @@ CHUNK_BYTES = 2**28
 
 
 class DCPTensorReader:
-    """Reader of a training checkpoint's model tensors by full name. A slice reads only overlapping saved shards."""
+    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,11 +40,11 @@ class DCPTensorReader:
         return self._entries[name].properties.dtype
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read a slice; overlapping saved shards are read whole, one at a time."""
+        """Read a slice; of overlapping saved shards its rows, in pieces."""
         starts, sizes = window_extent(self.shapes[name], window)
         tensor = torch.empty(sizes, dtype=self.dtype(name))
         if tensor.numel():
-            reader = _CachedMetadataReader(self._path, self._metadata)
+            reader = _RowReader(self._path, self._metadata)
             with _one_process():
                 # Without collectives: other ranks read other slices.
                 try:
@@ -66,15 +68,7 @@ class DCPTensorReader:
         }
 
 
-class SliceProducer(Protocol):
-    """Producer of tensors and of slices of them."""
-
-    def __call__(self, spec: TensorSpec, *window: slice) -> Tensor:
-        """Tensor of a spec, or a window of it: one slice per dim, later dims whole."""
-        ...
-
-
-def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: SliceProducer) -> None:
+def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
     """Write a weights-only checkpoint, with one tensor, or some rows or experts of it, in memory at a time."""
     named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
@@ -84,8 +78,8 @@ def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: SliceProducer) -
         dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(named, produce))
 
 
-class _CachedMetadataReader(SafeStorageReader):
-    """Storage reader with cached metadata, which is large and needed for every tensor."""
+class _RowReader(SafeStorageReader):
+    """Storage reader of rows of shards, with cached metadata, which is large and needed for every tensor."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -93,6 +87,16 @@ class _CachedMetadataReader(SafeStorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._cached
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensor; torch's reader holds each shard whole."""
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            with (Path(self.path) / place.relative_path).open("rb") as file:
+                read_saved(self._slice_file(file, place), item.storage_offsets, planner.resolve_tensor(item))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class _SlicePlanner(TensorLoadPlanner):
@@ -120,7 +124,7 @@ class _SlicePlanner(TensorLoadPlanner):
 class _LazySavePlanner(dcp.DefaultSavePlanner):
     """Save planner over meta tensors that produces each tensor, or chunk of one, when it is written."""
 
-    def __init__(self, specs: dict[str, TensorSpec], produce: SliceProducer) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], produce: TensorProducer) -> None:
         super().__init__()
         self._specs, self._produce = specs, produce
 

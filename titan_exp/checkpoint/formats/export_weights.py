@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.dcp_checkpoint import SliceProducer, write_dcp
+from titan_exp.checkpoint.formats.dcp_checkpoint import write_dcp
 from titan_exp.checkpoint.formats.mapping import ExportReader
 from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
-from titan_exp.checkpoint.formats.safetensors import TensorSpec, write_safetensors
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, write_safetensors
 from titan_exp.checkpoint.formats.torch_file import write_torch_file
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
@@ -86,7 +86,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
 
 def _tensors(
     source: OpenCheckpoint, mapped_format: CheckpointFormat | None, dtype: torch.dtype | None
-) -> tuple[list[TensorSpec], SliceProducer]:
+) -> tuple[list[TensorSpec], TensorProducer]:
     """Tensors to write, in order, and their producer."""
     if mapped_format is None:
         reader, shapes = source.parameters, source.parameters.shapes
@@ -121,7 +121,7 @@ def write_hf_metadata(
 
 
 def _write(
-    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: SliceProducer, export: ExportOptions
+    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
 ) -> None:
     """Write the weights and their description in the requested format."""
     weights = {spec.name: spec for spec in specs}

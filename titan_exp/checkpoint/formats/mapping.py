@@ -9,10 +9,10 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.tensor_reader import TensorReader, window_extent
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, TensorRows
 
 HELD_BYTES = 2**28
-"""Bytes of stacked experts read at once, at least one expert: saved shards, of several experts, are read whole."""
+"""Bytes of a parameter read at once, and of stacked experts, at least one: of a larger one only needed rows are."""
 
 
 class ImportReader:
@@ -69,11 +69,11 @@ class ImportReader:
 
 
 class ExportReader:
-    """Reads whole tensors of another format from a checkpoint of titan_exp parameters."""
+    """Reads tensors of another format from a checkpoint of titan_exp parameters."""
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
-        # Query, key and value, or gate and up, are read in sequence as rows of one fused parameter.
+        # Experts of one parameter are read in sequence, as are gate and up, whose rows are scattered in a fused one.
         self._held: tuple[str, range, Tensor] = ("", range(0), torch.empty(0))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -81,28 +81,40 @@ class ExportReader:
         return self._store.dtype(self._map.owner(name))
 
     def read(self, name: str, *window: slice) -> Tensor:
-        """Read a tensor, of which the window is taken in memory; of one of all experts, experts in the window only."""
+        """Read the window's rows of a tensor; of one of all experts, experts in the window only."""
         template = self._map.stacks.get(name)
         if template is None:
-            return self._read(name)[window]
+            rows, *rest = window or (slice(None),)
+            found = self._read(name, range(*rows.indices(self._map.their_shapes[name][0])))
+            return found[:, *rest] if rest else found
         experts, *rest = window or (slice(None),)
         shape, dtype = self._map.stored_shapes[name], self.dtype(name)
         chosen = range(*experts.indices(shape[0]))
         found = torch.empty((len(chosen), *shape[1:]), dtype=dtype)
         for place, expert in enumerate(chosen):
-            found[place] = self._read(template.format(expert)).t()
+            each = template.format(expert)
+            found[place] = self._read(each, range(self._map.their_shapes[each][0])).t()
         return found[:, *rest]
 
-    def _read(self, name: str) -> Tensor:
-        source, shape = self._map.of_theirs(name), self._map.their_shapes[name]
-        first, held = self._read_once(source.ours, source.expert)
-        if len(source.ranges) == 1 and source.ranges[0].step == 1:
-            start = source.ranges[0].start - first
-            return held[start : start + shape[0]]
-        tensor = torch.empty(shape, dtype=held.dtype)
-        for run in source.ranges:
-            tensor[run.theirs] = held[run.start - first : run.start - first + run.rows]
+    def _read(self, name: str, rows: range) -> Tensor:
+        """Rows of a tensor of theirs."""
+        source = self._map.of_theirs(name)
+        runs = [run for full in source.ranges if (run := full.within_theirs(rows.start, rows.stop)) is not None]
+        first, held = self._rows_of(source, runs)
+        if len(runs) == 1 and runs[0].step == 1:
+            return held[runs[0].start - first :][: len(rows)]
+        tensor = torch.empty((len(rows), *self._map.their_shapes[name][1:]), dtype=held.dtype)
+        for run in runs:
+            target = slice(run.theirs.start - rows.start, run.theirs.stop - rows.start, run.step)
+            tensor[target] = held[run.start - first : run.start - first + run.rows]
         return tensor
+
+    def _rows_of(self, source: TensorRows, runs: Sequence[RowRange]) -> tuple[int, Tensor]:
+        """Rows of a parameter that cover `runs`, from the number of the first one in the whole."""
+        span = slice(runs[0].start, runs[-1].ours.stop)
+        if source.expert is None and (len(source.ranges) == 1 or self._bytes(source.ours) > HELD_BYTES):
+            return span.start, self._store.read(source.ours, span)
+        return self._read_once(source.ours, source.expert)
 
     def _read_once(self, ours: str, expert: int | None) -> tuple[int, Tensor]:
         """Rows of a parameter, with those of an expert, from the number of the first one in the whole."""
@@ -117,10 +129,13 @@ class ExportReader:
         if expert is None:
             return range(0), self._store.read(ours)
         shape = self._map.shapes[ours]
-        count = max(1, HELD_BYTES // (torch.Size(shape[1:]).numel() * self._store.dtype(ours).itemsize))
+        count = max(1, HELD_BYTES * shape[0] // self._bytes(ours))
         first = expert - expert % count
         block = self._store.read(ours, slice(first, min(first + count, shape[0])))
         return range(first, first + len(block)), block.flatten(0, 1)
+
+    def _bytes(self, ours: str) -> int:
+        return torch.Size(self._map.shapes[ours]).numel() * self._store.dtype(ours).itemsize
 
 
 def check_tensors(

@@ -100,6 +100,10 @@ class SafetensorsReader:
             ) from error
 
 
+PIECE_BYTES = 2**28
+"""Bytes of a larger tensor written at once, at least one row or expert."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, full shape and dtype of a tensor to write."""
@@ -113,9 +117,14 @@ class TensorSpec:
         """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-
-PIECE_BYTES = 2**28
-"""Bytes of stacked experts written at once, at least one expert."""
+    def windows(self) -> Iterator[tuple[slice, ...]]:
+        """Windows that are written one after the other: the whole, or some rows or experts each."""
+        if len(self.shape) < 2 or self.bytes <= PIECE_BYTES:
+            yield ()
+            return
+        count = max(1, PIECE_BYTES * self.shape[0] // self.bytes)
+        for first in range(0, self.shape[0], count):
+            yield (slice(first, first + count),)
 
 
 class TensorProducer(Protocol):
@@ -129,7 +138,7 @@ class TensorProducer(Protocol):
 def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float) -> None:
     """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
 
-    One tensor, or some experts of it, is in memory at a time; the library's writer would hold a whole file.
+    One tensor, or some rows or experts of it, is in memory at a time; the library's writer would hold a whole file.
     """
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
@@ -218,7 +227,7 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer
     with path.open("wb") as file:
         file.write(_header(specs)[0])
         for spec in specs:
-            for window in _windows(spec):
+            for window in spec.windows():
                 tensor = produce(spec, *window).contiguous()
                 whole = (len(tensor), *spec.shape[1:]) if window else spec.shape
                 assert (tuple(tensor.shape), tensor.dtype) == (whole, spec.dtype), spec.name
@@ -226,13 +235,3 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer
                 del tensor
         file.flush()
         os.fsync(file.fileno())
-
-
-def _windows(spec: TensorSpec) -> Iterator[tuple[slice, ...]]:
-    """Windows of a tensor that are written one after the other: the whole, or some experts each."""
-    if len(spec.shape) < 3 or spec.bytes <= PIECE_BYTES:
-        yield ()
-        return
-    count = max(1, PIECE_BYTES * spec.shape[0] // spec.bytes)
-    for first in range(0, spec.shape[0], count):
-        yield (slice(first, first + count),)

@@ -54,8 +54,8 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
     """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`.
 
-    The file is laid out first and filled through a memory map, with one tensor in memory at a time. The archive's
-    checksums stay empty; torch does not read them.
+    The file is laid out first and filled through a memory map, with one tensor, or some rows of one, in memory. The
+    archive's checksums stay empty; torch does not read them.
     """
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
@@ -72,7 +72,8 @@ def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProduc
         target: Any = laid_out
         for key in keys:
             target = target[key]
-        target.copy_(produce(spec))
+        for window in spec.windows():
+            target[window].copy_(produce(spec, *window))
     del laid_out
     with path.open("r+b") as file:
         os.fsync(file.fileno())

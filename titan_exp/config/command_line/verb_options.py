@@ -76,6 +76,9 @@ class ConvertOptions:
     """Step of the run's checkpoint; 0 is the newest."""
     file_gb: PositiveFloat = 5.0
     """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
+    model: Literal["auto", "huggingface"] = "auto"
+    """`auto` is the family of the folder's `model_type`. `huggingface` also takes one that only `transformers` has, and
+    keeps its class's own names."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 

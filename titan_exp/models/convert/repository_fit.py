@@ -25,12 +25,9 @@ def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig 
         UserError: no family reads the `model_type`.
     """
     text, _ = language_model(values)
-    if text.get("model_type") not in family_types():
+    if not has_family(values):
         from_huggingface(text, name)
-        yield (
-            f"model_type {text.get('model_type')!r} is of no family here ({listed(family_types(), 'and')}): "
-            "model=huggingface model.repository=FOLDER trains its class of transformers"
-        )
+        yield f"{no_family(values)} transformers has its class: model=huggingface model.repository=FOLDER trains it."
         return
     try:
         model = from_huggingface(text, name)
@@ -47,3 +44,15 @@ def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig 
         yield f"missing in the files: modules of multi-token prediction, of which config.json has {MTP_KEY}={depth}"
     elif depth:
         yield f"{depth} module of multi-token prediction: trained with model.mtp.depth={depth}"
+
+
+def has_family(values: Mapping[str, Any]) -> bool:
+    """True if a family here reads the `model_type` of a `config.json`."""
+    return language_model(values)[0].get("model_type") in family_types()
+
+
+def no_family(values: Mapping[str, Any]) -> str:
+    """Sentence that names a `model_type` of no family, and the families."""
+    return (
+        f"model_type {values.get('model_type')!r} is of no family here; families are {listed(family_types(), 'and')}."
+    )

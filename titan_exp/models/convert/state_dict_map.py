@@ -31,6 +31,11 @@ class RowRange:
             return None
         return RowRange(low, high - low, self.name, self.first + (low - self.start) * self.step, self.step)
 
+    def within_theirs(self, start: int, stop: int) -> "RowRange | None":
+        """Overlap with rows `start` to `stop` of theirs; None if empty."""
+        low, high = (-(-(row - self.first) // self.step) for row in (start, stop))
+        return self.within(self.start + low, self.start + high)
+
     @property
     def theirs(self) -> slice:
         """Rows of their tensor."""

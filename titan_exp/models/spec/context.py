@@ -7,10 +7,15 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.spec.rope import ROPE, PlainRope, ScaledRope
 
 
+def longest_sequence(model: ModelConfig) -> int:
+    """Longest sequence in tokens: the context, or what the scaling of RoPE reaches, if that is more."""
+    rope = getattr(model, "rope", None)
+    return rope.longest(model.context) if isinstance(rope, PlainRope) else model.context
+
+
 def exceeds_context(model: ModelConfig, seq_len: int) -> Iterator[Violation]:
     """Sequence length beyond the model's context, with the scalings that reach it."""
-    rope = getattr(model, "rope", None)
-    longest = rope.longest(model.context) if isinstance(rope, PlainRope) else model.context
+    rope, longest = getattr(model, "rope", None), longest_sequence(model)
     if seq_len <= longest:
         return
     reason = f"it is longer than the context of {model.name}, {longest} tokens"

@@ -21,6 +21,7 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named
+from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.plan_table import print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
@@ -74,7 +75,7 @@ def test_a_table_for_people():
         "reserved",
         "in expandable segments",
         "with cluster.expandable_segments=false",
-        "must hold memory that is not predicted",
+        "must hold CUDA's context and code and NCCL's buffers, taken as 1.20",
     ):
         assert word in said
 
@@ -83,7 +84,7 @@ def verdict(plan: Plan, room: int) -> str:
     """Line about fitting a device of so many bytes."""
     assert plan.device is not None
     console = Console(record=True, width=1000, file=io.StringIO())
-    print_plan(replace(plan, device=replace(plan.device, memory_gb=room / 1e9)), console)
+    print_plan(replace(plan, device=replace(plan.device, memory=room)), console)
     return next(line for line in console.export_text().splitlines() if " of tensors" in line)
 
 
@@ -112,7 +113,11 @@ def test_what_the_allocator_reserves_decides():
     assert rank.reserved is not None
     tensors, segments, expandable = rank.trace.peak.bytes, rank.reserved.segments, rank.reserved.expandable
     assert rank.bytes == expandable.reserved < segments.reserved
-    assert "must hold memory that is not predicted" in verdict(plan, 2 * segments.reserved)
+    overhead = plan.device.overhead(process_groups(plan.layout)) if plan.device is not None else 0
+    fits, close = (verdict(plan, expandable.reserved + overhead + more) for more in (0, -1))
+    assert "must hold CUDA's context and code" in fits
+    assert "Does not fit" not in fits
+    assert close.startswith("Does not fit"), "the context and NCCL's buffers need memory too"
     assert "Does not fit: torch's allocator reserves" in verdict(plan, expandable.reserved - 8 * MIB)
     assert "Does not fit" in verdict(plan, tensors - MIB)
 

@@ -129,7 +129,7 @@ def print_both(name: str) -> None:
     peaks = sorted(cost.peak_bytes for cost in costs)
     rows, looked, violations = [], [], []
     for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
-        search = LayoutSearch(space, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
+        search = LayoutSearch(space, replace(device, memory=round(room / 0.88)), limit, quiet)
         result = search.run()
         # Rows of both are traced again with their own number of shards.
         whole._room, whole._limit = room, limit

@@ -12,6 +12,7 @@ from rich.table import Table
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations, Reserved, reservations
 from titan_exp.plan.cuda.cpu_offload import HostUsage
+from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
@@ -143,7 +144,7 @@ def _memory(plan: Plan) -> Table:
 def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
     if plan.device is None or plan.layout.device_type == "cpu":
         return "Sizes are those of tensor storages on a CPU; the overhead of the process comes on top."
-    room, tensors = plan.device.memory_gb * 1e9, largest.trace.peak.bytes
+    room, tensors = plan.device.memory, largest.trace.peak.bytes
     if largest.reserved is None or tensors > room:
         fits = "Does not fit: " if tensors > room else ""
         return f"{fits}{_gib(tensors)} GiB of tensors, and the device has {_gib(room)}."
@@ -153,12 +154,14 @@ def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
             f"Does not fit: torch's allocator reserves {_gib(reserved)} GiB in {way} segments for {_gib(tensors)} of "
             f"tensors, and the device has {_gib(room)}. {_when_full(largest, largest.reserved.expandable, room)}"
         )
-    unknown = "" if plan.device.matmul_workspace else ", workspaces of its matmul library"
+    unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
+    overhead = plan.device.overhead(process_groups(plan.layout))
+    short = "" if reserved + overhead <= room else "Does not fit: "
     return (
-        f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(reserved)} of the device's "
+        f"{short}{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(reserved)} of the device's "
         f"{_gib(room)} GiB ({reserved / room:.0%}) in {way} segments{_other_segments(plan, largest.reserved)}. "
-        f"The other {_gib(room - reserved)} must hold memory that is not predicted: CUDA's context and code, NCCL's "
-        f"buffers{unknown}."
+        f"The other {_gib(room - reserved)} must hold CUDA's context and code and NCCL's buffers, taken as "
+        f"{_gib(overhead)}{unknown}."
         f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
@@ -243,7 +246,9 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
         group = [str(len(ranks)), str(len({rank // node for rank in ranks}))] if ranks else ["", ""]
         row = [axis, kind, *group, str(work.calls[axis, kind]), f"{size / MIB:,.2f}"]
         if plan.device is not None:
-            row.append(f"{message_seconds(kind, size, ranks, plan.device, node) * 1e3:,.2f}" if ranks else "")
+            calls = work.calls[axis, kind]
+            seconds = message_seconds(kind, size, ranks, plan.device, node, calls=calls)
+            row.append(f"{seconds * 1e3:,.2f}" if ranks else "")
         table.add_row(*row)
     return table
 
@@ -290,7 +295,7 @@ def _speed(plan: Plan) -> list[str]:
     )
     if slowest is None or plan.step_seconds is None:
         return lines
-    operators = f"operator overhead {slowest.operators:.3g}, " if slowest.operators else ""
+    operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
     lines.append(
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "

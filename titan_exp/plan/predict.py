@@ -10,6 +10,7 @@ import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reservations, Reserved, reservations
@@ -19,7 +20,7 @@ from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
+from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -167,6 +168,7 @@ def predict(
     check_supported(experiment)
     if cuda and device is not None:
         check_supported_on(experiment, device)
+        device = with_run_kernels(device, experiment)
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = layout.node_size if cuda else layout.world_size
@@ -198,8 +200,8 @@ def predict(
         for persistent in (trace.persistent, {} if trace.host is None else trace.host.persistent):
             held, state = held + persistent.get("parameters", 0), state + persistent.get("optimizer", 0)
     bubble = pipeline_bubble(layout)
-    times = [plan.time.total for plan in plans if plan.time is not None]
-    step = max(times) / (1 - bubble) if times else None
+    times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
+    step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     # Optimizer state is proportional to the weights of every rank.
     checkpoint = round(tracer.parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began

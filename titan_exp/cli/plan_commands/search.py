@@ -58,7 +58,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import fixed_keys, search_space
-    from titan_exp.plan.supported import check_supported, check_supported_on
+    from titan_exp.plan.supported import check_supported, check_supported_on, with_run_kernels
 
     experiment = to_experiment(cfg)
     if device_type(experiment.cluster) == "cpu":
@@ -72,6 +72,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     # Refuse unsupported options that no layout changes before the search.
     check_supported(experiment)
     check_supported_on(experiment, device)
+    device = with_run_kernels(device, experiment)
     if experiment.training.mixed_precision == "fp32":
         raise UserError(
             "plan search ranks layouts by speed and has no speed model for fp32 on GPUs "
@@ -110,7 +111,7 @@ def _check_homogeneous(experiment: Experiment) -> None:
 
 
 def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
-    capacity = format_bytes(device.memory_gb * 1e9)
+    capacity = format_bytes(device.memory)
     if result.stopped:
         return (
             f"plan search: none of {result.looked_at} layouts looked at in {result.seconds:.0f} s fits on {gpus} x "

@@ -176,7 +176,7 @@ class PlanOptions:
     """Options of `titan-exp plan`."""
 
     device: str | None = None
-    """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
+    """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
     ranks: Annotated[str, Predicate(rank_list)] = ""
     """Pipeline ranks to predict, as in 0,15; by default all."""
     html: str | None = None
@@ -212,7 +212,7 @@ class PlanSearchOptions:
     """Time for the search; prints the best layouts until then, as Ctrl-C does. By default it ends when no other layout
     can be faster."""
     device: str | None = None
-    """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
+    """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
     trust: bool = False

@@ -50,6 +50,15 @@ def gpu_names() -> list[str]:
 
 
 @cache
+def gpu_memory_bytes() -> int | None:
+    """Bytes of this machine's smallest GPU that CUDA can allocate, from the driver; None if unknown."""
+    lines = command_lines("nvidia-smi", "--query-gpu=memory.total,memory.reserved", "--format=csv,noheader,nounits")
+    # The driver keeps the reserved part to itself.
+    found = [re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", line) for line in lines]
+    return min(((int(sizes[1]) - int(sizes[2])) * 2**20 for sizes in found if sizes), default=None)
+
+
+@cache
 def cpu_model() -> str:
     """Model name of the CPU."""
     with suppress(OSError):

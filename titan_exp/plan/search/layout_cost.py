@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.stages import FIRST, stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
@@ -39,18 +40,16 @@ class LayoutCost:
 
 def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, device: Device) -> LayoutCost:
     """Cost of a layout from traced parts of a sampled layout, which may differ in the number of shards."""
-    layout, seconds, peak = candidate.layout, 0.0, (-1, 0, "")
+    layout, totals, peak = candidate.layout, dict[int, float](), (-1, 0, "")
     bubble = pipeline_bubble(layout)
     for rank in extreme_ranks(candidate.parallelism.pp):
         step = _step_cost(candidate, rank, parts)
-        seconds = max(
-            seconds,
-            rank_time(step.costs, axis_ranks(candidate.parallelism, rank, step.costs), device, layout.node_size).total,
-        )
+        axes = axis_ranks(candidate.parallelism, rank, step.costs)
+        totals[rank] = rank_time(step.costs, axes, device, layout.node_size).total
         persistent = round(sum(step.persistent.values()) * (sampled.shards / candidate.shards - 1))
         # The matmul library keeps one workspace each for the forward and the backward thread.
         peak = max(peak, (step.peak.bytes + persistent + 2 * device.matmul_workspace, rank, step.peak.where))
-    return LayoutCost(candidate, seconds / (1 - bubble), bubble, *peak)
+    return LayoutCost(candidate, pipeline_seconds(totals, candidate.parallelism.pp, bubble), bubble, *peak)
 
 
 def safety_factor(candidate: Candidate, sampled: Candidate) -> float:

@@ -69,7 +69,7 @@ class LowerBounds:
         load = self._load(candidate)
         units = self._units(candidate, load)
         block = load.micro_batches * units["block"]
-        block += units["updated"] / candidate.shards / self._device.bandwidth / max(1.0, self._device.stream_reach)
+        block += units["updated"] / candidate.shards / self._device.copy_bandwidth
         seconds = max(load.layers * block, load.last_layers * block + load.micro_batches * units["ends"])
         behind = self._expert_messages(candidate, load.micro_batches)
         if candidate.parallelism.pp == 1:
@@ -170,7 +170,7 @@ class LowerBounds:
             if comparable:
                 terms["passing"] = profile.passing * scale * factor
             if _has_fewer_operators(profile.candidate, candidate):
-                bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
+                bandwidth = self._device.copy_bandwidth
                 terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
         return terms
 
@@ -180,7 +180,7 @@ class LowerBounds:
         Bytes of tokens, bytes of weights that do not depend on tokens, and operands of experts' matmuls.
         """
         own, other, terms = candidate.parallelism, profile.candidate.parallelism, dict[str, float]()
-        bandwidth, reach = self._device.bandwidth, max(1.0, self._device.stream_reach)
+        bandwidth = self._device.bandwidth
         (dense, experts), (own_dense, own_experts) = self._parameters(profile.candidate), self._parameters(candidate)
         copied = self._copied_expert_bytes(profile.candidate)
         if not _has_fewer_operators(profile.candidate, candidate):
@@ -206,7 +206,7 @@ class LowerBounds:
         if lifetime:
             weights = WEIGHTS_MARGIN * min(1.0, per_tp if own.tp != other.tp else 1.0)
             weights *= (own_dense + own_experts) / (dense + experts) if experts else 1.0
-            terms["block: gathered"] = profile.gathered_bytes * weights / bandwidth / reach
+            terms["block: gathered"] = profile.gathered_bytes * weights / self._device.copy_bandwidth
             if load.micro_batches > 1:
                 summed = profile.summed_bytes * weights * (1 - 1 / load.micro_batches)
                 terms["block: summed"] = summed / bandwidth

@@ -88,7 +88,7 @@ class LayoutSearch:
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         supported = zip(space.candidates, reasons, strict=True)
         self._candidates = {candidate.number: candidate for candidate, reason in supported if reason is None}
-        self._room = device.memory_gb * 1e9 * MEMORY_FRACTION
+        self._room = device.memory * MEMORY_FRACTION
         self._bounds = LowerBounds(device)
         self._queue: list[tuple[float, int, int]] = []
         self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}

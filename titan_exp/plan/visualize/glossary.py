@@ -79,7 +79,7 @@ class Fact:
 def facts(plan: Plan) -> Iterator[Fact]:
     """Headline numbers of a plan."""
     peak = max(plan.ranks, key=lambda rank: rank.trace.peak.bytes)
-    needed, room = peak.trace.peak.bytes, None if plan.device is None else plan.device.memory_gb * 1e9
+    needed, room = peak.trace.peak.bytes, None if plan.device is None else plan.device.memory
     on = f" of pipeline rank {peak.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
     note = f"peak of tensors{on}"
     if room is not None:

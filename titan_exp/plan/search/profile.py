@@ -45,6 +45,8 @@ class Profile:
     """Bytes of a block's parameters and optimizer state."""
     updated: int
     """Bytes moved by the optimizer's kernels for a block."""
+    updated_operators: int
+    """Operators of the optimizer for a block."""
     gathered: int
     """Bytes of a block allocated from the first forward pass on: parameters gathered by a pipeline."""
     gradients: int
@@ -55,6 +57,8 @@ class Profile:
     """`gathered` of the embedding."""
     reduced: OpCosts
     """Gradient reduction of a block without a pipeline."""
+    message: OpCosts
+    """One send and one receive between stages."""
 
 
 def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
@@ -90,11 +94,13 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         passing=passing,
         kept=_master_bytes(optimizer_steps.block),
         updated=max(0, optimizer_steps.block.costs.kernels.get((OPTIMIZER, "bytes"), 0)),
+        updated_operators=max(0, optimizer_steps.block.costs.operators),
         gathered=max(0, in_forward),
         gradients=max(0, in_backward),
         first_kept=_master_bytes(optimizer_steps.first),
         first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
         reduced=_reduced(sample) if whole else OpCosts(),
+        message=sample.message,
     )
 
 
@@ -123,9 +129,11 @@ def _reduced(sample: Sample) -> OpCosts:
     """Gradient reduction of a block, by one of the micro-batches."""
     reduced = OpCosts()
     for micro in range(sample.micro_batches):
-        for (axis, kind), size in _middle_block(sample, "B", micro).costs.messages.items():
+        costs = _middle_block(sample, "B", micro).costs
+        for (axis, kind), size in costs.messages.items():
             if kind in ("reduce-scatter", "all-reduce") and {"fsdp", "dp_replicate"} & set(axis.split("=")):
                 reduced.messages[axis, kind] += size
+                reduced.calls[axis, kind] += costs.calls[axis, kind]
     return reduced
 
 

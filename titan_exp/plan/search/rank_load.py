@@ -16,12 +16,10 @@ class RankLoad:
     sequences: int
     """Sequences of a micro-batch."""
     micro_batches: int
-    layers: int
-    """Like layers of the rank with the most; first layers that differ from the rest are left out."""
-    first_layers: int
-    """Like layers of the first pipeline rank."""
-    last_layers: int
-    """Like layers of the last pipeline rank."""
+    layers: tuple[int, ...]
+    """Like layers of every pipeline rank; first layers that differ from the rest are left out."""
+    sends: tuple[int, ...]
+    """Hidden states and their gradients that every pipeline rank sends per micro-batch."""
     in_flight: int
     """Blocks with simultaneous activations on the first rank."""
     refills: bool
@@ -47,20 +45,22 @@ def rank_load(candidate: Candidate) -> RankLoad:
     # The first layers may be smaller than the rest.
     distinct, period = repetition(candidate.experiment)
     layers = (layout.layers - distinct) // period
-    by_rank, held = [layers], layers
+    by_rank, sends, held = [layers], [0], layers
     if ranks > 1:
         counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
         placed = list(zip(layout.stage_placement, counts, strict=True))
-        by_rank = [sum(count for rank, count in placed if rank == number) for number in range(ranks)]
+        by_rank, sends = [0] * ranks, [0] * ranks
+        for stage, (rank, count) in enumerate(placed):
+            by_rank[rank] += count
+            sends[rank] += (stage > 0) + (stage < len(placed) - 1)
         own = tuple(count for rank, count in placed if rank == 0)
         held = in_flight(parallelism.pp_schedule, ranks, own, micro_batches)
     return RankLoad(
         tokens=layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp,
         sequences=layout.micro_batch_size,
         micro_batches=micro_batches,
-        layers=max(by_rank),
-        first_layers=by_rank[0],
-        last_layers=by_rank[-1],
+        layers=tuple(by_rank),
+        sends=tuple(sends),
         in_flight=held,
         refills=micro_batches >= 2 * ranks,
     )

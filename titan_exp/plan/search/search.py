@@ -29,8 +29,9 @@ from titan_exp.plan.extrapolate.eligibility import sampled_stages, unsupported_r
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
+from titan_exp.plan.search.comparable import has_more_experts
 from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layout_cost import LayoutCost, has_more_experts, layout_cost, peak_lower_bound
+from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
 from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace
 from titan_exp.plan.search.lower_bounds import LowerBounds
 from titan_exp.plan.search.profile import profile_of
@@ -250,7 +251,7 @@ class LayoutSearch:
         distance, key = min(near, key=lambda entry: entry[0], default=(math.inf, None))
         if key is None or distance == math.inf:
             return 0.0
-        return peak_lower_bound(candidate, *self._traced[key])
+        return peak_lower_bound(candidate, *self._traced[key]) + 2 * self._device.matmul_workspace
 
     def _slowest_row(self) -> float:
         """Step seconds of the current last row."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
 def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
     from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-    from titan_exp.plan.search.lower_bounds import in_flight
+    from titan_exp.plan.search.rank_load import in_flight
 
     own = tuple(range(3, 3 + stages))
     for ranks, times in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 3)):

@@ -210,6 +210,9 @@ class PlanSearchOptions:
     """Same as training.global_batch_size."""
     limit: PositiveInt = 10
     """Number of layouts to print."""
+    seconds: PositiveFloat | None = None
+    """Time for the search; prints the best layouts until then, as Ctrl-C does. By default it ends when no other layout
+    can be faster."""
     device: str | None = None
     """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
     json: bool = False

@@ -97,9 +97,9 @@ def test_passes_with_sinks_agree_with_the_reference(device: str, backend: Any, p
     documents = torch.arange(192) // torch.tensor([[50], [77]]) if packed else None
     core = CausalAttention(backend, pattern=pattern)
     mask = core.mask(None if documents is None else documents.to(device), seq=192, device=torch.device(device))
-    found = core(*inputs[:3], mask, inputs[3])
+    found = core(inputs[0], inputs[1], inputs[2], mask, inputs[3])
     whole = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
-    expected = reference(*whole[:3], visible(pattern, documents, None, 192), whole[3])
+    expected = reference(whole[0], whole[1], whole[2], visible(pattern, documents, None, 192), whole[3])
     gradient = torch.randn_like(found)
     mine = (found, *torch.autograd.grad(found, inputs, gradient))
     theirs = (expected, *torch.autograd.grad(expected, whole, gradient.cpu().double()))

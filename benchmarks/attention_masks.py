@@ -1,4 +1,4 @@
-"""Attention mask benchmark: tokens/s of a window, chunks and sinks against causal attention, in one run.
+"""Attention mask benchmark: tokens/s of windows, chunks, documents and sinks against causal attention, in one run.
 
     python benchmarks/attention_masks.py [--seq-len 4096] [--seconds 2] [--threads 2]
 
@@ -31,31 +31,35 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, {arguments.threads} threads, {device.type}", end="; ")
     print(f"torch {torch.__version__}; {seq:,} tokens, {HEADS} heads of {HEAD_DIM}, {KV_HEADS} of keys")
     cases = [
-        ("causal", CAUSAL, False),
-        ("causal, sinks", CAUSAL, True),
-        *((f"window {seq // part}", MaskPattern(window=seq // part), False) for part in (4, 8, 32)),
-        (f"window {seq // 32}, sinks", MaskPattern(window=seq // 32), True),
-        *((f"chunks of {seq // part}", MaskPattern(chunk=seq // part), False) for part in (2, 8)),
+        ("causal", CAUSAL, False, None),
+        ("causal, sinks", CAUSAL, True, None),
+        *((f"window {seq // part}", MaskPattern(window=seq // part), False, None) for part in (4, 8, 32)),
+        (f"window {seq // 32}, sinks", MaskPattern(window=seq // 32), True, None),
+        *((f"chunks of {seq // part}", MaskPattern(chunk=seq // part), False, None) for part in (2, 8)),
+        (f"documents of {seq // 8}", CAUSAL, False, seq // 8),
     ]
     causal = 0.0
     print(f"{'mask':>20} {'keys':>7} {'tokens/s':>12} {'ratio':>6}")
-    for name, pattern, has_sinks in cases:
-        rate = tokens_per_second(pattern, seq, device, has_sinks=has_sinks, seconds=arguments.seconds)
-        causal = causal or rate
-        print(f"{name:>20} {pattern.visible_per_query(seq):7.0f} {rate:12,.0f} {rate / causal:6.2f}")
+    for name, pattern, has_sinks, document in cases:
+        rate = tokens_per_second(
+            pattern, seq, device, has_sinks=has_sinks, document=document, seconds=arguments.seconds
+        )
+        causal, keys = causal or rate, pattern.visible_per_query(document or seq)
+        print(f"{name:>20} {keys:7.0f} {rate:12,.0f} {rate / causal:6.2f}")
 
 
 def tokens_per_second(
-    pattern: MaskPattern, seq: int, device: torch.device, *, has_sinks: bool, seconds: float
+    pattern: MaskPattern, seq: int, device: torch.device, *, has_sinks: bool, document: int | None, seconds: float
 ) -> float:
-    """Rate of forward and backward, the mask built once."""
+    """Rate of forward and backward, the mask built once; `document` is the length of documents in tokens."""
     masked, bf16 = has_sinks or not pattern.is_causal, device.type == "cuda"
-    backend = choose_backend("auto", device, head_dim=HEAD_DIM, bf16=bf16, documents=False, masked=masked)
+    backend = choose_backend("auto", device, head_dim=HEAD_DIM, bf16=bf16, documents=bool(document), masked=masked)
     core, dtype = CausalAttention(backend, pattern=pattern), torch.bfloat16 if bf16 else torch.float32
     shapes = [(1, heads, seq, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
     sinks = torch.zeros(HEADS, device=device, dtype=dtype).requires_grad_() if has_sinks else None
-    mask = core.mask(None, seq=seq, device=device)
+    documents = torch.arange(seq, device=device)[None] // document if document else None
+    mask = core.mask(documents, seq=seq, device=device)
     gradient = torch.randn_like(inputs[0])
 
     def step() -> None:

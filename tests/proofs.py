@@ -33,6 +33,8 @@ ROOMS = (
 AXES = ("tp", "cp", "pp", "ep")
 BUILT = ("logits", "gradients", "import", "export", "generate")
 """Columns whose tests build a model of the family."""
+PLANNED = ("predicted", "measured")
+"""Parts of the column `plan`: by the planner, and on ranks that run it."""
 COLUMNS = ("counts", *BUILT, *AXES, "fp8", "plan")
 
 
@@ -61,8 +63,8 @@ class Proofs(NamedTuple):
 
 
 COLLECTED = pytest.StashKey[Proofs]()
-trained: list[tuple[str, set[str]]] = []
-"""Families that `tests.parity.runs` trained in this process, with axes of more than one rank, and fp8."""
+noted: list[tuple[str, set[str]]] = []
+"""Families that a test trained, with axes of more than one rank and fp8, planned or measured."""
 
 
 def family_of(preset: str) -> str:
@@ -162,17 +164,19 @@ def note_training(experiment: Experiment) -> None:
     """Note what a parity test trains."""
     degrees = {axis for axis in AXES if getattr(experiment.parallelism, axis) > 1}
     recipe = {"fp8"} if experiment.quantization.recipe not in ("none", "nvfp4") else set()
-    trained.append((experiment.model.architecture, degrees | recipe))
+    note(experiment, degrees | recipe)
+
+
+def note(experiment: Experiment, columns: set[str]) -> None:
+    """Note a part of `PLANNED`, or columns, as done with a family."""
+    noted.append((experiment.model.architecture, columns))
 
 
 @contextmanager
 def held_to_what_ran(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that passes and has not built the family, or trained over the axis, that it declares.
-
-    Planned words are declared from the words themselves.
-    """
+    """Fail a test that passes and has not built the family, trained over the axis or planned it, as it declares."""
     declared, built = set(columns_of(item)), set[str]()
-    trained.clear()
+    noted.clear()
     with ExitStack() as stack:
         for family in {family for family, column in declared if column in BUILT}:
             module = importlib.import_module(f"titan_exp.models.{family}")
@@ -180,7 +184,8 @@ def held_to_what_ran(item: pytest.Item) -> Iterator[None]:
             stack.enter_context(patch.object(module, name, partial(_noted, getattr(module, name), built, family)))
         yield
     ran = {(family, column) for family in built for column in BUILT}
-    ran |= {(family, axis) for family, axes in trained for axis in axes} | {(family, "plan") for family, _ in declared}
+    ran |= {(family, axis) for family, axes in noted for axis in axes}
+    ran |= {(family, "plan") for family, _ in noted if {(family, part) for part in PLANNED} <= ran}
     assert declared <= ran, f"declared and not run: {sorted(declared - ran)}"
 
 

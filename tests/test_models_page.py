@@ -11,12 +11,14 @@ from tests.checkpoint.tools import kind
 from tests.config.composing import experiment
 from tests.proofs import (
     COLUMNS,
+    PLANNED,
     REPOSITORY,
     Proofs,
     axes_of,
     collected,
     family_of,
     held_to_what_ran,
+    note,
     note_training,
     proves,
     published_presets,
@@ -84,6 +86,7 @@ def test_the_page_is_what_the_tests_declare(golden: Any, request: pytest.Fixture
     [
         (("llama", "logits"), lambda: build_model(kind("llama3"), seq_len=8, attention_backend="math")),
         (("llama", "tp"), lambda: note_training(experiment("parallelism.tp=2"))),
+        (("llama", "plan"), lambda: [note(experiment(), {part}) for part in PLANNED]),
     ],
 )
 def test_a_test_that_declares_more_than_it_did_fails(declared: tuple[str, str], ran: Callable[[], object]):
@@ -91,7 +94,7 @@ def test_a_test_that_declares_more_than_it_did_fails(declared: tuple[str, str], 
     with held_to_what_ran(item):
         ran()
     with pytest.raises(AssertionError, match="declared and not run"), held_to_what_ran(item):
-        note_training(experiment("parallelism.cp=2"))
+        note(experiment(), {"cp", "predicted"})
 
 
 def test_a_case_declares_the_axes_of_its_words():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.test_sdpa import ON_CUDA
 from titan_exp.ops.attention.mask_pattern import MaskPattern, Tile
 from titan_exp.ops.attention.sdpa import CausalAttention, TileMask
 
@@ -18,10 +19,12 @@ DOCUMENTS = torch.tensor([[0] * 10 + [1] * 30, [0] * 3 + [1] * 20 + [2] * 17])
 RESTARTED = torch.cat([torch.cat([torch.arange(n) for n in rows])[None] for rows in ((10, 30), (3, 20, 17))])
 
 
-def visible(pattern: MaskPattern, documents: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
+def visible(
+    pattern: MaskPattern, documents: torch.Tensor | None, positions: torch.Tensor | None, seq: int = SEQ
+) -> torch.Tensor:
     """The definition: causal, window by place, chunk by position, documents."""
-    index = torch.arange(SEQ)
-    found = (index[:, None] >= index).expand(2, SEQ, SEQ)
+    index = torch.arange(seq)
+    found = (index[:, None] >= index).expand(2, seq, seq)
     if pattern.window is not None:
         found = found & (index > index[:, None] - pattern.window)
     if pattern.chunk is not None:
@@ -74,6 +77,34 @@ def test_attention_is_softmax_over_visible_keys(backend, pattern: MaskPattern, p
     theirs = (expected, *torch.autograd.grad(expected, inputs, gradient))
     for ours, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(ours, other, atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "flash"),
+        *(pytest.param("cuda", backend, marks=ON_CUDA) for backend in ("flex", "efficient", "math")),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pattern", [MaskPattern(50), MaskPattern(chunk=64)], ids=str)
+def test_passes_with_sinks_agree_with_the_reference(device: str, backend: Any, pattern: MaskPattern, packed: bool):
+    """Forward and backward in bf16 on a GPU; 192 tokens are no multiple of a block of 128."""
+    torch.manual_seed(0)
+    dtype, close = (torch.float32, 2e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    shapes = [(2, 4, 192, 64), (2, 2, 192, 64), (2, 2, 192, 64), (4,)]
+    inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+    documents = torch.arange(192) // torch.tensor([[50], [77]]) if packed else None
+    core = CausalAttention(backend, pattern=pattern)
+    mask = core.mask(None if documents is None else documents.to(device), seq=192, device=torch.device(device))
+    found = core(inputs[0], inputs[1], inputs[2], mask, inputs[3])
+    whole = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
+    expected = reference(whole[0], whole[1], whole[2], visible(pattern, documents, None, 192), whole[3])
+    gradient = torch.randn_like(found)
+    mine = (found, *torch.autograd.grad(found, inputs, gradient))
+    theirs = (expected, *torch.autograd.grad(expected, whole, gradient.cpu().double()))
+    for our, other in zip(mine, theirs, strict=True):
+        assert (our.detach().cpu().double() - other.detach()).norm() < close * other.detach().norm()
 
 
 def test_sinks_in_fp32_and_bf16_are_near():

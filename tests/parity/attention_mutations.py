@@ -1,14 +1,22 @@
 """Mutations of windows, chunks, sinks and biases in parallel, each of which the parity tests must notice.
 
+One of FlexAttention's, which the comparison with the whole score matrix must.
+
 python -m pytest tests/parity/attention_mutations.py -m "night or not night"
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
+
+from tests.ops.test_attention_patterns import test_attention_is_softmax_over_visible_keys as assert_softmax
 from tests.parity.runs import mutation_test
 from tests.parity.test_attention import EXPERIMENTS
 from tests.patching import patch
+from titan_exp.ops.attention import flex
+from titan_exp.ops.attention.mask_pattern import MaskPattern
 
 TENSOR = "titan_exp.parallel.tensor_parallel"
 CONTEXT = "titan_exp.parallel.context_parallel"
@@ -55,8 +63,6 @@ def sinks_are_left_out_of_the_merged_lse() -> None:
 def parts_see_one_key_beyond_the_window() -> None:
     def make(original: Any) -> Any:
         def tiles(pattern: Any, *blocks: Any) -> Any:
-            from titan_exp.ops.attention.mask_pattern import MaskPattern
-
             return original(MaskPattern(pattern.window and pattern.window + 1, pattern.chunk), *blocks)
 
         return tiles
@@ -75,8 +81,6 @@ def parts_see_one_key_beyond_the_window() -> None:
 def chunks_begin_with_the_part() -> None:
     def make(_: Any) -> Any:
         def places(rank: int, degree: int, length: int, device: Any) -> Any:
-            import torch
-
             return torch.arange(length, device=device)
 
         return places
@@ -104,3 +108,16 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
 """Experiment, layout and mutation."""
 
 test_mutation_is_noticed = mutation_test(EXPERIMENTS, NOTICED)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("pattern", [MaskPattern(7), MaskPattern(chunk=8)], ids=str)
+@pytest.mark.parametrize("packed", ["no", "documents"])
+def test_a_block_mask_with_one_key_more_is_noticed(monkeypatch: pytest.MonkeyPatch, pattern: MaskPattern, packed: str):
+    wider = MaskPattern(pattern.window and pattern.window + 1, pattern.chunk and pattern.chunk + 1)
+    assert_softmax("flex", pattern, packed, True)
+    for name in ("pattern_mask", "block_mask"):
+        plain = getattr(flex, name)
+        monkeypatch.setattr(f"titan_exp.ops.attention.sdpa.{name}", lambda _, *rest, plain=plain: plain(wider, *rest))
+    with pytest.raises(AssertionError):
+        assert_softmax("flex", pattern, packed, True)

@@ -13,10 +13,12 @@ import torch
 
 from tests.models.test_deepseek import in_transformers
 from tests.models.test_gpt_oss import SHAPE, differences, noisy_model
+from tests.models.test_gpt_oss import test_published_mxfp4_blocks_are_read_exactly as assert_blocks_are_exact
 from tests.models.test_qwen3 import exported
 from tests.parity.runs import mutation_test
 from tests.parity.test_gpt_oss import EXPERIMENTS
 from tests.patching import patch
+from titan_exp.checkpoint.formats.mxfp4 import MXFP4Reader
 from titan_exp.models.gpt_oss import NAMES, Config
 
 Change = Callable[[pytest.MonkeyPatch], Config | None]
@@ -152,6 +154,18 @@ def test_mutation_differs_from_transformers(tmp_path: Path, monkeypatch: pytest.
     theirs = in_transformers(exported(ours, config, tmp_path / "after") if mutate in maps else before)
     found = differences(ours, theirs, SHAPE)
     assert not (found.pop("logits") < 1e-5 and all(value < 1e-4 for value in found.values()))
+
+
+def test_the_upper_half_of_a_byte_read_first_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = MXFP4Reader.__init__
+
+    def flipped(self: Any, store: Any) -> None:
+        plain(self, store)
+        self._pairs = self._pairs.flip(1)
+
+    monkeypatch.setattr(MXFP4Reader, "__init__", flipped)
+    with pytest.raises(AssertionError):
+        assert_blocks_are_exact(tmp_path)
 
 
 def biases_of_all_channels_are_added_at_the_front() -> None:

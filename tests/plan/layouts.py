@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.proofs import note
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -109,6 +110,7 @@ LAYOUTS = {
     "parallelism.pp_microbatches=4 training.loss_chunk_tokens=37",
     # Families
     "Qwen3, fsdp 2 x tp 2": "model=qwen3_debug parallelism.dp_shard=2 parallelism.tp=2",
+    "Qwen3-MoE, fsdp 2 x tp 2": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2",
     "GPT-OSS, fsdp 2 x tp 2": "model=gpt_oss_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Llama 4, pp 2 x fsdp 2": "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2 "
     "parallelism.pp_microbatches=2",
@@ -165,6 +167,7 @@ def predicted(experiment: Experiment, path: Path, mutate: Callable[[], None] | N
     """Predictions of each pipeline rank, by one process."""
     _write(experiment, path)
     (found,) = run_ranks(1, _predict_ranks, str(path), mutate, limit=300)
+    note(experiment, {"predicted"})
     return [Numbers(**numbers) for numbers in found]
 
 
@@ -172,6 +175,7 @@ def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | No
     """Measurements of each pipeline rank, on as many processes as the layout has. Each calls `mutate` first."""
     _write(experiment, path)
     results = run_ranks(ResolvedLayout.of(experiment).world_size, _on_rank, str(path), mutate)
+    note(experiment, {"measured"})
     return [Numbers(**results[rank]) for rank in pipeline_ranks(ResolvedLayout.of(experiment))]
 
 

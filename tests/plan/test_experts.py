@@ -68,7 +68,6 @@ def test_sharded_experts_are_gathered():
     assert plan.worst_bytes is None
 
 
-@pytest.mark.proves("qwen3_moe", "plan")
 def test_expert_parallel_ranks_exchange_rows():
     plan = plan_of("parallelism.dp_shard=2 parallelism.ep=2", worst_load=True)
     (rank,) = plan.ranks

@@ -258,9 +258,9 @@ class BoundTerms:
     def message(self, candidate: Candidate, axis: str, kind: str, size: float, calls: float) -> float:
         """Seconds of `calls` messages of `size` bytes together."""
         parallelism = candidate.parallelism
-        expert_degrees = (parallelism.ep, parallelism.etp)
-        degrees = (parallelism.dp_shard, *expert_degrees) if "fsdp" in axis else expert_degrees
-        key = (axis, kind, parallelism.tp, parallelism.cp, parallelism.pp, degrees)
+        among = (parallelism.tp, parallelism.cp, parallelism.ep, parallelism.etp)
+        degrees = {"pp": (parallelism.pp,), "tp": (parallelism.tp,)}.get(axis, among)
+        key = axis, kind, degrees, parallelism.dp_shard if "fsdp" in axis else 0
         if key not in self._rates:
             costs = OpCosts()
             costs.messages[axis, kind] = 1

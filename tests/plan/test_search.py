@@ -130,7 +130,7 @@ def test_the_ranking_is_what_plan_predicts():
 @pytest.mark.night
 def test_the_smallest_layout_is_named_if_none_fits():
     fixed = ["parallelism.tp=1", "parallelism.cp=1", "parallelism.pp=1", "parallelism.dp_replicate=1"]
-    words = ["model=llama3_8b", "model.layers=6", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]
+    words = ["model=llama3_8b", "model.layers=16", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]
     said = planned("search", "--gpus", "8", *words, *fixed, "activation_checkpoint=none", code=2)
     assert "nothing fits on 8 x H100" in said
     assert "The smallest of 1 layouts needs" in said

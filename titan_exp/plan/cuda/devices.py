@@ -128,7 +128,7 @@ class Device:
         """Share of a link's rate that messages reach, with calibration."""
         return self.link_share * self.link_factor
 
-    def launch_seconds(self, operators: int, compute: float) -> float:
+    def launch_seconds(self, operators: float, compute: float) -> float:
         """Seconds that launching operators adds to `compute` seconds of their kernels."""
         host = operators * self.launch_us / 1e6
         return max(0.0, host - compute) if self.launches_ahead else host

@@ -258,9 +258,9 @@ class BoundTerms:
     def message(self, candidate: Candidate, axis: str, kind: str, size: float, calls: float) -> float:
         """Seconds of `calls` messages of `size` bytes together."""
         parallelism = candidate.parallelism
-        expert_degrees = (parallelism.ep, parallelism.etp)
-        degrees = (parallelism.dp_shard, *expert_degrees) if "fsdp" in axis else expert_degrees
-        key = (axis, kind, parallelism.tp, parallelism.cp, parallelism.pp, degrees)
+        among = (parallelism.tp, parallelism.cp, parallelism.ep, parallelism.etp)
+        degrees = {"pp": (parallelism.pp,), "tp": (parallelism.tp,)}.get(axis, among)
+        key = axis, kind, degrees, parallelism.dp_shard if "fsdp" in axis else 0
         if key not in self._rates:
             costs = OpCosts()
             costs.messages[axis, kind] = 1
@@ -277,7 +277,7 @@ def _parameter_bytes(
     """Bytes of a block that are constant over micro-batches; kept ones of all shards."""
     smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
     shards = profile.candidate.shards
-    if profile.candidate.experts is not None and not profile.candidate.experts[2]:
+    if profile.candidate.spec is not None and profile.candidate.experts and not profile.candidate.experts[2]:
         # Whole experts are sharded, of which the first ranks have more than the mean.
         shards = min(shards, *(linear.experts for linear in profile.candidate.spec.expert_linears))
     terms = {"kept": profile.kept * smaller * shards}
@@ -295,7 +295,7 @@ def _parameter_bytes(
 def _operators(profile: Profile, candidate: Candidate) -> dict[str, float]:
     """Operators of a block and of the ends, by micro-batch, and of a block's optimizer step."""
     own, other = candidate.parallelism, profile.candidate.parallelism
-    terms = {"updated operators": profile.updated_operators * (other.tp <= own.tp)}
+    terms: dict[str, float] = {"updated operators": profile.updated_operators * (other.tp <= own.tp)}
     if factor := operators_factor(profile.candidate, candidate):
         terms["operators"] = profile.block.operators * factor
         if profile.candidate.shards == 1 or candidate.shards > 1:

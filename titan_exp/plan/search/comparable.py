@@ -59,9 +59,10 @@ def sequence_factor(sequences: int, sampled: int) -> float:
 
 
 def has_fewer_operators(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if a sampled layout runs no operator that the other lacks; pipelines gather and reduce least."""
+    """True if a sampled layout runs no operator that the other lacks; pipelines gather and reduce least, but sum
+    gradients of several micro-batches."""
     if sampled.parallelism.pp > 1:
-        return True
+        return candidate.parallelism.pp > 1 or candidate.layout.gradient_accumulation > 1
     micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
     return candidate.parallelism.pp == 1 and micro_batches[0] >= micro_batches[1]
 

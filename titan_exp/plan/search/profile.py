@@ -98,7 +98,8 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         gathered=max(0, in_forward),
         gradients=max(0, in_backward),
         first_kept=_master_bytes(optimizer_steps.first),
-        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
+        # After the first block's backward pass, its own gradients are cast too.
+        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample) - max(0, in_backward)),
         reduced=_reduced(sample) if whole else OpCosts(),
         message=sample.message,
     )

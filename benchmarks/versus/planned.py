@@ -14,15 +14,6 @@ GIB = 2**30
 CLUSTER = ("cluster=slurm", "cluster.device=cuda", "cluster.nodes=1", "cluster.gpus_per_node=1")
 """One GPU that need not be here."""
 H200 = DEVICES["h200"]
-MEASURED = dataclasses.replace(
-    H200,
-    # Measured on one H200: bf16 GEMMs 680 TFLOP/s, fp8 1,290, copies 4.27 TB/s; elementwise kernels reach 85 % of that.
-    matmul_share=680 / H200.bf16_tflops,
-    fp8_reach=(1290 / 1978.9) / (680 / H200.bf16_tflops),
-    bandwidth_share=0.85 * 4.27 / H200.bandwidth_tbs,
-    stream_reach=1 / 0.85,
-)
-"""The H200 with measured rates in place of a share of its data sheet."""
 NOTE = (
     "Planned for one H200. The roofline uses measured rates (bf16 matmuls 680 TFLOP/s, fp8 1,290, attention 561 "
     "forward and 491 backward, copies 4.27 TB/s) and assumes that norm, optimizer and casts of weights run at the "
@@ -76,7 +67,7 @@ class PlannedRow:
         return found
 
 
-def plan_row(row: str, device: Device = MEASURED) -> PlannedRow:
+def plan_row(row: str, device: Device = H200) -> PlannedRow:
     """Plan our side of a row; the initial weights do not matter."""
     began = time.monotonic()
     plan = predict(Job(row, 10, 15).experiment(*CLUSTER), device)

@@ -16,6 +16,7 @@ from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
 from titan_exp.doctor.measurement import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
+from titan_exp.plan.device_memory import cpu_device
 from titan_exp.tracking.device_rates import device_name, rates_file, read_rates
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the measurements to a second."""
     monkeypatch.setitem(compute.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
-    monkeypatch.setitem(compute.ATTENTIONS, "cpu", (1, 2, 1, 16, 16))
+    monkeypatch.setitem(compute.ATTENTIONS, "cpu", ((1, 2, 1, 16, 16),))
     monkeypatch.setitem(compute.COPY_BYTES, "cpu", 2**16)
     monkeypatch.setitem(links.SIZES, "cpu", (2**10, 2**12))
 
@@ -36,7 +37,15 @@ def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.Captu
     monkeypatch.setenv("COLUMNS", "160")
     assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks) == 0
     out = capsys.readouterr().out
-    for words in ("fp32 16×16×16", "bf16 32×16×32", "forward and backward flash", "write to", "2 ranks, gloo"):
+    for words in (
+        "fp32 16×16×16",
+        "bf16 32×16×32",
+        "backward flash",
+        "float8_rowwise 16×16×16",
+        "eager operators",
+        "write to",
+        "2 ranks, gloo",
+    ):
         assert words in out
     assert "not supported here" in out, "cuDNN runs on no CPU"
     assert "MFU: not reported on a CPU" in out
@@ -46,6 +55,16 @@ def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.Captu
     assert kept.tflops["fp32"] > 0
     assert kept.copy is not None
     assert kept.link is not None
+    forward, backward = kept.attention["flash"]["16"]
+    assert forward > 0 < backward
+    assert kept.launch_us is not None
+    assert 0.1 < kept.launch_us < 1000
+    assert kept.message_us is not None
+    assert kept.message_us > 1
+    assert kept.context_gib is None, "a CPU has none"
+    device = cpu_device(device_name(CPU), tmp_path / ".cache", dtype="fp32", threads=1, processes=1)
+    assert device is not None
+    assert (device.launch_us, device.message_us) == (kept.launch_us, kept.message_us)
     assert list(tmp_path.iterdir()) == [tmp_path / ".cache"], "the file that was written is gone"
 
 
@@ -55,7 +74,7 @@ def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[
     machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks)
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == device_name(CPU)
-    assert {rate["kind"] for rate in found["rates"]} == {"gemm", "attention", "copy", "disk"}
+    assert {rate["kind"] for rate in found["rates"]} == {"gemm", "attention", "copy", "launch", "disk"}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +106,15 @@ def test_calls_are_repeated_within_the_limit_and_at_least_three_times():
     calls.clear()
     median_seconds(lambda: calls.append(time.perf_counter()), CPU, 60.0)
     assert len(calls) == 1 + MAX_CALLS
+
+
+def test_backward_is_measured_without_forward(monkeypatch: pytest.MonkeyPatch):
+    seconds = iter((1.0, 3.0))
+    monkeypatch.setattr("titan_exp.doctor.measurement.median_seconds", lambda *_: next(seconds))
+    forward, backward = compute._attention_rates("flash", (1, 2, 1, 16, 16), CPU, 0.1)
+    assert forward.value == pytest.approx(2e-12 * 2 * 16 * 16 * 16)
+    assert forward.value is not None
+    assert backward.value == pytest.approx(forward.value * 2.5 / 2), "five matmuls in two seconds"
 
 
 def test_an_unsupported_measurement_has_a_reason():
@@ -128,6 +156,6 @@ def test_data_sheets():
     assert bandwidth("NVIDIA A100-SXM4-80GB") == 2039
     assert bandwidth("NVIDIA H100") is None, "no such name, and never a guess"
     assert peak_of_type(989.4, "bf16", (9, 0)) == 989.4
-    assert peak_of_type(989.4, "fp8", (9, 0)) == 2 * 989.4
-    assert peak_of_type(312.0, "fp8", (8, 0)) is None
+    assert peak_of_type(989.4, "float8_rowwise", (9, 0)) == 2 * 989.4
+    assert peak_of_type(312.0, "mxfp8", (8, 0)) is None
     assert peak_of_type(989.4, "fp32", (9, 0)) is None

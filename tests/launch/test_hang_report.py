@@ -1,9 +1,12 @@
 """Hang diagnosis from files without a hang, and limits by phase."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from titan_exp.launch.health.hang_report import HangDiagnosis, HangFiles, diagnose_hang, format_ranks
-from titan_exp.launch.health.stack_dump import RankStack
+from titan_exp.launch.health.stack_dump import COLLECTIVES, RankStack, _is_own_code
 from titan_exp.launch.health.watchdog import limit
 from titan_exp.tracking.progress_tracker import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
@@ -100,3 +103,11 @@ def test_progress_counts_from_the_last_report() -> None:
         progress.keep_alive()
         assert progress.snapshot().seconds == 0.0
     assert progress.snapshot() == ProgressSnapshot(11, STEP, 0.0, 2.0)
+
+
+@pytest.mark.parametrize("packages", ["/opt/other/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages"])
+def test_torch_of_another_environment_is_no_own_code(packages: str) -> None:
+    found: dict[str, Any] = {}
+    exec(compile("def all_reduce(): ...", f"{packages}/{COLLECTIVES}", "exec"), found)
+    assert not _is_own_code(found["all_reduce"].__code__)
+    assert _is_own_code(concluded.__code__)

@@ -23,17 +23,17 @@ from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 GIB = 2**30
-TRUE = Constants(matmul_share=0.55, bandwidth_share=0.3, link_share=0.4, operator_us=12.0)
-CPU = Device("Some CPU, 2 cores", 24, 0.1, None, 0.04, 4, 4, matmul_share=1, bandwidth_share=1, link_share=1)
+TRUE = Constants(matmul_factor=0.55, bandwidth_factor=0.3, link_factor=0.4, launch_us=12.0)
+CPU = Device("Some CPU, 2 cores", 24 * GIB, 0.1, None, {"bf16": 0.1}, 0.04, 0.04, 4, 4, launches_ahead=False)
 
 
 def observed(number: int, draw: random.Random, *, messages: bool = True, noise: float = 0.0) -> Observation:
     """A run generated with the true constants."""
     seconds = {
-        "matmuls": draw.uniform(0.1, 1.0) / CPU.matmul_share,
-        "elementwise": draw.uniform(0.05, 0.3) / CPU.bandwidth_share,
-        "exposed": draw.choice([0.0, 0.1]) / CPU.link_share if messages else 0.0,
-        "behind": draw.choice([0.0, 0.4]) / CPU.link_share if messages else 0.0,
+        "matmuls": draw.uniform(0.1, 1.0),
+        "elementwise": draw.uniform(0.05, 0.3),
+        "exposed": draw.choice([0.0, 0.1]) if messages else 0.0,
+        "behind": draw.choice([0.0, 0.4]) if messages else 0.0,
         "operators": 0.0,
     }
     rank = RankPrediction(0, 2 * GIB + number * 2**20, None, {}, "", seconds, draw.randint(500, 20000))
@@ -44,10 +44,10 @@ def observed(number: int, draw: random.Random, *, messages: bool = True, noise: 
 def test_the_constants_that_made_the_runs_are_found():
     draw = random.Random(0)
     found = fit([observed(number, draw) for number in range(12)])
-    assert found.constants.matmul_share == pytest.approx(TRUE.matmul_share, rel=0.05)
-    assert found.constants.bandwidth_share == pytest.approx(TRUE.bandwidth_share, rel=0.1)
-    assert found.constants.link_share == pytest.approx(TRUE.link_share, rel=0.05)
-    assert found.constants.operator_us == pytest.approx(TRUE.operator_us, rel=0.1)
+    assert found.constants.matmul_factor == pytest.approx(TRUE.matmul_factor, rel=0.05)
+    assert found.constants.bandwidth_factor == pytest.approx(TRUE.bandwidth_factor, rel=0.1)
+    assert found.constants.link_factor == pytest.approx(TRUE.link_factor, rel=0.05)
+    assert found.constants.launch_us == pytest.approx(TRUE.launch_us, rel=0.1)
     assert found.constants.overhead_gb == pytest.approx(0.5 * GIB / 1e9, rel=1e-6)
     assert (found.constants.device, found.constants.runs) == (CPU.name, 12)
 
@@ -72,38 +72,45 @@ def test_reported_errors_are_those_of_the_constants():
 def test_constants_that_no_run_determines_stay():
     draw = random.Random(2)
     found = fit([observed(number, draw, messages=False) for number in range(8)])
-    assert found.constants.link_share == pytest.approx(CPU.link_share, rel=1e-3)
+    assert found.constants.link_factor == pytest.approx(CPU.link_factor, rel=1e-3)
 
 
 def test_an_outlier_does_not_decide():
     draw = random.Random(3)
     runs = [observed(number, draw) for number in range(10)]
     runs[4] = replace(runs[4], step_seconds=3 * runs[4].step_seconds)
-    assert fit(runs).constants.matmul_share == pytest.approx(TRUE.matmul_share, rel=0.25)
+    assert fit(runs).constants.matmul_factor == pytest.approx(TRUE.matmul_factor, rel=0.25)
 
 
 def test_constants_replace_those_of_a_device(tmp_path: Path):
     assert read_constants(tmp_path, "H100 80GB SXM") == Constants()
-    fitted = Constants("H100 80GB SXM", matmul_share=0.6, overhead_gb=2.0, runs=5)
+    fitted = Constants("H100 80GB SXM", matmul_factor=0.6, overhead_gb=2.0, runs=5)
     path = write_constants(tmp_path, fitted)
     assert path == constants_file(tmp_path, "H100 80GB SXM") == tmp_path / "doctor" / "h100-80gb-sxm.calibration.json"
     device = read_constants(tmp_path, "H100 80GB SXM").apply_to(DEVICES["h100"])
-    assert (device.matmul_share, device.overhead_gb) == (0.6, 2.0)
-    assert replace(device, matmul_share=0.75, overhead_gb=0.0) == DEVICES["h100"]
+    assert (device.matmul_factor, device.overhead_gb) == (0.6, 2.0)
+    assert replace(device, matmul_factor=1.0, overhead_gb=None) == DEVICES["h100"]
     path.write_text("{")
     assert read_constants(tmp_path, "H100 80GB SXM") == Constants()
 
 
 def test_a_measured_cpu_is_a_device(tmp_path: Path):
     assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1) is None
-    write_rates(tmp_path, DeviceRates("Some CPU, 4 cores", "", "", {"fp32": 0.2}, copy=40.0, link=3.0))
+    attention = {"flash": {"64": [0.04, 0.03]}}
+    rates = DeviceRates("Some CPU, 4 cores", "", "", {"fp32": 0.2}, attention, copy=40.0, link=3.0)
+    write_rates(tmp_path, rates)
     assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=4, processes=1) is None
     whole = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1)
     half = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=2, processes=2)
     assert whole is not None
     assert half is not None
     assert (whole.bf16_tflops, half.bf16_tflops) == (0.2, 0.1)
-    assert (whole.bandwidth_tbs, half.bandwidth_tbs, half.link_gbs) == (0.04, 0.02, 3.0)
+    assert (whole.copy_tbs, half.copy_tbs, half.link_gbs) == (0.04, 0.02, 3.0)
+    assert half.attention_rates == (half.matmul_rate, half.matmul_rate), "measured in bf16 only"
+    write_rates(tmp_path, replace(rates, tflops={"bf16": 0.4}))
+    halved = cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=2, processes=2)
+    assert halved is not None
+    assert halved.attention_rates == pytest.approx((0.02e12, 0.015e12))
 
 
 @pytest.fixture
@@ -151,11 +158,11 @@ def test_the_verb_reports_errors_before_and_after(finished, tmp_path: Path, caps
     assert "1 run(s) left out: not finished" in out
     assert "time before: median error 50.0%, worst 50.0%" in out
     assert "time after: median error 0." in out
-    assert "matmul_share: 1 -> 0.5" in out
+    assert "matmul_factor: 1 -> 0.5" in out
     assert not constants_file(tmp_path / "runs" / ".cache", "Some CPU, 2 cores").exists()
     assert main(["plan", "calibrate"]) == 0
     fitted = read_constants(tmp_path / "runs" / ".cache", "Some CPU, 2 cores")
-    assert fitted.matmul_share == pytest.approx(0.5, rel=0.01)
+    assert fitted.matmul_factor == pytest.approx(0.5, rel=0.01)
     assert fitted.overhead_gb == pytest.approx(GIB / 1e9)
     assert (fitted.runs, bool(fitted.when)) == (4, True)
 

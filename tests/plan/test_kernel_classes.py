@@ -146,7 +146,7 @@ def test_attention_and_passes_over_all_weights_have_rates_of_their_own():
     assert slower == pytest.approx(680 / 491)
     passes, fast = (
         OpCosts(bytes_moved=10**12, kernels={("optimizer", "bytes"): 10**12}),
-        replace(H200, stream_reach=2.0),
+        replace(H200, copy_tbs=2 * H200.copy_tbs),
     )
     assert rank_time(passes, {}, H200, 1).elementwise == pytest.approx(2 * rank_time(passes, {}, fast, 1).elementwise)
     assert class_times(OpCosts(), H200) == []
@@ -189,7 +189,9 @@ def _bytes_of_kernels() -> list[list[int]]:
         for call in calls:
             with CostMode(MemoryTracker(), mesh) as mode:
                 call()
-            assert sum(count for (_, measure), count in mode.costs.kernels.items() if measure == "launches") == 1
+            launches = sum(count for (_, measure), count in mode.costs.kernels.items() if measure == "launches")
+            # Views and allocations launch nothing.
+            assert launches == mode.costs.operators == 1
             found.append(mode.costs.bytes_moved)
         return found
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
 def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
     from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-    from titan_exp.plan.search.lower_bounds import in_flight
+    from titan_exp.plan.search.rank_load import in_flight
 
     own = tuple(range(3, 3 + stages))
     for ranks, times in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 3)):
@@ -129,7 +129,7 @@ def print_both(name: str) -> None:
     peaks = sorted(cost.peak_bytes for cost in costs)
     rows, looked, violations = [], [], []
     for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
-        search = LayoutSearch(space, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
+        search = LayoutSearch(space, replace(device, memory=round(room / 0.88)), limit, quiet)
         result = search.run()
         # Rows of both are traced again with their own number of shards.
         whole._room, whole._limit = room, limit

@@ -3,6 +3,8 @@
 import json
 import math
 import shlex
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -128,12 +130,52 @@ def test_the_ranking_is_what_plan_predicts():
 @pytest.mark.night
 def test_the_smallest_layout_is_named_if_none_fits():
     fixed = ["parallelism.tp=1", "parallelism.cp=1", "parallelism.pp=1", "parallelism.dp_replicate=1"]
-    words = ["model=llama3_8b", "model.layers=6", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]
+    words = ["model=llama3_8b", "model.layers=16", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]
     said = planned("search", "--gpus", "8", *words, *fixed, "activation_checkpoint=none", code=2)
     assert "nothing fits on 8 x H100" in said
     assert "The smallest of 1 layouts needs" in said
     assert "training.loss_chunk_tokens=2048" in said
     assert "Traceback" not in said
+
+
+INTERRUPTED = """
+import json, multiprocessing, os, signal
+from tests.plan.test_search import composed
+from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.search.layouts import fixed_keys, search_space
+from titan_exp.plan.search.search import LayoutSearch
+
+def interrupt(line):
+    if "fastest" in line:
+        os.killpg(0, signal.SIGINT)
+
+words = ["training.micro_batch_size=2", "parallelism.dp_replicate=1", "parallelism.cp=1", "activation_checkpoint=full"]
+space = search_space(composed(*words), 8, fixed_keys(words))
+limits = [(interrupt, None), (len, 0.01)]
+found = [LayoutSearch(space, device_named("h100"), 10, show).run(seconds) for show, seconds in limits]
+left = [len(space.candidates) - result.looked_at - result.floor == result.slower > 0 for result in found]
+rows = [[row.step_seconds for row in result.rows] for result in found]
+print(json.dumps([rows, left, [result.stopped for result in found], len(multiprocessing.active_children())]))
+"""
+
+
+def test_an_interrupted_search_returns_the_best_so_far():
+    """Ctrl-C reaches the workers too; a time limit of 10 ms ends before the first trace."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (first, none), left, stopped, workers = json.loads(done.stdout)
+    assert 0 < len(first) < 10
+    assert first == sorted(first)
+    assert none == []
+    assert left == stopped == [True, True]
+    assert workers == 0
 
 
 def test_cpus_are_refused():

@@ -23,12 +23,15 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.predict import predict
+from titan_exp.plan.gate.gate import MemoryCheck, check_plan
+from titan_exp.plan.plan_table import plan_to_json
+from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.visualize import glossary as words_module
 from titan_exp.plan.visualize.draw import Visualization
 from titan_exp.plan.visualize.page_data import token_ranges
+from titan_exp.plan.visualize.perfetto import trace_json
 from titan_exp.plan.visualize.schedule_data import schedule_of, schedule_text
 from titan_exp.plan.visualize.shards import read_shards, sharded_dims
 
@@ -51,11 +54,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _draw(folder: str) -> None:
     experiment = experiment_of(LAYOUT)
     experiment = replace(experiment, model=replace(experiment.model, name=EVIL))
-    visualization = Visualization(Path(folder) / "new" / "all.html")
+    path = Path(folder) / "new" / "all.html"
+    visualization = Visualization(path, "titan-exp plan")
     plan = predict(experiment, DEVICES["h100"], on_rank=visualization.add_rank)
-    visualization.write(plan)
-    visualization.path = visualization.path.with_name("some.html")
-    visualization.write(replace(plan, ranks=plan.ranks[:1]))
+    visualization.write(plan, checked(plan))
+    visualization.file.path = path.with_name("some.html")
+    visualization.write(replace(plan, ranks=plan.ranks[:1]), checked(plan))
+
+
+def checked(plan: Plan) -> MemoryCheck:
+    return check_plan(plan.experiment, plan.device, Path("runs"), plan_to_json(plan))
 
 
 def numbers_in(page: str) -> dict[str, Any]:
@@ -193,24 +201,84 @@ def test_a_downsampled_timeline_keeps_its_peak():
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
     with pytest.raises(UserError, match=r"is a folder.*plan\.html"):
-        Visualization(tmp_path)
+        Visualization(tmp_path, "")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        Visualization(tmp_path / "file" / "plan.html")
+        Visualization(tmp_path / "file" / "plan.html", "")
 
 
 @pytest.mark.night
 def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
     path = tmp_path / "plan.html"
-    found = json.loads(planned(*SMALL, "--json", "--html", str(path)))
+    found = json.loads(planned(*SMALL, "--json", "--html", str(path), "--trace", str(tmp_path / "plan.json")))
+    assert f"titan-exp plan {SMALL[0]}" in path.read_text()
     drawn = numbers_in(path.read_text())["ranks"]["0"]
     assert drawn["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
     assert drawn["messages"] == []
-    assert [row.name for row in tmp_path.iterdir()] == ["plan.html"]
+    assert {row.name for row in tmp_path.iterdir()} == {"plan.html", "plan.json"}
+
+
+EXPERTS = "model=qwen3_moe_debug parallelism.dp_shard=4 parallelism.ep=2 parallelism.tp=2 parallelism.etp=1"
+
+
+@pytest.fixture(scope="module")
+def plan_of_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Visualization]:
+    experiment = experiment_of(EXPERTS)
+    visualization = Visualization(tmp_path_factory.mktemp("pages") / "experts.html", "titan-exp plan model=x")
+    return predict(experiment, DEVICES["h100"], on_rank=visualization.add_rank), visualization
+
+
+def test_the_page_says_first_whether_the_run_fits(plan_of_experts: tuple[Plan, Visualization]):
+    plan, visualization = plan_of_experts
+    check = checked(plan)
+    visualization.write(plan, check)
+    page = visualization.file.path.read_text()
+    first = page.split('<div class="facts">')[1].strip()
+    assert first.startswith("<div><span>fits</span>")
+    assert (
+        "It computes in fp32, without a low-precision recipe, recomputes nothing, and runs without a compiler." in page
+    )
+    assert "Experts are distributed over 2 ranks (ep)." in page
+    assert "titan-exp plan model=x" in page
+    assert check.device_memory is not None
+    small = replace(check, device_memory=replace(check.device_memory, capacity=(check.needed or 0) - 1))
+    visualization.write(plan, small)
+    first = visualization.file.path.read_text().split('<div class="facts">')[1].strip()
+    assert first.startswith('<div class="bad"><span>does not fit</span>')
+
+
+def test_a_browser_draws_the_shards_of_experts(plan_of_experts: tuple[Plan, Visualization], browser: Any):
+    plan, visualization = plan_of_experts
+    visualization.write(plan, checked(plan))
+    view, trouble = browser.new_page(), list[str]()
+    view.on("pageerror", lambda error: trouble.append(str(error)))
+    view.goto(visualization.file.path.as_uri())
+    view.locator("#ranks .cell[data-rank='5'] rect").first.click()
+    # Rank 5 is dp_shard 2, tp 1 of the dense mesh, and efsdp 2, ep 1 of the experts'.
+    assert view.evaluate("group(5, ['ep'])") == [4, 5]
+    assert view.evaluate("group(5, ['efsdp'])") == [1, 3, 5, 7]
+    assert "experts " in view.locator("#rank .weights").inner_text()
+    assert trouble == []
+
+
+def test_the_trace_is_the_schedule(tmp_path: Path):
+    experiment = experiment_of("parallelism.pp=2 parallelism.pp_schedule=1F1B training.global_batch_size=8")
+    plan = predict(experiment, DEVICES["h100"])
+    events = json.loads(trace_json(plan))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {0: "pipeline rank 0", 1: "pipeline rank 1"}
+    actions = [event for event in events if event["ph"] == "X"]
+    schedule = schedule_of(plan.layout)
+    for rank, order in enumerate(schedule.orders):
+        own = [event for event in actions if event["pid"] == rank]
+        assert [event["args"]["micro-batch"] for event in own] == schedule.passes * [one.microbatch for one in order]
+        assert all(one["ts"] + one["dur"] <= two["ts"] + 0.01 for one, two in pairwise(own))
+    assert plan.step_seconds is not None
+    assert max(event["ts"] + event["dur"] for event in actions) == pytest.approx(plan.step_seconds * 1e6, rel=1e-3)
 
 
 def test_every_degree_is_explained_from_the_table_of_axes():
-    assert list(words_module.AXES) == list(reversed(DEGREES))
+    assert list(words_module.AXES) == [*reversed(DEGREES), "ep", "etp"]
     for axis in AXES:
         assert words_module.AXES[axis.key].startswith(axis.meaning)
         assert axis.collectives in words_module.AXES[axis.key]

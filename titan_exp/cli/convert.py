@@ -1,6 +1,5 @@
 """Convert checkpoints to and from Hugging Face, Meta's Llama, torchtune and plain torch."""
 
-import ctypes
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from titan_exp.config.command_line.options import HELP, options_help, parse_opti
 from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
+from titan_exp.config.machine.host_allocator import return_freed_memory
 from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")
         path = local_copy(run_path(options.source), step=options.step)
-        _return_freed_tensors()
+        return_freed_memory(2**20)
         source = open_checkpoint(path, options.step, trust=options.trust)
         if source.format == "huggingface":
             _require_family(options, source.path)
@@ -65,17 +65,6 @@ def run(argv: Sequence[str]) -> int:
     print(f"{options.target}: {form}, {decimal(written)} of weights")
     print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
     return 0
-
-
-def _return_freed_tensors() -> None:
-    """Give memory of 1 MiB and more back to the system when it is freed.
-
-    glibc raises this threshold to the freed size, up to 32 MiB: the heap then keeps most of what tensors of 8 to 24 MiB
-    leave, up to the size of a small model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD of malloc.h
 
 
 def _require_family(options: ConvertOptions, folder: Path) -> None:

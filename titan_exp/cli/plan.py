@@ -1,9 +1,11 @@
 """Predict memory and speed of a run before it is launched, or rank all layouts for a cluster (plan search)."""
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.cli.plan_commands.device import device_for
@@ -12,9 +14,13 @@ from titan_exp.config.command_line.options import HELP, options_help, take_optio
 from titan_exp.config.command_line.verb_options import PlanOptions
 from titan_exp.config.errors.did_you_mean import nearest
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.machine.devices import device_type
+
+if TYPE_CHECKING:
+    from titan_exp.plan.gate.gate import MemoryCheck
 
 USAGE = """\
-titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--kernels] [--full] [--json] [--trust]
+titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--trace FILE] [--kernels] [--full] [--json] [--trust]
              [key=value ...]
 titan-exp plan search ...                  rank all layouts of a cluster by speed; --help there
 titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; --help there
@@ -23,7 +29,11 @@ titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished 
 
   Traces the trainer's own build and two of its steps on fake tensors, for every pipeline rank, and prints the peak
   memory with its breakdown, FLOPs, communication and an estimate of the step time. Takes the overrides of train. Needs
-  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches."""
+  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches. A run that
+  does not fit is answered with changes that would, and exit code 3."""
+
+DOES_NOT_FIT = 3
+"""Exit code of a run that does not fit."""
 
 VERBS = ("search", "calibrate")
 """Sub-verbs of `titan-exp plan`."""
@@ -44,7 +54,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     options, overrides = take_options(PlanOptions, argv, others=(*SWITCHES, *VALUED))
     require_no_verb(overrides)
-    return run_with_hydra(overrides, lambda cfg, _: plan_command(cfg, options), trust=options.trust)
+    command = shlex.join(["titan-exp", "plan", *argv])
+    return run_with_hydra(overrides, lambda cfg, _: plan_command(cfg, options, command), trust=options.trust)
 
 
 def require_no_verb(overrides: Sequence[str]) -> None:
@@ -55,9 +66,9 @@ def require_no_verb(overrides: Sequence[str]) -> None:
             raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
 
 
-def plan_command(cfg: Any, options: PlanOptions) -> int:
+def plan_command(cfg: Any, options: PlanOptions, command: str) -> int:
     """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
-    cannot be predicted."""
+    cannot be predicted. The page shows the `command`."""
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
@@ -77,23 +88,51 @@ def plan_command(cfg: Any, options: PlanOptions) -> int:
 
     from titan_exp.plan.gate.batch_predict import FAILED
     from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
+    from titan_exp.plan.gate.gate import check_plan
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 
-    visualization = None
+    visualization = trace = None
     if options.html is not None:
         from titan_exp.plan.visualize.draw import Visualization
 
-        visualization = Visualization(options.html)
+        visualization = Visualization(options.html, command)
+    if options.trace is not None:
+        from titan_exp.plan.visualize.output_file import OutputFile
+
+        trace = OutputFile("--trace", options.trace)
     on_rank = None if visualization is None else visualization.add_rank
     with failing_user_code(experiment, FAILED):
         check_user_code(experiment)
         plan = predict(experiment, device, ranks, on_rank, full=options.full, worst_load=True)
+    values, runs = plan_to_json(plan), Path(experiment.paths.runs).expanduser()
+    memory_check = check_plan(experiment, device if options.device is not None else None, runs, values)
     if options.json:
-        print(json.dumps(plan_to_json(plan), indent=2))
+        print(json.dumps(values, indent=2))
     else:
         print_plan(plan, kernels=options.kernels)
+    messages = sys.stderr if options.json else sys.stdout
     if visualization is not None:
-        visualization.write(plan)
-        print(f"page: {visualization.path}", file=sys.stderr if options.json else sys.stdout)
-    return 0
+        visualization.write(plan, memory_check)
+        print(f"page: {visualization.file.path}", file=messages)
+    if trace is not None:
+        from titan_exp.plan.visualize.perfetto import trace_json
+
+        trace.write(trace_json(plan))
+        print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)
+    return _verdict(memory_check, options, runs)
+
+
+def _verdict(memory_check: "MemoryCheck", options: PlanOptions, runs: Path) -> int:
+    """Print whether a run fits, or changes with which it would; returns the exit code."""
+    from titan_exp.plan.gate.gate import explain_fit
+    from titan_exp.plan.gate.suggestions import explain_changes
+
+    if memory_check.fits is not False:
+        # On a GPU, the table says so.
+        if memory_check.fits and device_type(memory_check.experiment.cluster) == "cpu" and not options.json:
+            print(explain_fit(memory_check))
+        return 0
+    if not options.json:
+        print(explain_changes(memory_check, runs, print))
+    return DOES_NOT_FIT

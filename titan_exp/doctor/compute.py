@@ -1,6 +1,8 @@
-"""Single-device microbenchmarks: matmuls, attention forward and backward, device and host copies."""
+"""Single-device microbenchmarks: matmuls, attention forward and backward, copies, operator launches, CUDA context."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +18,16 @@ GEMMS = {
     "cpu": ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096)),
 }
 """Matmul shapes (M, K, N): squares, and a feed-forward projection of an 8B and a 1B model."""
-ATTENTIONS = {"cuda": (1, 32, 8, 8192, 128), "cpu": (1, 4, 2, 512, 64)}
+ATTENTIONS = {"cuda": ((1, 32, 8, 8192, 128), (1, 32, 8, 8192, 64)), "cpu": ((1, 4, 2, 512, 64),)}
 """Batch, query heads, KV heads, sequence length, head dimension."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-"""Matmul dtypes; fp8 with tensorwise scales."""
+FLOAT8 = ("float8_tensorwise", "float8_rowwise", "mxfp8")
+DTYPES = ("fp32", "bf16", *FLOAT8)
+"""Matmul dtypes, and recipes of float8 matmuls."""
+MX_BLOCK, MX_TILE = 32, (128, 4)
+"""Elements of a row that share an MXFP8 scale; rows and columns of scales to which cuBLAS pads."""
+OPERATORS = 1000
+"""Operators launched by one call of the launch benchmark."""
 
 
 def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
@@ -50,43 +57,71 @@ def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
 
 
 def attention_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
-    """Measure causal bf16 attention, forward and backward, of every backend; FLOPs count the causal half."""
-    batch, heads, kv_heads, seq, head_dim = ATTENTIONS[device.type]
-    work = 2.0 * batch * heads * seq * seq * head_dim  # two matmuls, causal half
+    """Measure causal bf16 attention, forward and backward, of every backend and head size; FLOPs count the causal
+    half."""
     backends = [name for name in SDPA_BACKENDS if runs_here(name, device)]
     backends += ["flex"] if device.type == "cuda" else []
 
-    def random(heads: int) -> Tensor:
-        shape = (batch, heads, seq, head_dim)
-        return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-
+    shapes = ATTENTIONS[device.type]
     for backend in backends:
         activate(backend, device)
-        core = CausalAttention(backend)  # type: ignore[arg-type]  # one of Backend
-        query, key, value = random(heads), random(kv_heads), random(kv_heads)
-        name = f"{backend}, {heads} heads ({kv_heads} KV), {seq} tokens, head dim {head_dim}"
-        rates = {
-            f"forward {name}": (lambda core=core, q=query, k=key, v=value: core(q, k, v), 1.0),
-            f"forward and backward {name}": (
-                lambda core=core, q=query, k=key, v=value: core(q, k, v).sum().backward(),
-                3.5,  # two matmuls forward, five backward
-            ),
-        }
-        for full, (call, times) in rates.items():
-            rate = measure_rate(
-                "attention",
-                full,
-                call,
-                amount=times * work / 1e12,
-                unit="TFLOP/s",
-                device=device,
-                limit=limit / len(backends) / 2,
-                expected=_peak(device),
-            )
-            yield rate
-            if rate.value is None:
-                break
+        for shape in shapes:
+            yield from _attention_rates(backend, shape, device, limit / len(backends) / len(shapes))
     activate("auto", device)
+
+
+def _attention_rates(
+    backend: str, shape: tuple[int, int, int, int, int], device: torch.device, limit: float
+) -> Iterator[Measurement]:
+    batch, heads, kv_heads, seq, head_dim = shape
+    work = 2.0 * batch * heads * seq * seq * head_dim / 1e12  # two matmuls, causal half
+
+    def random(heads: int) -> Tensor:
+        size = (batch, heads, seq, head_dim)
+        return torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    core = CausalAttention(backend)  # type: ignore[arg-type]  # one of Backend
+    inputs, gradient = (random(heads), random(kv_heads), random(kv_heads)), random(heads).detach()
+    name = f"{backend}, {heads} heads ({kv_heads} KV), {seq} tokens, head dim {head_dim}"
+    common: dict[str, Any] = {"unit": "TFLOP/s", "device": device, "limit": limit / 2, "expected": _peak(device)}
+    forward = measure_rate("attention", f"forward {name}", lambda: core(*inputs), amount=work, **common)
+    yield forward
+    if forward.seconds is None:
+        return
+    # Two matmuls forward, five backward.
+    both = measure_rate(
+        "attention",
+        f"backward {name}",
+        lambda: torch.autograd.grad(core(*inputs), inputs, gradient),
+        amount=2.5 * work,
+        **common,
+    )
+    if both.seconds is None:
+        yield both
+        return
+    seconds = max(both.seconds - forward.seconds, 1e-9)
+    yield replace(both, value=2.5 * work / seconds, seconds=seconds, note="both passes less forward")
+
+
+def launch_rate(device: torch.device, limit: float) -> Measurement:
+    """Measure the host time of an eager operator on one number, with autograd: far less work than its launch."""
+    number = torch.ones((), device=device, requires_grad=True)
+
+    def launch() -> None:
+        value = number
+        for _ in range(OPERATORS):
+            value = value + number
+
+    name = "eager operators with autograd, host time"
+    rate = measure_rate("launch", name, launch, amount=OPERATORS / 1e6, unit="M/s", device=device, limit=limit)
+    return rate if rate.seconds is None else replace(rate, seconds=rate.seconds / OPERATORS)
+
+
+def context_memory(device: torch.device) -> Measurement:
+    """Measure the memory of the CUDA context, with the code of kernels that ran; other processes' memory counts too."""
+    free, total = torch.cuda.mem_get_info(device)
+    size = (total - free - torch.cuda.memory_reserved(device)) / 2**30
+    return Measurement("memory", "CUDA context, and other processes", size, "GiB")
 
 
 def copy_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
@@ -122,15 +157,28 @@ def copy_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
 
 def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device) -> Callable[[], object]:
     """Matmul of random matrices, the second in the layout of a linear weight."""
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(DTYPES[dtype])
+        return torch.randn(shape, device=device).to(kinds.get(dtype, torch.float8_e4m3fn))
 
     left, right = random(rows, inner), random(columns, inner).t()
-    if dtype != "fp8":
+    if dtype not in FLOAT8:
         return lambda: left @ right
-    one = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+    if dtype == "mxfp8":
+        scales = [_mx_scales(size, inner, device) for size in (rows, columns)]
+    elif dtype == "float8_rowwise":
+        scales = [torch.ones(shape, device=device) for shape in ((rows, 1), (1, columns))]
+    else:
+        scales = [torch.ones((), device=device)] * 2
+    fast = {"use_fast_accum": True} if dtype != "mxfp8" else {}
+    return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, **fast)
+
+
+def _mx_scales(rows: int, inner: int, device: torch.device) -> Tensor:
+    """Scales of one for every block, in cuBLAS's padded size."""
+    height, width = (-(-size // tile) * tile for size, tile in zip((rows, inner // MX_BLOCK), MX_TILE, strict=True))
+    return torch.ones(height * width, device=device).to(torch.float8_e8m0fnu)
 
 
 def _peak(device: torch.device) -> float | None:

@@ -36,12 +36,12 @@ def bandwidth(name: str) -> float | None:
 
 
 def peak_of_type(bf16: float | None, dtype: str, capability: tuple[int, int]) -> float | None:
-    """Dense matmul peak in TFLOP/s of `bf16` or `fp8` from the bf16 peak; None for fp32.
+    """Dense matmul peak in TFLOP/s of `bf16` or a float8 recipe from the bf16 peak; None for fp32.
 
     Tensor cores with fp8 (compute capability 8.9 and later) run it at twice their bf16 rate.
     """
     if bf16 is None or dtype == "fp32":
         return None
-    if dtype == "fp8":
+    if "8" in dtype:
         return 2 * bf16 if capability >= (8, 9) else None
     return bf16

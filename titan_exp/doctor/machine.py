@@ -18,9 +18,9 @@ from titan_exp.config.command_line.options import HELP, take_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.compute import attention_rates, copy_rates, gemm_rates
+from titan_exp.doctor.compute import DTYPES, attention_rates, context_memory, copy_rates, gemm_rates, launch_rate
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
-from titan_exp.doctor.interconnect import link_rates
+from titan_exp.doctor.interconnect import SIZES, link_rates
 from titan_exp.doctor.measurement import Measurement
 from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import require_usable_cuda
@@ -28,8 +28,9 @@ from titan_exp.trainer.rank_call import RunOnRanks
 
 USAGE = """\
 titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
-  measures matmuls, every attention backend, copies, links between devices and the disk of the runs, and reports the
-  scheduler. Results are saved in .cache/doctor under paths.runs, where runs read them.
+  measures matmuls by precision, every attention backend forward and backward, copies, operator launches, collectives
+  between devices by size, memory beside tensors and the disk of the runs, and reports the scheduler. Results are
+  saved in .cache/doctor under paths.runs, where runs and the planner read them.
     --seconds N   measuring time, default 60; starting processes takes extra time
     --json        print only the saved results
 
@@ -37,7 +38,7 @@ titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
   reports the rounding error of a numeric recipe per layer; see titan-exp doctor --numerics --help.
 """
 
-SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.15, "link": 0.2, "disk": 0.1}
+SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.12, "launch": 0.03, "link": 0.2, "disk": 0.1}
 """Fraction of the measuring time by kind."""
 LOW_SHARE = 0.6
 """Fraction of the data-sheet rate below which a measurement is highlighted."""
@@ -100,6 +101,9 @@ def measure(
     take("gemm", lambda limit: gemm_rates(device, limit))
     take("attention", lambda limit: attention_rates(device, limit))
     take("copy", lambda limit: copy_rates(device, limit))
+    take("launch", lambda limit: [launch_rate(device, limit)])
+    if device.type == "cuda":
+        rates.append(context_memory(device))
     ranks = torch.cuda.device_count() if device.type == "cuda" else min(2, len(os.sched_getaffinity(0)))
     if ranks > 1:
         take("link", lambda limit: link_rates(run_on_ranks, ranks=ranks, device=device.type, limit=limit))
@@ -109,9 +113,14 @@ def measure(
         device=name,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
-        tflops={dtype: best for dtype in ("fp32", "bf16", "fp8") if (best := _best(rates, "gemm", dtype)) is not None},
+        tflops={dtype: best for dtype in DTYPES if (best := _best(rates, "gemm", f"{dtype} ")) is not None},
+        attention=_attention(rates),
         copy=_best(rates, "copy", "within"),
         link=_best(rates, "link", "all-reduce"),
+        message_us=_microseconds(rates, "link", f"all-reduce of {SIZES[device.type][0] / 2**10:g} KiB"),
+        launch_us=_microseconds(rates, "launch", ""),
+        context_gib=_best(rates, "memory", "CUDA"),
+        communicator_gib=_best(rates, "memory", "buffers"),
         rates=[asdict(rate) for rate in rates],
         scheduler=scheduler(),
     )
@@ -120,6 +129,24 @@ def measure(
 def _best(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:
     values = [rate.value for rate in rates if rate.kind == kind and rate.name.startswith(prefix) and rate.value]
     return max(values, default=None)
+
+
+def _microseconds(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:
+    found = [rate.seconds for rate in rates if rate.kind == kind and rate.name.startswith(prefix) and rate.seconds]
+    return 1e6 * min(found) if found else None
+
+
+def _attention(rates: Iterable[Measurement]) -> dict[str, dict[str, list[float]]]:
+    """Rates of attention, forward and backward, by backend and head size."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for rate in rates:
+        if rate.kind == "attention" and rate.value is not None:
+            backend, size = rate.name.partition(",")[0].split()[-1], rate.name.rpartition(" ")[2]
+            found.setdefault(backend, {}).setdefault(size, []).append(rate.value)
+    return {
+        backend: {size: values for size, values in by_size.items() if len(values) == 2}
+        for backend, by_size in found.items()
+    }
 
 
 def _table(measured: DeviceRates) -> Table:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 MIN_CALLS, MAX_CALLS = 3, 50
-"""Minimum and maximum number of timed calls."""
+"""Minimum and maximum number of samples."""
+SAMPLE_SECONDS = 0.05
+"""Time of a sample on a GPU: calls without a pause between them, at the clock that its power limit sustains."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,13 @@ class Measurement:
     """Measured rate, or the reason why it could not be measured."""
 
     kind: str
-    """`gemm`, `attention`, `copy`, `host copy`, `link` or `disk`."""
+    """`gemm`, `attention`, `copy`, `host copy`, `launch`, `memory`, `link` or `disk`."""
     name: str
     """Dtype, shape, backend, direction."""
     value: float | None
     """Median rate in `unit`; None if it cannot be measured on this machine."""
     unit: str
-    """`TFLOP/s` or `GB/s`, with 10⁹ bytes."""
+    """`TFLOP/s`, `GB/s` with 10⁹ bytes, `M/s` (10⁶) or `GiB`."""
     seconds: float | None = None
     """Median time of a call."""
     expected: float | None = None
@@ -54,21 +56,22 @@ def measure_rate(
 def median_seconds(
     call: Callable[[], object], device: torch.device, limit: float, agree: Callable[[int], int] = lambda calls: calls
 ) -> float:
-    """Median seconds per synchronized call, after one warm-up call.
+    """Median seconds per call of samples that end with a synchronization, after one warm-up call.
 
-    The first timed call determines the number of calls; `agree` makes it equal on all ranks if the call is a
-    collective.
+    The first timed call determines the size and number of samples; `agree` makes them equal on all ranks if the call
+    is a collective.
     """
 
-    def timed() -> float:
+    def timed(calls: int = 1) -> float:
         begin = time.perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
+        return (time.perf_counter() - begin) / calls
 
     timed()
-    seconds = [timed()]
-    calls = agree(min(MAX_CALLS, max(MIN_CALLS, int(limit / max(seconds[0], 1e-6)))))
-    seconds += [timed() for _ in range(calls - 1)]
-    return statistics.median(seconds)
+    first = timed()
+    calls = agree(max(1, int(SAMPLE_SECONDS / max(first, 1e-6)))) if device.type == "cuda" else 1
+    samples = agree(min(MAX_CALLS, max(MIN_CALLS, int(limit / calls / max(first, 1e-6)))))
+    return statistics.median([first if calls == 1 else timed(calls), *(timed(calls) for _ in range(samples - 1))])

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, plan_record
-from titan_exp.plan.gate.suggestions import Suggestion, suggestions
-from titan_exp.tracking.number_format import format_bytes
+from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, explain_retries, plan_record
+from titan_exp.plan.gate.suggestions import explain_changes
 
 Echo = Callable[[str], None]
 
@@ -26,7 +25,7 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     if memory_check.user_error and plan.experiment.plan.gate == "refuse":
         raise UserError(f"{memory_check.user_error}\n{USER_CODE_HINT}")
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
-        raise UserError(_refusal(memory_check, _runs(plan), echo))
+        raise UserError(f"{explain_changes(memory_check, _runs(plan), echo)}\n{GATE_HINT}")
     for line in gate_warnings([memory_check]):
         echo(line)
     return with_prediction(plan, memory_check)
@@ -88,36 +87,11 @@ def _warning(memory_check: MemoryCheck) -> str:
         return f"This run is expected to fail. {memory_check.user_error}"
     if memory_check.fits is False:
         return f"This run is not expected to fit: {explain_oom(memory_check)}"
+    if retries := explain_retries(memory_check):
+        return f"This run fits {retries}, gives cached memory back, and waits for the GPU each time."
     if memory_check.why_not and memory_check.device_memory is not None:
         return f"Memory is not checked: {memory_check.why_not}."
     return ""
-
-
-def _refusal(memory_check: MemoryCheck, runs: Path, echo: Echo) -> str:
-    found = suggestions(memory_check, runs, echo)
-    lines = [f"This run does not fit: {explain_oom(memory_check)}"]
-    if found:
-        lines.append("  Predicted to fit:")
-        width = max(len(_typed(suggestion)) for suggestion in found)
-        lines += [f"    {_typed(suggestion):{width}}  {_outcome(suggestion)}" for suggestion in found]
-    else:
-        lines.append("  None of the tried changes fits; use a smaller model or shorter sequences.")
-    return "\n".join([*lines, GATE_HINT])
-
-
-def _typed(suggestion: Suggestion) -> str:
-    return " ".join(suggestion.overrides)
-
-
-def _outcome(suggestion: Suggestion) -> str:
-    memory_check = suggestion.memory_check
-    assert memory_check.device_memory is not None, "it was planned"
-    if memory_check.prediction is None:
-        return "fits by an upper bound"
-    peak = format_bytes(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)
-    if memory_check.device_memory.sharing == 1:
-        return peak
-    return f"{peak}, {format_bytes(memory_check.needed or 0)} together"
 
 
 def _runs(plan: RunPlan) -> Path:

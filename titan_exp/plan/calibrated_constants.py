@@ -8,7 +8,7 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.tracking.device_rates import rates_file
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
-FITTED = ("matmul_share", "bandwidth_share", "link_share", "operator_us", "overhead_gb")
+FITTED = ("matmul_factor", "bandwidth_factor", "link_factor", "launch_us", "overhead_gb")
 """Fitted fields of `Device`."""
 
 
@@ -18,14 +18,14 @@ class Constants:
 
     device: str = ""
     """Name of the device."""
-    matmul_share: float | None = None
-    """See `Device.matmul_share`."""
-    bandwidth_share: float | None = None
-    """See `Device.bandwidth_share`."""
-    link_share: float | None = None
-    """See `Device.link_share`."""
-    operator_us: float | None = None
-    """See `Device.operator_us`, in microseconds."""
+    matmul_factor: float | None = None
+    """See `Device.matmul_factor`."""
+    bandwidth_factor: float | None = None
+    """See `Device.bandwidth_factor`."""
+    link_factor: float | None = None
+    """See `Device.link_factor`."""
+    launch_us: float | None = None
+    """See `Device.launch_us`, in microseconds."""
     overhead_gb: float | None = None
     """See `Device.overhead_gb`, in GB."""
     runs: int = 0

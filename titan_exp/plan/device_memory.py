@@ -6,27 +6,24 @@ constants of `titan-exp plan calibrate` override both.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import node_size
-from titan_exp.config.machine.local_machine import cpu_name, gpu_names, host_memory, usable_cores
+from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory, usable_cores
 from titan_exp.plan.calibrated_constants import read_constants
-from titan_exp.plan.cuda.devices import DEVICES, Device
-from titan_exp.tracking.device_rates import read_rates
+from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
+from titan_exp.tracking.device_rates import DeviceRates, read_rates
 from titan_exp.tracking.number_format import GIB
 
 CPU_OVERHEAD_GB = 0.45
-"""Default memory of Python, torch and its allocator in a CPU rank's process, measured with torch 2.13."""
-DEVICE_KEYS = {
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "AMD Instinct MI300X": "mi300x",
-}
-"""Keys of the device table, by device name as reported by drivers and torch."""
+"""Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python, torch and the processes that
+launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
+SAVE_PROCESS_GB = 0.25
+"""Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,13 @@ def device_memory_of(layout: ResolvedLayout, runs: Path) -> DeviceMemory:
     """Device and memory of a run; `runs/.cache` holds measured rates and fitted constants."""
     cache = runs / ".cache"
     if layout.device_type == "cuda":
-        return gpu_memory(layout.cluster, cache)
+        return gpu_memory(layout.cluster, cache, process_groups(layout))
     return _cpu_memory(layout.cluster, layout.world_size, layout.training.mixed_precision, cache)
+
+
+def process_groups(layout: ResolvedLayout) -> int:
+    """Process groups of a rank: of all ranks, and one per mesh axis."""
+    return (layout.world_size > 1) + sum(getattr(layout.parallelism, name) > 1 for name in DEGREES)
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
@@ -66,10 +68,24 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     cores = int(name.rpartition(", ")[2].partition(" ")[0])
     bandwidth = measured.copy / 1e3 / processes
     link = measured.link or measured.copy / 2
-    memory = (host_memory() or 0) / 1e9
-    device = Device(name, memory, measured.tflops[dtype] * min(1.0, threads / cores), None, bandwidth, link, link)
-    # Measured rates are already achieved rates.
-    device = replace(device, matmul_share=1.0, bandwidth_share=1.0, link_share=1.0, overhead_gb=CPU_OVERHEAD_GB)
+    share = min(1.0, threads / cores)
+    device = Device(
+        name,
+        host_memory() or 0,
+        measured.tflops[dtype] * share,
+        None,
+        {"bf16": measured.tflops[dtype] * share},
+        bandwidth,
+        bandwidth,
+        link,
+        link,
+        message_us=measured.message_us or 0.0,
+        launch_us=measured.launch_us or 0.0,
+        launches_ahead=False,
+        # Attention is measured in bf16.
+        attention=_attention(measured, share) if dtype == "bf16" else {},
+        overhead_gb=CPU_OVERHEAD_GB,
+    )
     return read_constants(cache, name).apply_to(device)
 
 
@@ -77,34 +93,53 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
     """GPU of the device table with its cluster's links, and with measured rates and fitted constants from `cache`."""
     links = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
     device = replace(device, **links)
-    names = [name for name, key in DEVICE_KEYS.items() if DEVICES[key].name == device.name]
-    measured = next((found for name in names if (found := read_rates(cache, name)) is not None), None)
+    measured = next((found for name in device.driver_names if (found := read_rates(cache, name)) is not None), None)
     if measured is not None:
         # Data-sheet peaks stay, since they define MFU.
-        reached = {
-            "matmul_share": measured.tflops.get("bf16", 0) / device.bf16_tflops,
-            "bandwidth_share": (measured.copy or 0) / 1e3 / device.bandwidth_tbs,
-            "link_share": (measured.link or 0) / device.link_gbs,
+        changed: dict[str, Any] = {
+            "gemm": {**device.gemm, **measured.tflops},
+            "attention": {**device.attention, **_attention(measured)},
+            "sources": {**device.sources, "measured": f"titan-exp doctor, {measured.when}"},
         }
-        device = replace(device, **{name: min(1.0, share) for name, share in reached.items() if share})
-        if device.fp8_tflops is not None and {"bf16", "fp8"} <= set(measured.tflops):
-            device = replace(device, fp8_reach=measured.tflops["fp8"] / device.fp8_tflops / device.matmul_share)
+        if measured.copy is not None:
+            share = device.elementwise_tbs / device.copy_tbs
+            changed |= {"copy_tbs": measured.copy / 1e3, "elementwise_tbs": share * measured.copy / 1e3}
+        if measured.link is not None:
+            changed["link_share"] = min(1.0, measured.link / device.link_gbs)
+        for name in ("message_us", "launch_us", "context_gib", "communicator_gib"):
+            if (value := getattr(measured, name)) is not None:
+                changed[name] = value
+        device = replace(device, **changed)
     return read_constants(cache, device.name).apply_to(device)
 
 
-def gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
-    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs folder."""
+def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> DeviceMemory:
+    """Device and memory of a run on GPUs, with NCCL's buffers of `process_groups`; `cache` is `.cache` of the runs.
+
+    The capacity of GPUs in this machine is the driver's; of others, that of the device table.
+    """
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
     if installed and len(set(installed)) == 1:
-        key = DEVICE_KEYS.get(installed[0], "")
+        key = device_reported_as(installed[0]) or ""
     if key not in DEVICES:
         text = f"cluster.gpu_type={cluster.gpu_type or 'null'}"
         if installed:
             text = f"this machine has {listed(sorted(set(installed)), 'and')}, {text}"
         return DeviceMemory(None, None, 1, 0, "the GPU", f"{text}; the planner knows {listed(DEVICES, 'and')}")
     device = refine_gpu(DEVICES[key], cluster, cache)
-    return DeviceMemory(device, round(device.memory_gb * 1e9), 1, round(device.overhead_gb * 1e9), device.name)
+    if installed and (present := gpu_memory_bytes()) is not None:
+        device = replace(device, memory=present)
+    return DeviceMemory(device, device.memory, 1, device.overhead(process_groups), device.name)
+
+
+def _attention(measured: DeviceRates, share: float = 1.0) -> dict[str, dict[int, tuple[float, float]]]:
+    """Measured rates of attention, multiplied by the share of the device that a process has."""
+    return {
+        kernel: {int(size): (share * forward, share * backward) for size, (forward, backward) in by_size.items()}
+        for kernel, by_size in measured.attention.items()
+        if by_size
+    }
 
 
 def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> DeviceMemory:

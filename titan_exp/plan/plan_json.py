@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
+
+SPEED = ("bubble", "step_seconds", "tokens_per_second_per_device", "mfu")
+"""Values of the slowest rank's plan."""
+
 
 @dataclass(frozen=True)
 class RankPrediction:
@@ -26,6 +31,18 @@ class RankPrediction:
     """Step time by bound (`RankTime`); None if rates are unknown."""
     operators: int
     """Operators of a step."""
+    saved: int = 0
+    """Bytes of parameters and optimizer state, which an asynchronous save copies to the host."""
+    retries: int = 0
+    """Allocations of the first steps that find the device full, and give cached memory back before they succeed."""
+
+    @property
+    def total(self) -> float | None:
+        """Seconds of the rank's step, without the bubble."""
+        if self.seconds is None:
+            return None
+        behind = self.seconds["behind"]
+        return max(sum(seconds for name, seconds in self.seconds.items() if name != "behind"), behind)
 
     @property
     def peak(self) -> int:
@@ -68,8 +85,13 @@ def merge_ranks(parts: Sequence[Mapping[str, Any]]) -> Prediction:
     """Merge per-rank plans, each in the form of `plan_table.plan_to_json`; the slowest rank sets the speed."""
     slowest = max(parts, key=lambda part: part["step_seconds"] or 0.0)
     ranks = sorted((_rank(rank) for part in parts for rank in part["ranks"]), key=lambda rank: rank.pipeline_rank)
-    speed = (slowest[name] for name in ("bubble", "step_seconds", "tokens_per_second_per_device", "mfu"))
-    return Prediction(tuple(ranks), *speed)
+    bubble, step, *speeds = (slowest[name] for name in SPEED)
+    totals = {rank.pipeline_rank: rank.total for rank in ranks if rank.total is not None}
+    if step is None or not totals:
+        return Prediction(tuple(ranks), bubble, step, *speeds)
+    # Every part took its missing ranks to be as slow as its slowest.
+    whole = pipeline_seconds(totals, len(ranks), bubble)
+    return Prediction(tuple(ranks), bubble, whole, *(speed and speed * step / whole for speed in speeds))
 
 
 def to_json(prediction: Prediction) -> dict[str, Any]:
@@ -95,4 +117,6 @@ def _rank(values: Mapping[str, Any]) -> RankPrediction:
         values["peak_during"],
         values["seconds"],
         values["operators"],
+        values["saved_bytes"],
+        values["allocation_retries"],
     )

@@ -10,8 +10,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations, Reserved, reservations
+from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations
 from titan_exp.plan.cuda.cpu_offload import HostUsage
+from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
@@ -104,6 +105,8 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
+        "saved_bytes": rank.saved,
+        "allocation_retries": 0 if rank.pressed is None else rank.pressed.retries,
         "saved_calls": list(trace.saved_calls),
         "host": None if trace.host is None else _host_json(trace.host),
         "flops": trace.costs.flops,
@@ -142,24 +145,25 @@ def _memory(plan: Plan) -> Table:
 
 def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
     if plan.device is None or plan.layout.device_type == "cpu":
-        return "Sizes are those of tensor storages on a CPU; the overhead of the process comes on top."
-    room, tensors = plan.device.memory_gb * 1e9, largest.trace.peak.bytes
-    if largest.reserved is None or tensors > room:
-        fits = "Does not fit: " if tensors > room else ""
-        return f"{fits}{_gib(tensors)} GiB of tensors, and the device has {_gib(room)}."
-    reserved, way = largest.bytes, "expandable" if largest.expandable else "fixed"
-    if reserved > room:
-        return (
-            f"Does not fit: torch's allocator reserves {_gib(reserved)} GiB in {way} segments for {_gib(tensors)} of "
-            f"tensors, and the device has {_gib(room)}. {_when_full(largest, largest.reserved.expandable, room)}"
-        )
-    unknown = "" if plan.device.matmul_workspace else ", workspaces of its matmul library"
+        return "Sizes are those of tensor storages on a CPU."
+    room, tensors, pressed = plan.device.memory, largest.trace.peak.bytes, largest.pressed
+    overhead = plan.device.overhead(process_groups(plan.layout))
+    needs = f"{_gib(tensors)} GiB of tensors"
+    if largest.reserved is not None and tensors <= room:
+        way = "expandable" if largest.expandable else "fixed"
+        other = _other_segments(plan, largest.reserved)
+        needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments{other}"
+    unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
+    needs += f"; {_gib(overhead)} is taken for CUDA's context and code and NCCL's buffers{unknown}"
+    if largest.bytes + overhead > room:
+        return f"Does not fit: {needs}; the device has {_gib(room)}."
+    left = f"{_gib(room - largest.bytes - overhead)} of the device's {_gib(room)} GiB are left"
+    notes = f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
+    if pressed is None:
+        return f"Fits, {left}: {needs}.{notes}"
     return (
-        f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(reserved)} of the device's "
-        f"{_gib(room)} GiB ({reserved / room:.0%}) in {way} segments{_other_segments(plan, largest.reserved)}. "
-        f"The other {_gib(room - reserved)} must hold memory that is not predicted: CUDA's context and code, NCCL's "
-        f"buffers{unknown}."
-        f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
+        f"Fits with the allocator under pressure: in {STEPS} steps it finds the device full {pressed.retries} times, "
+        f"gives cached memory back, and waits for the GPU each time. {needs}; {left}.{notes}"
     )
 
 
@@ -215,20 +219,6 @@ def _other_segments(plan: Plan, reserved: Reservations) -> str:
     return f"; {_gib(other.reserved)} with {key}"
 
 
-def _when_full(largest: RankPlan, expandable: Reserved, room: float) -> str:
-    """Sentence about a full device, where expandable segments return unused pages."""
-    if not largest.expandable and expandable.reserved <= room:
-        return f"With {EXPANDABLE} it reserves {_gib(expandable.reserved)}."
-    retried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
-    if not retried.fits:
-        return "" if largest.expandable else f"Neither does it with {EXPANDABLE}."
-    runs = "It runs" if largest.expandable else f"With {EXPANDABLE} it runs"
-    return (
-        f"{runs}, but returns and reallocates memory {retried.retries} times in {STEPS} steps, and each time waits for "
-        "the GPU."
-    )
-
-
 def _messages(plan: Plan, largest: RankPlan) -> Table:
     which = f" of pipeline rank {largest.pipeline_rank}" if len(plan.ranks) > 1 else ""
     title = f"Messages{which} in a step"
@@ -243,7 +233,9 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
         group = [str(len(ranks)), str(len({rank // node for rank in ranks}))] if ranks else ["", ""]
         row = [axis, kind, *group, str(work.calls[axis, kind]), f"{size / MIB:,.2f}"]
         if plan.device is not None:
-            row.append(f"{message_seconds(kind, size, ranks, plan.device, node) * 1e3:,.2f}" if ranks else "")
+            calls = work.calls[axis, kind]
+            seconds = message_seconds(kind, size, ranks, plan.device, node, calls=calls)
+            row.append(f"{seconds * 1e3:,.2f}" if ranks else "")
         table.add_row(*row)
     return table
 
@@ -290,7 +282,7 @@ def _speed(plan: Plan) -> list[str]:
     )
     if slowest is None or plan.step_seconds is None:
         return lines
-    operators = f"operator overhead {slowest.operators:.3g}, " if slowest.operators else ""
+    operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
     lines.append(
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "

@@ -10,16 +10,18 @@ import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reservations, Reserved, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
+from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
-from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
+from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -39,6 +41,8 @@ class RankPlan:
     """Step time; None if rates are unknown."""
     reserved: Reservations | None = None
     """Memory that the caching allocator reserves; None on a CPU."""
+    pressed: Reserved | None = None
+    """Memory that it reserves within the device, of which it asks for more; None if the device has that."""
     expandable: bool = False
     """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime] = ()
@@ -61,7 +65,15 @@ class RankPlan:
     @property
     def allocator(self) -> Reserved | None:
         """Statistics of the caching allocator with the run's segments; None on a CPU."""
+        if self.pressed is not None and self.pressed.fits:
+            return self.pressed
         return self.reserved and (self.reserved.expandable if self.expandable else self.reserved.segments)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of parameters and optimizer state on device and host, as a checkpoint holds them."""
+        host = {} if self.trace.host is None else self.trace.host.persistent
+        return sum(held.get(name, 0) for held in (self.trace.persistent, host) for name in ("parameters", "optimizer"))
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,7 @@ def predict(
     check_supported(experiment)
     if cuda and device is not None:
         check_supported_on(experiment, device)
+        device = with_run_kernels(device, experiment)
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = layout.node_size if cuda else layout.world_size
@@ -182,8 +195,12 @@ def predict(
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
         reserved = reservations(trace.setup_events, trace.step_events) if cuda else None
         kernels = class_times(trace.costs, None if seconds is None else device)
-        return RankPlan(number, trace, seconds, reserved, expandable, kernels)
+        found = RankPlan(number, trace, seconds, reserved, None, expandable, kernels)
+        return (
+            found if room is None or found.bytes <= room else replace(found, pressed=_pressed(trace, room, expandable))
+        )
 
+    room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
     load, worst = experiment.plan.worst_expert_load, None
     with capability, deterministic_attention(deterministic):
         traces = tracer.traces(numbers, full=full)
@@ -198,14 +215,20 @@ def predict(
         for persistent in (trace.persistent, {} if trace.host is None else trace.host.persistent):
             held, state = held + persistent.get("parameters", 0), state + persistent.get("optimizer", 0)
     bubble = pipeline_bubble(layout)
-    times = [plan.time.total for plan in plans if plan.time is not None]
-    step = max(times) / (1 - bubble) if times else None
+    times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
+    step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     # Optimizer state is proportional to the weights of every rank.
     checkpoint = round(tracer.parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began
     return Plan(
         experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst
     )
+
+
+def _pressed(trace: Trace, room: int, expandable: bool) -> Reserved:
+    """Replay of the caching allocator with `room` bytes."""
+    found = reservations(trace.setup_events, trace.step_events, room)
+    return found.expandable if expandable else found.segments
 
 
 @dataclass

@@ -1,15 +1,20 @@
 """Supported options of the planner, checked without importing torch for a fast error."""
 
+from dataclasses import replace
+
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, CUDNN_EVERYWHERE, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile that run on fake tensors."""
+
+HOPPER = (9, 0)
+"""First CUDA capability on which `auto` is cuDNN's attention."""
 
 BLACKWELL = (10, 0)
 """First CUDA capability with NVFP4 instructions."""
@@ -93,3 +98,29 @@ def attention_kernel(experiment: Experiment) -> str:
     attention = None if spec is None else spec.attention
     takes = attention is None or HEAD_SIZES["flash"].takes(attention.qk_dim)
     return "efficient" if fp32 or experiment.data.document_mask or not takes else "flash"
+
+
+def with_run_kernels(device: Device, experiment: Experiment) -> Device:
+    """Device with the recipe, attention kernel and head size of a run, which choose among its rates."""
+    spec = model_spec(experiment.model)
+    attention = None if spec is None else spec.attention
+    return replace(
+        device,
+        recipe=experiment.quantization.recipe,
+        kernel=_attention_backend(experiment, device),
+        head_dim=device.head_dim if attention is None else attention.qk_dim,
+    )
+
+
+def _attention_backend(experiment: Experiment, device: Device) -> str:
+    """Attention backend of a run on a GPU, resolved like `ops.attention.choose_backend`."""
+    backend, kernel = attention_backend(experiment.model), attention_kernel(experiment)
+    if backend != "auto" or kernel != "flash":
+        return kernel if backend == "auto" else backend
+    spec, parallelism = model_spec(experiment.model), experiment.parallelism
+    if spec is not None and (spec.has_sinks or spec.is_masked(experiment.training.seq_len)):
+        return "flex"
+    merges = parallelism.cp > 1 and parallelism.cp_method != "ulysses"
+    wide = spec is not None and spec.attention is not None and not CUDNN_EVERYWHERE.takes(spec.attention.qk_dim)
+    hopper = device.capability is not None and device.capability >= HOPPER
+    return "cudnn" if hopper and not (merges or wide or experiment.training.deterministic) else "flash"

@@ -58,11 +58,21 @@ class DeviceRates:
     """Date and time, in UTC."""
     torch: str
     tflops: dict[str, float] = field(default_factory=dict)
-    """Best matmul rate in TFLOP/s by dtype: `bf16`, `fp32`, `fp8`."""
+    """Best matmul rate in TFLOP/s by dtype or recipe: `bf16`, `fp32`, `float8_tensorwise`."""
+    attention: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Rates of causal attention, forward and backward, in TFLOP/s by backend and head size."""
     copy: float | None = None
     """Device copy bandwidth, bytes read plus written, in GB/s (10⁹)."""
     link: float | None = None
     """Best all-reduce bus bandwidth between the devices of the machine, in GB/s; None for one device."""
+    message_us: float | None = None
+    """Time of an all-reduce of the smallest size between the devices of the machine, in microseconds."""
+    launch_us: float | None = None
+    """Host time of an eager operator with autograd, in microseconds."""
+    context_gib: float | None = None
+    """Memory of the CUDA context, with the code of the kernels measured here, in GiB."""
+    communicator_gib: float | None = None
+    """Memory of NCCL's buffers of one process group, in GiB."""
     rates: list[dict[str, Any]] = field(default_factory=list)
     """All rates, as dictionaries of `doctor.measurement.Rate`."""
     scheduler: list[str] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Async save: the state is staged while training pauses, and the copy is written in the background.
 
-`async` stages into new memory and a thread writes; `async_pinned` stages from the GPU into pinned memory that is
+`async` stages into new memory, once, and a thread writes; `async_pinned` stages from the GPU into pinned memory that is
 reused between saves; `async_process` stages into shared memory and another process writes, outside Python's GIL.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from titan_exp.checkpoint.dcp.async_process import AsyncSaveProcess
@@ -25,7 +25,7 @@ class AsyncSaver:
     def __init__(self, mode: str, group: dist.ProcessGroup) -> None:
         self._group = group
         self._process = AsyncSaveProcess(group) if mode == "async_process" else None
-        self._stager = _stager(pinned=mode == "async_pinned") if mode != "async" else None
+        self._stager: AsyncStager = _Copies() if mode == "async" else _stager(pinned=mode == "async_pinned")
         self._staged = False
 
     def start(self, state: dict[str, Tensor], writer: dcp.StorageWriter) -> Future[Any]:
@@ -35,9 +35,6 @@ class AsyncSaver:
             if not self._staged:
                 self._fall_back_without_shared_memory(state)
         self._staged = True
-        if self._stager is None:
-            # torch copies GPU tensors before it returns, but keeps references to CPU tensors.
-            state = {key: value.clone() if value.device.type == "cpu" else value for key, value in state.items()}
         kind = AsyncCheckpointerType.THREAD if self._process is None else AsyncCheckpointerType.PROCESS
         future = dcp.async_save(
             state,
@@ -58,8 +55,7 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Release staging memory and end the save process; no save may be pending."""
-        if self._stager is not None:
-            self._stager.close()
+        self._stager.close()
         if self._process is not None:
             self._process.kill()
 
@@ -73,9 +69,24 @@ class AsyncSaver:
             "To enlarge it: docker run --shm-size=64g, or mount -o remount,size=64g /dev/shm.",
             shortage,
         )
-        assert self._stager is not None, "async_process has a stager"
         self._stager.close()
-        self._stager = self._process = None
+        self._stager, self._process = _Copies(), None
+
+
+class _Copies(AsyncStager):
+    """Stages into new memory of the host that the save alone holds.
+
+    torch's default stager keeps its memory for the next save too.
+    """
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy every tensor."""
+        return {key: value.detach().to("cpu", copy=True) for key, value in state_dict.items()}
+
+    def close(self) -> None:
+        """Hold nothing."""
 
 
 def _stager(*, pinned: bool) -> DefaultStager:

@@ -17,10 +17,11 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
-from titan_exp.plan.calibrated_constants import FITTED, read_constants, write_constants
-from titan_exp.plan.cuda.devices import DEVICES, Device
-from titan_exp.plan.device_memory import DEVICE_KEYS, cpu_device
+from titan_exp.plan.calibrated_constants import FITTED, write_constants
+from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
+from titan_exp.plan.device_memory import cpu_device, refine_gpu
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
+from titan_exp.plan.gate.gate import staged
 from titan_exp.plan.gate.prediction_cache import prediction_inputs
 from titan_exp.plan.plan_json import NotPredicted, Prediction
 from titan_exp.plan.time.fit import MIN_RUNS, Fit, Observation, fit
@@ -37,8 +38,8 @@ titan-exp plan calibrate: fit a device's constants to finished runs; later plans
   titan-exp plan calibrate ... --dry-run   print the fit and write nothing
   titan-exp plan calibrate ... --trust     also from runs that other users launched, if their configurations name code
 
-Four constants of time (the share of peak that matmuls, elementwise operators and collectives reach, and a fixed cost of
-every operator) and one of memory (the overhead of a process). Needs at least 4 runs with different predictions, all on
+Four constants of time (factors of the rates of matmuls, elementwise operators and collectives, and the host's time per
+operator) and one of memory (the overhead of a process). Needs at least 4 runs with different predictions, all on
 one kind of device. A CPU must have been measured by titan-exp doctor.
 """
 
@@ -131,13 +132,13 @@ def _resolve_device(experiment: Experiment, on_gpu: bool, gpus: int) -> Experime
 
 def _gpu(env: dict, experiment: Experiment, cache: Path) -> Device:
     names = {str(gpu.get("name")) for gpu in env.get("gpus") or []}
-    kind = DEVICE_KEYS.get(next(iter(names)), "") if len(names) == 1 else ""
+    kind = device_reported_as(next(iter(names))) if len(names) == 1 else None
     kind = kind or (experiment.cluster.gpu_type or "").lower()
     if kind not in DEVICES:
         raise UserError(
             f"its GPU is not in the planner's device table ({listed(sorted(names)) or 'cluster.gpu_type=null'})"
         )
-    return read_constants(cache, DEVICES[kind].name).apply_to(DEVICES[kind])
+    return refine_gpu(DEVICES[kind], experiment.cluster, cache)
 
 
 def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
@@ -172,7 +173,8 @@ def _observations(
             left_out[answer.reason] = left_out.get(answer.reason, 0) + 1
             continue
         tokens = run.experiment.training.global_batch_size * run.experiment.training.seq_len
-        found.append(Observation(run.label, answer, run.device, tokens / run.speed, run.memory))
+        memory = run.memory and run.memory - staged(run.experiment, answer.ranks[0])
+        found.append(Observation(run.label, answer, run.device, tokens / run.speed, memory))
     return found
 
 
@@ -203,7 +205,9 @@ def _show(observations: Sequence[Observation], found: Fit) -> None:
             print(f"{label}: {_errors([values[place] or 0.0 for _, place in both], [memory for memory, _ in both])}")
     device = observations[0].device
     for name in FITTED:
-        print(f"{name}: {getattr(device, name):.3g} -> {getattr(found.constants, name):.3g}")
+        before, after = getattr(device, name), getattr(found.constants, name)
+        if after is not None:
+            print(f"{name}: {device.overhead() / 1e9 if before is None else before:.3g} -> {after:.3g}")
 
 
 def _errors(predicted: Sequence[float], measured: Sequence[float]) -> str:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from titan_exp.plan.search.search import SearchResult
 
 USAGE = """\
-titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] ...
+titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--seconds N] [--device NAME]
+             [--json] ...
   for example: titan-exp plan search model=llama3_405b cluster=slurm_h100 --gpus 512 --global-batch-size 512 \\
       training.seq_len=8192 training.mixed_precision=bf16 --tokens 15e12
 
@@ -57,7 +58,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import fixed_keys, search_space
-    from titan_exp.plan.supported import check_supported, check_supported_on
+    from titan_exp.plan.supported import check_supported, check_supported_on, with_run_kernels
 
     experiment = to_experiment(cfg)
     if device_type(experiment.cluster) == "cpu":
@@ -71,6 +72,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     # Refuse unsupported options that no layout changes before the search.
     check_supported(experiment)
     check_supported_on(experiment, device)
+    device = with_run_kernels(device, experiment)
     if experiment.training.mixed_precision == "fp32":
         raise UserError(
             "plan search ranks layouts by speed and has no speed model for fp32 on GPUs "
@@ -83,7 +85,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     from titan_exp.plan.search.search_table import print_search, search_json, steps_for
 
     with _progress() as show:
-        result = LayoutSearch(space, device, options.limit, show).run()
+        result = LayoutSearch(space, device, options.limit, show).run(options.seconds)
     if not result.rows:
         raise UserError(_explain_no_fit(result, device, gpus))
     tokens = None if options.tokens is None else int(options.tokens)
@@ -109,7 +111,12 @@ def _check_homogeneous(experiment: Experiment) -> None:
 
 
 def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
-    capacity = format_bytes(device.memory_gb * 1e9)
+    capacity = format_bytes(device.memory)
+    if result.stopped:
+        return (
+            f"plan search: none of {result.looked_at} layouts looked at in {result.seconds:.0f} s fits on {gpus} x "
+            f"{device.name} with {capacity}. Use more --seconds, or fix some keys, as in parallelism.tp=8."
+        )
     if result.smallest is None and result.unknown and not result.floor:
         return (
             f"plan search: no layout can be extrapolated, because {result.unknown[0][0]}. "

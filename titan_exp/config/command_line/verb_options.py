@@ -176,11 +176,13 @@ class PlanOptions:
     """Options of `titan-exp plan`."""
 
     device: str | None = None
-    """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
+    """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
     ranks: Annotated[str, Predicate(rank_list)] = ""
     """Pipeline ranks to predict, as in 0,15; by default all."""
     html: str | None = None
     """File of a page with the shards of every rank, the pipeline schedule and memory over a step."""
+    trace: str | None = None
+    """File of the pipeline schedule as a trace for Perfetto."""
     full: bool = False
     """Trace every layer and micro-batch of every rank, which takes minutes for a large run."""
     kernels: bool = False
@@ -208,8 +210,11 @@ class PlanSearchOptions:
     """Same as training.global_batch_size."""
     limit: PositiveInt = 10
     """Number of layouts to print."""
+    seconds: PositiveFloat | None = None
+    """Time for the search; prints the best layouts until then, as Ctrl-C does. By default it ends when no other layout
+    can be faster."""
     device: str | None = None
-    """Device: a100, h100, h200, b200, mi300x; by default cluster.gpu_type."""
+    """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
     trust: bool = False

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from titan_exp.config.groups.types import PositiveFloat
+
 
 @dataclass(frozen=True)
 class PlanConfig:
@@ -16,6 +18,9 @@ class PlanConfig:
     predict: Literal["needed", "always"] = "needed"
     """`needed` skips runs that fit by an upper bound (small models); `always` predicts them too, to compare prediction
     and measurement. Predictions are cached."""
+    seconds: PositiveFloat = 300.0
+    """Time limit of a run's prediction before it is started; a run that takes longer starts unchecked, with a
+    warning."""
     worst_expert_load: Annotated[float, Ge(1)] = 2.0
     """Load of a rank's experts, in multiples of the mean, for which `titan-exp plan` tells the memory beside that of
     uniform routing, with `parallelism.ep`; 1 leaves it out. Nothing bounds it: balance makes it rare."""

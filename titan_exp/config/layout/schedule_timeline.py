@@ -1,6 +1,6 @@
 """Pipeline schedule timeline: end time of each action, and the bubble."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.layout.pipeline_schedules import Action, MalformedSchedule, Schedule
@@ -57,6 +57,20 @@ def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Ti
         for action in order
     )
     return Timeline(end, 1 - busy / total if total else 0.0)
+
+
+def pipeline_seconds(totals: Mapping[int, float], degree: int, bubble: float) -> float:
+    """Step seconds of a pipeline from the busy seconds of its ranks, and its bubble with equally slow ones.
+
+    The slowest rank idles while the others fill and drain the pipeline, so the bubble lasts as long as with the mean of
+    theirs. Ranks between the second and the last count as the second, and ranks that are not known as the slowest.
+    """
+    slowest = max(totals.values())
+    if degree == 1:
+        return slowest
+    first, second, last = (totals.get(rank, slowest) for rank in (0, 1, degree - 1))
+    others = first + last + (degree - 2) * second - slowest
+    return slowest + max(0.0, others) / (degree - 1) * bubble / (1 - bubble)
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:

@@ -4,9 +4,10 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 DEVICES = Path("/dev")
 """Folder of device files."""
@@ -14,8 +15,8 @@ DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder of the driver's list of GPUs."""
 
-GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files with the container's memory limit."""
+CONTROL_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Folder of control groups, and the file with this process's groups: `0::/path` in version 2 (cgroups(7))."""
 
 VMSTAT = Path("/proc/vmstat")
 """Linux's memory counters."""
@@ -50,6 +51,15 @@ def gpu_names() -> list[str]:
 
 
 @cache
+def gpu_memory_bytes() -> int | None:
+    """Bytes of this machine's smallest GPU that CUDA can allocate, from the driver; None if unknown."""
+    lines = command_lines("nvidia-smi", "--query-gpu=memory.total,memory.reserved", "--format=csv,noheader,nounits")
+    # The driver keeps the reserved part to itself.
+    found = [re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", line) for line in lines]
+    return min(((int(sizes[1]) - int(sizes[2])) * 2**20 for sizes in found if sizes), default=None)
+
+
+@cache
 def cpu_model() -> str:
     """Model name of the CPU."""
     with suppress(OSError):
@@ -73,15 +83,27 @@ def command_lines(*command: str) -> list[str]:
 
 
 def host_memory() -> int | None:
-    """Bytes of host memory, at most the container's limit; None if unknown."""
+    """Bytes of host memory, at most the limits of this process's control group and of those above it (containers,
+    SLURM's jobs, systemd's services); None if unknown."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-    for path in GROUP_LIMITS:
-        with suppress(OSError, ValueError):
+    for path in _group_limits():
+        with suppress(OSError, ValueError):  # "max": no limit
             total = min(total, int(path.read_text()))
     return total
+
+
+def _group_limits() -> Iterator[Path]:
+    folder, own = CONTROL_GROUPS
+    groups = {"": "/", "memory": "/"}
+    with suppress(OSError):
+        groups |= {kind: path for _, kind, path in (line.split(":", 2) for line in own.read_text().splitlines())}
+    for kind, mounts, name in (("", ("", "unified"), "memory.max"), ("memory", ("memory",), "memory.limit_in_bytes")):
+        group = PurePosixPath(groups[kind])  # its folder is absent in a container that sees its own group as the root
+        for path in (group, *group.parents):
+            yield from (folder / mount / path.relative_to("/") / name for mount in mounts)
 
 
 def count_oom_kills() -> int:

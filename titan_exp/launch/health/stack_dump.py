@@ -14,6 +14,8 @@ from titan_exp.tracking.progress_tracker import ProgressSnapshot
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """torch environment variable: flight recorder entries, read when the process group is created."""
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
+PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, of this environment and of others."""
 WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
 """torch functions that block on other ranks or on the device."""
 
@@ -82,10 +84,14 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_own_code(code: CodeType) -> bool:
     """True for code of titan_exp or the user."""
     path = code.co_filename
-    library = sysconfig.get_paths()
-    if path.startswith("<") or "titan_exp" in path.split("/"):
+    folders = set(path.split("/"))
+    if path.startswith("<") or "titan_exp" in folders:
         return not path.startswith("<")
-    return not any(path.startswith(library[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    # By name: a container's torch lies outside the environment that runs titan_exp.
+    if folders & PACKAGES:
+        return False
+    library = sysconfig.get_paths()
+    return not any(path.startswith(library[name]) for name in ("stdlib", "platstdlib"))
 
 
 def _short(code: CodeType) -> str:

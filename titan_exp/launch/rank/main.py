@@ -25,6 +25,7 @@ import psutil
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.builtins import executor_names
 from titan_exp.config.machine.cuda_allocator import allocator_environment
+from titan_exp.config.machine.host_allocator import return_freed_memory
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.config.secrets.variables import concealed
 from titan_exp.launch.executor import Executor, executor_for
@@ -59,6 +60,8 @@ from titan_exp.tracking.run_folder.temporary_folder import (
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: import path of the rank's main function; the trainer by default."""
 TRAINER = "titan_exp.trainer.rank_main.main"
+MAPPED_BYTES = 2**22
+"""Size from which a rank's host memory goes back to the system when it is freed."""
 FAILURE_MARK = "titan_exp: this rank failed"
 """Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
 
@@ -66,6 +69,7 @@ FAILURE_MARK = "titan_exp: this rank failed"
 def run_rank(folder: RunFolder, rank: RankInfo) -> int:
     """Run one rank that has joined its attempt; returns its exit code, or 0 for a saved stop if srun would kill
     peers."""
+    return_freed_memory(MAPPED_BYTES)
     code = _Rank(folder, rank).run()
     return DONE if rank.gang and code == STOPPED else code
 

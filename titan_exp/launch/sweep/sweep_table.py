@@ -144,7 +144,7 @@ def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
         return cells
     if memory_check.prediction is None:
         return cells if memory_check.bound is None else cells | {"GiB": f"< {memory_check.bound / GIB:.1f}"}
-    cells["GiB"] = f"{(memory_check.prediction.largest.peak + memory_check.device_memory.overhead) / GIB:.2f}"
+    cells["GiB"] = f"{memory_check.process_bytes(memory_check.prediction.largest) / GIB:.2f}"
     if memory_check.prediction.step_seconds is not None:
         experiment, seconds = memory_check.experiment, memory_check.prediction.step_seconds
         tokens = experiment.training.global_batch_size * experiment.training.seq_len

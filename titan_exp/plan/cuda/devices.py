@@ -1,101 +1,154 @@
-"""Accelerator specifications from public data sheets, and the achieved share of peak rates.
+"""Accelerators: capacity, data-sheet peaks and sustained rates, one YAML file each in `device_table`.
 
-Rates are dense (no sparsity) with fp32 accumulation; link rates are per device and direction.
+Every group of values has a source in its file; unmeasured rates say so. Peaks are dense (no sparsity) with
+fp32 accumulation; link rates are per device and direction.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.yaml_file import read_yaml
 
-MATMUL_SHARE = 0.75
-"""Share of the peak rate in large matmuls. A round number, not fitted to this trainer."""
-BANDWIDTH_SHARE = 0.8
-"""Share of memory bandwidth in elementwise operators; a round number too."""
-LINK_SHARE = 0.75
-"""Share of a link's rate in large messages; a round number too."""
-
-HOPPER_ATTENTION = 561 / 680, 491 / 680
-"""Rates of cuDNN's attention relative to bf16 matmuls: TFLOP/s on one H200 (causal, 8,192 tokens, heads of 128)."""
+GIB = 2**30
+TABLE = Path(__file__).with_name("device_table")
+"""Folder of the device files; a file's name is the device's command-line name."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Specification of an accelerator."""
+    """Accelerator, and the kernels that a run uses on it."""
 
     name: str
     """Product name."""
-    memory_gb: float
-    """Memory in GB (10^9 bytes)."""
+    memory: int
+    """Memory in bytes, as the driver reports it to CUDA."""
     bf16_tflops: float
-    """Dense bf16 matmuls, TFLOP/s."""
+    """Dense bf16 peak, TFLOP/s; the denominator of MFU."""
     fp8_tflops: float | None
-    """Dense fp8 matmuls, TFLOP/s; None without fp8 support."""
-    bandwidth_tbs: float
-    """Memory bandwidth, TB/s."""
+    """Dense fp8 peak, TFLOP/s; None without fp8 support."""
+    gemm: Mapping[str, float]
+    """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` without one."""
+    copy_tbs: float
+    """Sustained bandwidth of copies, TB/s read plus written; passes over all weights reach it too (casts, norm,
+    optimizer)."""
+    elementwise_tbs: float
+    """Sustained bandwidth of other elementwise kernels, TB/s."""
     link_gbs: float
     """Link to other devices of a node, GB/s."""
-    network_gbs: float = 50.0
-    """Network, GB/s: one 400 Gbit/s adapter per device, as in reference systems."""
+    network_gbs: float
+    """Network, GB/s: the device's share of a node's adapters."""
     host_gbs: float = 64.0
-    """Link to host memory, GB/s: PCIe 5.0 x16, specified as 128 GB/s in both directions."""
-    capability: tuple[int, int] | None = (9, 0)
+    """Link to host memory, GB/s."""
+    link_share: float = 1.0
+    """Share of a link's rate that large messages reach."""
+    message_us: float = 0.0
+    """Latency of a message in microseconds."""
+    link_hop_us: float = 0.0
+    """Additional latency of a ring's hop within a node."""
+    network_hop_us: float = 0.0
+    """Additional latency of a ring's hop to another node."""
+    launch_us: float = 0.0
+    """Host time per operator in microseconds: Python, torch's dispatcher, kernel launch."""
+    launches_ahead: bool = True
+    """True if the host launches operators while the device computes, so that the slower of both counts."""
+    attention: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    """Sustained TFLOP/s of causal attention, forward and backward, by kernel and head size."""
+    context_gib: float = 0.0
+    """Memory of the CUDA context and its code, GiB."""
+    communicator_gib: float = 0.0
+    """Memory of NCCL's buffers per process group, GiB."""
+    capability: tuple[int, int] | None = None
     """CUDA compute capability; None without CUDA."""
-    matmul_workspace: int = 32 * 2**20
+    matmul_workspace: int = 0
     """Bytes of torch's cuBLAS workspace per thread; 0 if unknown."""
-    matmul_share: float = MATMUL_SHARE
-    """Share of the peak rate in matmuls and attention. `titan-exp plan calibrate` fits this and the following, except
-    those called reach."""
-    bandwidth_share: float = BANDWIDTH_SHARE
-    """Share of memory bandwidth in elementwise operators."""
-    link_share: float = LINK_SHARE
-    """Share of a link's rate in messages."""
-    fp8_reach: float = 1.0
-    """Share of the peak rate in fp8 matmuls, relative to that in bf16."""
-    attention_reach: tuple[float, float] = (1.0, 1.0)
-    """Rates of attention, forward and backward, relative to those of bf16 matmuls."""
-    stream_reach: float = 1.0
-    """Bandwidth of passes over all weights (casts, norm, optimizer), relative to that of elementwise operators."""
-    operator_us: float = 0.0
-    """Overhead per operator in microseconds: kernel launch, and on a CPU Python and torch's dispatcher."""
-    overhead_gb: float = 0.0
-    """Memory of a process beyond its tensors, in GB (10^9 bytes)."""
     multiprocessors: int = 132
     """Streaming multiprocessors."""
+    watts: int | None = None
+    """Power limit of these rates."""
+    bandwidth_tbs: float | None = None
+    """Peak memory bandwidth, TB/s."""
+    driver_names: tuple[str, ...] = ()
+    """Names of the device as reported by drivers and torch."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Source of each group of values."""
+
+    recipe: str = "float8_tensorwise"
+    """Quantization recipe of the run's fp8 matmuls."""
+    kernel: str = "cudnn"
+    """Attention kernel of the run."""
+    head_dim: int = 128
+    """Head size of the run."""
+
+    matmul_factor: float = 1.0
+    """Factor of the rates of matmuls and attention. `titan-exp plan calibrate` fits this and the following."""
+    bandwidth_factor: float = 1.0
+    """Factor of memory bandwidth."""
+    link_factor: float = 1.0
+    """Factor of the rates of links."""
+    overhead_gb: float | None = None
+    """Memory of a process beyond its tensors, GB (10^9 bytes); None for the context and NCCL's buffers."""
 
     @property
     def matmul_rate(self) -> float:
-        """Achieved FLOP/s of bf16 matmuls."""
-        return self.bf16_tflops * 1e12 * self.matmul_share
-
-    @property
-    def bandwidth(self) -> float:
-        """Achieved bytes per second of elementwise operators."""
-        return self.bandwidth_tbs * 1e12 * self.bandwidth_share
+        """Sustained FLOP/s of bf16 matmuls."""
+        return self.gemm["bf16"] * 1e12 * self.matmul_factor
 
     @property
     def fp8_rate(self) -> float:
-        """Achieved FLOP/s of fp8 matmuls; bf16's without fp8 support."""
-        if self.fp8_tflops is None:
-            return self.matmul_rate
-        return self.fp8_tflops * 1e12 * self.matmul_share * self.fp8_reach
+        """Sustained FLOP/s of the recipe's fp8 matmuls; tensorwise float8's for others, bf16's without fp8 support."""
+        tflops = self.gemm.get(self.recipe, self.gemm.get("float8_tensorwise", self.gemm["bf16"]))
+        return tflops * 1e12 * self.matmul_factor
+
+    @property
+    def attention_rates(self) -> tuple[float, float]:
+        """Sustained FLOP/s of attention, forward and backward: the nearest head size of its kernel, else flash's; that
+        of matmuls if neither is known."""
+        by_size = self.attention.get(self.kernel, self.attention.get("flash"))
+        if not by_size:
+            return self.matmul_rate, self.matmul_rate
+        forward, backward = by_size[min(by_size, key=lambda size: abs(size - self.head_dim))]
+        return forward * 1e12 * self.matmul_factor, backward * 1e12 * self.matmul_factor
+
+    @property
+    def bandwidth(self) -> float:
+        """Sustained bytes per second of elementwise kernels."""
+        return self.elementwise_tbs * 1e12 * self.bandwidth_factor
+
+    @property
+    def copy_bandwidth(self) -> float:
+        """Sustained bytes per second of copies and passes over all weights."""
+        return self.copy_tbs * 1e12 * self.bandwidth_factor
+
+    @property
+    def link_efficiency(self) -> float:
+        """Share of a link's rate that messages reach, with calibration."""
+        return self.link_share * self.link_factor
+
+    def launch_seconds(self, operators: float, compute: float) -> float:
+        """Seconds that launching operators adds to `compute` seconds of their kernels."""
+        host = operators * self.launch_us / 1e6
+        return max(0.0, host - compute) if self.launches_ahead else host
+
+    def overhead(self, process_groups: int = 0) -> int:
+        """Bytes of a process beyond its tensors, with NCCL's buffers of `process_groups`."""
+        if self.overhead_gb is not None:
+            return round(self.overhead_gb * 1e9)
+        return round((self.context_gib + process_groups * self.communicator_gib) * GIB)
 
 
-DEVICES = {
-    # NVIDIA A100 80GB SXM data sheet: 312 bf16, 2,039 GB/s, NVLink 600 GB/s and PCIe 4.0 64 GB/s, both ways. DGX A100
-    # has 200 Gbit/s each.
-    "a100": Device("A100 80GB SXM", 80, 312.0, None, 2.039, 300, 25, 32, (8, 0), 8320 * 2**10, multiprocessors=108),
-    # NVIDIA H100 data sheet (SXM) and Hopper white paper: 989.4 bf16, 1,978.9 fp8, 3.35 TB/s, NVLink 900 both ways.
-    "h100": Device("H100 80GB SXM", 80, 989.4, 1978.9, 3.35, 450, attention_reach=HOPPER_ATTENTION),
-    # NVIDIA H200 data sheet (SXM): the H100's rates, 141 GB at 4.8 TB/s.
-    "h200": Device("H200 141GB SXM", 141, 989.4, 1978.9, 4.8, 450, attention_reach=HOPPER_ATTENTION),
-    # NVIDIA HGX B200 data sheet, divided by eight: 36 / 2 PFLOP/s bf16, 72 / 2 fp8, 1,440 GB, 62 TB/s, NVLink 1.8 TB/s.
-    "b200": Device("B200 180GB SXM", 180, 2250.0, 4500.0, 7.7, 900, capability=(10, 0), multiprocessors=148),
-    # AMD Instinct MI300X data sheet: 1,307.4 bf16, 2,614.9 fp8, 192 GB, 5.3 TB/s, seven links of 128 GB/s both ways.
-    "mi300x": Device(
-        "MI300X 192GB", 192, 1307.4, 2614.9, 5.3, 448, capability=None, matmul_workspace=0, multiprocessors=304
-    ),
-}
+def _read(path: Path) -> Device:
+    values: dict[str, Any] = read_yaml(path, "a device")
+    values["memory"] = round(values.pop("memory_gib") * GIB)
+    values["capability"] = values["capability"] and tuple(values["capability"])
+    values["driver_names"] = tuple(values["driver_names"])
+    return Device(**values)
+
+
+DEVICES = {path.stem: _read(path) for path in sorted(TABLE.glob("*.yaml"))}
 """Devices by command-line name."""
 
 
@@ -111,3 +164,8 @@ def device_named(name: str) -> Device:
             f"--device {name}: unknown device; {offer or f'known are {listed(DEVICES)}'}.".replace("?.", "?")
         )
     return DEVICES[name.lower()]
+
+
+def device_reported_as(name: str) -> str | None:
+    """Command-line name of the device with this name in drivers and torch; None if it is not in the table."""
+    return next((key for key, device in DEVICES.items() if name in device.driver_names), None)

@@ -6,6 +6,7 @@ traces share a process.
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -97,17 +98,26 @@ def _say(pending: Sequence[PredictionRequest], say: Callable[[str], None]) -> No
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
     # Imported lazily: most launches need no prediction.
     import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import Future, ProcessPoolExecutor
 
     groups = {key: _rank_groups(request) for key, request in pending.items()}
     processes = min(usable_cores(), sum(map(len, groups.values())), MAX_PROCESSES)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
-        futures = {
-            key: [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
-            for key, request in pending.items()
-        }
-        return {key: _merge(pending[key], parts) for key, parts in futures.items()}
+    others, deadline = set(multiprocessing.active_children()), time.monotonic()
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
+    futures, found = dict[str, list[Future[dict[str, Any]]]](), dict[str, Prediction | NotPredicted]()
+    try:
+        for key, request in pending.items():
+            futures[key] = [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
+        for key, parts in futures.items():
+            deadline += pending[key].experiment.plan.seconds
+            found[key] = _merge(pending[key], parts, deadline)
+    finally:
+        if any(not part.done() for parts in futures.values() for part in parts):
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+        pool.shutdown(cancel_futures=True)
+    return found
 
 
 class _PlanningFailedError(Exception):
@@ -149,11 +159,14 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[s
         raise _PlanningFailedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
 
 
-def _merge(request: PredictionRequest, parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:
+def _merge(
+    request: PredictionRequest, parts: "Sequence[Future[dict[str, Any]]]", deadline: float
+) -> Prediction | NotPredicted:
+    """Answer to a request, from its ranks; `deadline` is of the monotonic clock."""
     from concurrent.futures.process import BrokenProcessPool
 
     try:
-        found = [part.result() for part in parts]
+        found = [part.result(timeout=max(0.0, deadline - time.monotonic())) for part in parts]
         return request.answer if request.answer is not None else merge_ranks(found)
     except UserCodeError as error:
         violations = [str(violation).partition("\n")[0] for violation in error.violations]
@@ -161,6 +174,8 @@ def _merge(request: PredictionRequest, parts: "Sequence[Future[dict[str, Any]]]"
         return NotPredicted(f"its user code fails: {first}", str(error))
     except UserError as error:
         return _not_predicted(error)
+    except TimeoutError:
+        return NotPredicted(f"its prediction took more than plan.seconds={request.experiment.plan.seconds:g}")
     except BrokenProcessPool:
         return NotPredicted("the planner's process was killed; titan-exp plan shows why")
     except _PlanningFailedError as error:

@@ -3,7 +3,7 @@
 An upper bound from shapes decides small runs; the others are predicted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.plan.calibrated_constants import FITTED
-from titan_exp.plan.device_memory import DeviceMemory, device_memory_of
+from titan_exp.plan.cuda.caching_allocator import STEPS
+from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.device_memory import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, process_groups
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, merge_ranks, to_json
 from titan_exp.tracking.number_format import GIB, format_bytes
 
 
@@ -37,6 +39,12 @@ class MemoryCheck:
     user_error: str = ""
     """Failure of the run's user code, with its frames; else empty."""
 
+    def process_bytes(self, rank: RankPrediction) -> int:
+        """Bytes of a rank's process in the memory that limits the run."""
+        memory = self.device_memory
+        assert memory is not None, "plan.gate=off refuses nothing"
+        return rank.peak + memory.overhead + staged(self.experiment, rank)
+
     @property
     def needed(self) -> int | None:
         """Bytes of all processes that share one memory; None without a prediction."""
@@ -45,9 +53,9 @@ class MemoryCheck:
             return None
         if memory.sharing < ResolvedLayout.of(self.experiment).world_size or memory.sharing == 1:
             # The scheduler places ranks on nodes: count every rank of a node as the largest.
-            return memory.sharing * (prediction.largest.peak + memory.overhead)
+            return memory.sharing * self.process_bytes(prediction.largest)
         copies = memory.sharing // len(prediction.ranks)
-        return sum(copies * (rank.peak + memory.overhead) for rank in prediction.ranks)
+        return sum(copies * self.process_bytes(rank) for rank in prediction.ranks)
 
     @property
     def fits(self) -> bool | None:
@@ -57,6 +65,13 @@ class MemoryCheck:
         if self.needed is not None:
             return self.needed <= self.device_memory.capacity
         return True if self.bound is not None else None
+
+
+def staged(experiment: Experiment, rank: RankPrediction) -> int:
+    """Bytes of the state's copy on a CPU, while an asynchronous save is written beside training."""
+    if device_type(experiment.cluster) != "cpu" or not experiment.checkpoint.mode.startswith("async"):
+        return 0
+    return rank.saved + (round(SAVE_PROCESS_GB * 1e9) if experiment.checkpoint.mode == "async_process" else 0)
 
 
 def check_memory(
@@ -78,6 +93,35 @@ def check_memory(
     return checks
 
 
+def check_plan(experiment: Experiment, device: Device | None, runs: Path, plan: Mapping[str, Any]) -> MemoryCheck:
+    """Check of a plan of all ranks (`plan_table.plan_to_json`), on `device`; None is that of the run's cluster."""
+    layout = ResolvedLayout.of(experiment)
+    memory = device_memory_of(layout, runs)
+    if device is not None:
+        memory = DeviceMemory(device, device.memory, 1, device.overhead(process_groups(layout)), device.name)
+    return MemoryCheck(experiment, memory, prediction=merge_ranks([plan]))
+
+
+def explain_fit(memory_check: MemoryCheck) -> str:
+    """Sentence about a run that fits: what its processes need, and what is left."""
+    prediction, memory = memory_check.prediction, memory_check.device_memory
+    assert prediction is not None, "it was planned"
+    assert memory is not None, "it was planned"
+    needed, room = memory_check.needed or 0, memory.capacity or 0
+    who = "its process needs" if memory.sharing == 1 else f"the {memory.sharing} ranks that share its memory need"
+    text = f"Fits, {format_bytes(room - needed)} of {memory.name}'s {format_bytes(room)} are left: {who} "
+    return f"{text}{format_bytes(needed)}. {breakdown(memory_check, prediction.largest)}"
+
+
+def explain_retries(memory_check: MemoryCheck) -> str:
+    """Clause about an allocator under pressure; empty if the device is never full."""
+    prediction = memory_check.prediction
+    retries = 0 if prediction is None else max(rank.retries for rank in prediction.ranks)
+    return f"with the allocator under pressure: it finds the device full {retries} times in {STEPS} steps" * (
+        retries > 0
+    )
+
+
 def explain_oom(memory_check: MemoryCheck) -> str:
     """Explain why a run does not fit: pipeline rank, peak and its breakdown."""
     prediction, memory = memory_check.prediction, memory_check.device_memory
@@ -85,18 +129,20 @@ def explain_oom(memory_check: MemoryCheck) -> str:
     assert memory is not None, "plan.gate=off refuses nothing"
     largest = prediction.largest
     who = f"pipeline rank {largest.pipeline_rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else "a rank"
-    text = f"{who} needs {format_bytes(largest.peak + memory.overhead)} at its peak ({largest.during})"
+    text = f"{who} needs {format_bytes(memory_check.process_bytes(largest))} at its peak ({largest.during})"
     if memory.sharing > 1:
         text += f", the {memory.sharing} ranks that share its memory {format_bytes(memory_check.needed or 0)}"
-    return f"{text}; {memory.name} has {format_bytes(memory.capacity or 0)}.\n  {breakdown(largest, memory.overhead)}"
+    return f"{text}; {memory.name} has {format_bytes(memory.capacity or 0)}.\n  {breakdown(memory_check, largest)}"
 
 
-def breakdown(rank: RankPrediction, overhead: int) -> str:
-    """Breakdown of a rank's peak by category, the largest first."""
+def breakdown(memory_check: MemoryCheck, rank: RankPrediction) -> str:
+    """Breakdown of a process's memory, the largest category of its peak first."""
+    assert memory_check.device_memory is not None, "it was planned"
     parts = sorted(((size, name) for name, size in rank.by_category.items()), reverse=True)
     if rank.reserved is not None:
         parts.append((rank.reserved - rank.allocated, "reserved but not allocated"))
-    parts.append((overhead, "process overhead"))
+    parts.append((staged(memory_check.experiment, rank), "copy of the state while a checkpoint is written"))
+    parts.append((memory_check.device_memory.overhead, "process overhead"))
     return f"Breakdown: {', '.join(f'{name} {format_bytes(size)}' for size, name in parts if size >= GIB / 200)}."
 
 
@@ -117,12 +163,12 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
         return record
     experiment, speed = memory_check.experiment, prediction.tokens_per_second_per_device
     # `memory` of metrics.jsonl counts allocated tensors on a GPU and the whole process on a CPU, both of rank 0.
-    overhead = 0 if device_type(experiment.cluster) == "cuda" else memory.overhead
+    process = memory.overhead + staged(experiment, prediction.ranks[0])
     return {
         **record,
         "needed_bytes": memory_check.needed,
         "overhead_bytes": memory.overhead,
-        "memory": (prediction.ranks[0].allocated + overhead) / GIB,
+        "memory": (prediction.ranks[0].allocated + (process if device_type(experiment.cluster) == "cpu" else 0)) / GIB,
         "tokens_per_second": None if speed is None else speed * ResolvedLayout.of(experiment).world_size,
         "constants": memory.device and {name: getattr(memory.device, name) for name in FITTED},
         **to_json(prediction),

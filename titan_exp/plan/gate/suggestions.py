@@ -15,8 +15,9 @@ from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import OptimizerConfig, keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.plan.gate.gate import MemoryCheck, check_memory
+from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, explain_retries, staged
 from titan_exp.rules import check
+from titan_exp.tracking.number_format import format_bytes
 
 MAX_SUGGESTIONS = 3
 TIME_LIMIT = 60.0
@@ -25,6 +26,8 @@ BATCH = 2
 """Number of changes predicted together."""
 LOSS_CHUNK = 2048
 """Suggested value of training.loss_chunk_tokens."""
+COPY = "copy of the state"
+"""Category of what an asynchronous save holds on a CPU."""
 SHARDED = ("parameters", "gradients", "optimizer")
 """Memory categories divided by the number of shards."""
 
@@ -76,6 +79,33 @@ def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None
     return found[:MAX_SUGGESTIONS]
 
 
+def explain_changes(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> str:
+    """Why a run does not fit, and the changes with which it would."""
+    found = suggestions(memory_check, runs, say)
+    lines = [f"This run does not fit: {explain_oom(memory_check)}"]
+    if found:
+        lines.append("  Predicted to fit:")
+        width = max(len(" ".join(suggestion.overrides)) for suggestion in found)
+        lines += [f"    {' '.join(suggestion.overrides):{width}}  {_outcome(suggestion)}" for suggestion in found]
+    else:
+        lines.append("  None of the tried changes fits; use a smaller model or shorter sequences.")
+    return "\n".join(lines)
+
+
+def _outcome(suggestion: Suggestion) -> str:
+    memory_check = suggestion.memory_check
+    assert memory_check.device_memory is not None, "it was planned"
+    if memory_check.prediction is None:
+        return "fits by an upper bound"
+    retries = explain_retries(memory_check)
+    peak = format_bytes(memory_check.process_bytes(memory_check.prediction.largest)) + (
+        f", {retries}" if retries else ""
+    )
+    if memory_check.device_memory.sharing == 1:
+        return peak
+    return f"{peak}, {format_bytes(memory_check.needed or 0)} together"
+
+
 def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
     """Combinations that may fit and break no rule, cheapest first, each with its level per option."""
     experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
@@ -84,6 +114,7 @@ def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tu
         _recomputation(experiment.activation_checkpoint.mode),
         _micro_batches(layout.micro_batch_size),
         _moments(experiment.optimizer),
+        _saves(memory_check),
     ]
     if layout.device_type == "cuda":
         options.append(_degrees(layout))
@@ -113,12 +144,10 @@ def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
     assert prediction is not None, "an upper bound refuses nothing"
     assert memory is not None, "plan.gate=off refuses nothing"
     largest, overhead = prediction.largest, memory.overhead * memory.sharing
-    best = sum(
-        size * math.prod(change.best_case(category) for change in changes)
-        for category, size in largest.by_category.items()
-    )
+    sizes = {**largest.by_category, COPY: staged(memory_check.experiment, largest)}
+    best = sum(size * math.prod(change.best_case(name) for change in changes) for name, size in sizes.items())
     needed = memory_check.needed or 0
-    return (needed - overhead) * best / largest.allocated + overhead <= (memory.capacity or 0)
+    return (needed - overhead) * best / sum(sizes.values()) + overhead <= (memory.capacity or 0)
 
 
 def _loss_chunks(layout: ResolvedLayout) -> list[Change]:
@@ -147,6 +176,14 @@ def _moments(optimizer: OptimizerConfig) -> list[Change]:
     if not keeps_fp32_moments(optimizer):
         return [Change()]
     return [Change(), Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)]
+
+
+def _saves(memory_check: MemoryCheck) -> list[Change]:
+    prediction = memory_check.prediction
+    assert prediction is not None, "an upper bound refuses nothing"
+    if not staged(memory_check.experiment, prediction.largest):
+        return [Change()]
+    return [Change(), Change((("checkpoint.mode", "sync"),), 0.5, (COPY,), 0.0)]
 
 
 def _degrees(layout: ResolvedLayout) -> list[Change]:

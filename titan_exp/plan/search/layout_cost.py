@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.stages import FIRST, stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
+from titan_exp.plan.search.comparable import safety_factor
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time
-
-SAFETY_FACTOR, SAFETY_FACTOR_VIEWS = 0.95, 0.85
-"""Safety factors for per-token bytes scaled from traces of other degrees; the second if the trace has several kv heads
-per rank and the layout one, so that copies become views."""
 
 
 @dataclass(frozen=True)
@@ -39,44 +37,16 @@ class LayoutCost:
 
 def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, device: Device) -> LayoutCost:
     """Cost of a layout from traced parts of a sampled layout, which may differ in the number of shards."""
-    layout, seconds, peak = candidate.layout, 0.0, (-1, 0, "")
+    layout, totals, peak = candidate.layout, dict[int, float](), (-1, 0, "")
     bubble = pipeline_bubble(layout)
     for rank in extreme_ranks(candidate.parallelism.pp):
         step = _step_cost(candidate, rank, parts)
-        seconds = max(
-            seconds,
-            rank_time(step.costs, axis_ranks(candidate.parallelism, rank, step.costs), device, layout.node_size).total,
-        )
+        axes = axis_ranks(candidate.parallelism, rank, step.costs)
+        totals[rank] = rank_time(step.costs, axes, device, layout.node_size).total
         persistent = round(sum(step.persistent.values()) * (sampled.shards / candidate.shards - 1))
         # The matmul library keeps one workspace each for the forward and the backward thread.
         peak = max(peak, (step.peak.bytes + persistent + 2 * device.matmul_workspace, rank, step.peak.where))
-    return LayoutCost(candidate, seconds / (1 - bubble), bubble, *peak)
-
-
-def safety_factor(candidate: Candidate, sampled: Candidate) -> float:
-    """Minimum share of bytes scaled from a sampled layout that another layout needs."""
-    views = sampled.parallelism.tp < candidate.kv_heads <= candidate.parallelism.tp
-    return SAFETY_FACTOR_VIEWS if views else SAFETY_FACTOR
-
-
-def has_more_experts(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if a rank of a layout has at least the experts' weights of a sampled one, and copies as many rows of theirs.
-
-    An exchange copies them more often, and ranks that share channels copy those of each other.
-    """
-    if sampled.experts is None or candidate.experts is None or sampled.experts == candidate.experts:
-        return True
-    (other, other_etp, _, other_sharded), (own, own_etp, _, own_sharded) = sampled.experts, candidate.experts
-    fewer_weights = other * other_etp >= own * own_etp
-    return fewer_weights and other_sharded == own_sharded and copies_as_many_rows(sampled, candidate)
-
-
-def copies_as_many_rows(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if a rank of a layout copies at least the experts' rows of a sampled one."""
-    if sampled.experts is None or candidate.experts is None:
-        return True
-    (other, other_etp, *_), (own, own_etp, *_) = sampled.experts, candidate.experts
-    return other_etp in (1, own_etp) and (own > 1 or other == 1)
+    return LayoutCost(candidate, pipeline_seconds(totals, candidate.parallelism.pp, bubble), bubble, *peak)
 
 
 def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedParts) -> float:

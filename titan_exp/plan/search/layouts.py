@@ -65,7 +65,7 @@ class Candidate:
         """Activation checkpointing mode."""
         return self.experiment.activation_checkpoint.mode
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         """Key-value heads of the model; 1 without attention."""
         return 1 if self.spec is None or self.spec.attention is None else self.spec.attention.kv_heads

@@ -2,24 +2,21 @@
 
 No term is divided by more than a degree: with twice the tensor or context parallelism, or half the micro-batch, an
 operator moves at least half the bytes and keeps at least half of its outputs, and FLOPs are exactly halved. Tensor
-parallelism sends whole activations at any degree.
+parallelism sends whole activations at any degree, and no degree leaves out operators.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import repetition
-from titan_exp.plan.search.layout_cost import copies_as_many_rows, has_more_experts, safety_factor
-from titan_exp.plan.search.layouts import MODES, Candidate
+from titan_exp.plan.search.bound_terms import BoundTerms
+from titan_exp.plan.search.layout_cost import extreme_ranks
+from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.search.profile import Profile
-from titan_exp.plan.time.roofline import axis_ranks, compute_seconds, expert_weights_seconds, message_seconds
-from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.search.rank_load import RankLoad, rank_load
 
-CONTEXT_AXES = {"cp_across", "cp_within"}
-"""Mesh axes of context parallelism."""
 BOUND_MARGIN = 0.985
 """Margin of scaled values: sizes are rounded up, and some copies become views."""
 
@@ -38,49 +35,84 @@ class LowerBounds:
     """Lower bounds of layouts on a device, tightened by every added profile."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device, self._terms = device, BoundTerms(device)
         self._profiles: list[Profile] = []
-        self._replicated: dict[int, frozenset[str]] = {}
-        self._rates: dict[tuple[object, ...], float] = {}
-        self._loads: dict[tuple[object, ...], _RankLoad] = {}
-        self._terms: dict[tuple[object, ...], tuple[int, dict[str, float], defaultdict[str, float]]] = {}
+        self._loads: dict[tuple[object, ...], RankLoad] = {}
+        self._by_shape: dict[tuple[object, ...], tuple[int, dict[str, float], defaultdict[str, float]]] = {}
 
     def add(self, profile: Profile) -> None:
         """Add a profile."""
+        self._terms.compare(profile, self._profiles)
         self._profiles.append(profile)
 
     def of(self, candidate: Candidate) -> LowerBound:
         """Lower bound of a layout: the maximum of each term over all profiles."""
         load = self._load(candidate)
         units = self._units(candidate, load)
-        block = load.micro_batches * units["block"]
-        block += units["updated"] / candidate.shards / self._device.bandwidth / max(1.0, self._device.stream_reach)
-        seconds = max(load.layers * block, load.last_layers * block + load.micro_batches * units["ends"])
-        if candidate.parallelism.pp == 1:
-            gathers, reduces = (
-                sum(units[f"{unit} {kind}"] * self._seconds_per_byte(candidate, "fsdp", kind) for kind in kinds)
-                for unit, kinds in (("gathers", ("all-gather",)), ("reduces", ("reduce-scatter", "all-reduce")))
-            )
+        return LowerBound(
+            BOUND_MARGIN * self._seconds(candidate, load, units),
+            BOUND_MARGIN * self._bytes(candidate, load, units) + 2 * self._device.matmul_workspace,
+        )
+
+    def _seconds(self, candidate: Candidate, load: RankLoad, units: Mapping[str, float]) -> float:
+        device, ranks, totals = self._device, candidate.parallelism.pp, dict[int, float]()
+        updated = units["updated"] / candidate.shards / device.copy_bandwidth
+        behind, alone = self._behind(candidate, load, units), self._first_and_last(candidate)
+        for rank in extreme_ranks(ranks):
+            layers, ends = load.layers[rank], load.micro_batches * (rank == ranks - 1)
+            blocks, sent = layers * load.micro_batches, load.sends[rank] * load.micro_batches
+            compute = blocks * units["block"] + ends * units["ends"] + layers * updated
+            # Every sent message has a received one.
+            operators = blocks * units["operators"] + ends * units["end operators"] + 2 * sent
+            operators += layers * units["updated operators"]
+            exposed = blocks * units["sent"] + ends * units["ends sent"] + alone
+            exposed += self._terms.message(candidate, "pp", "send", sent * units["handed over"], sent) if sent else 0.0
+            busy = compute + device.launch_seconds(operators, compute) + exposed
             # The first and the last block are gathered once per micro-batch or never.
-            seconds = max(seconds, max(0, load.layers - 2) * (load.micro_batches * gathers + reduces))
-        seconds /= 1 - _bubble_lower_bound(candidate, load.micro_batches)
-        weights, gradients = _expert_bytes(candidate) if load.micro_batches > 1 else (0.0, 0.0)
-        weights = units["kept"] / candidate.shards + max(units["gathered"], weights)
+            totals[rank] = max(busy, max(0, layers - 2) * behind)
+        return pipeline_seconds(totals, ranks, _bubble_lower_bound(candidate, load.micro_batches))
+
+    def _behind(self, candidate: Candidate, load: RankLoad, units: Mapping[str, float]) -> float:
+        """Seconds of a block's messages of weights and gradients."""
+        seconds = self._terms.expert_messages(candidate, load.micro_batches)
+        if candidate.parallelism.pp > 1:
+            return seconds
+        gathers, *reduces = (
+            self._terms.message(candidate, "fsdp", kind, units[f"{kind} bytes"], units[f"{kind} calls"])
+            for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        )
+        return max(seconds, load.micro_batches * gathers + sum(reduces))
+
+    def _first_and_last(self, candidate: Candidate) -> float:
+        """Seconds of an empty first gather and last reduction, which nothing overlaps."""
+        if candidate.shards == 1:
+            return 0.0
+        kinds = ("all-gather", "reduce-scatter")
+        return sum(self._terms.message(candidate, "fsdp", kind, 0, 1) for kind in kinds)
+
+    def _bytes(self, candidate: Candidate, load: RankLoad, units: Mapping[str, float]) -> float:
+        several = load.micro_batches > 1 or candidate.parallelism.pp > 1
+        weights, gradients = self._terms.expert_bytes(candidate) if several else (0.0, 0.0)
+        kept, most = units["kept"] / candidate.shards, max(load.layers)
+        weights = kept + max(units["gathered"], weights)
         gradients = max(units["gradients"], gradients)
         held = weights + gradients if load.refills else weights
-        first = units["first"] + units["first kept"] / candidate.shards + load.first_layers * held
-        first += load.in_flight * units["left"] + units["passing"]
-        return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * (weights + gradients), first))
+        left = units["left"] + self._terms.copied_expert_bytes(candidate, surely=True)
+        first = units["first"] + units["first kept"] / candidate.shards + load.layers[0] * held
+        first += load.in_flight * left + units["passing"]
+        # At the end of a block's backward pass, its weights are gathered and its gradients not yet reduced.
+        within = most * kept + (load.in_flight - 1) * units["left"] + 4 * self._terms.gathered_experts(candidate)
+        return max(most * (weights + gradients), first, within)
 
-    def _load(self, candidate: Candidate) -> "_RankLoad":
+    def _load(self, candidate: Candidate) -> RankLoad:
         layout, parallelism = candidate.layout, candidate.parallelism
         size, schedule = layout.micro_batch_size, (parallelism.pp, parallelism.pp_schedule)
         key = size, layout.gradient_accumulation, parallelism.cp, schedule
         if key not in self._loads:
-            self._loads[key] = _rank_load(candidate)
+            self._loads[key] = rank_load(candidate)
         return self._loads[key]
 
-    def _units(self, candidate: Candidate, load: "_RankLoad") -> Mapping[str, float]:
+    def _units(self, candidate: Candidate, load: RankLoad) -> Mapping[str, float]:
         """Sums of terms by unit, for all layouts that differ in the number of shards and stages."""
         parallelism = candidate.parallelism
         key = (
@@ -94,242 +126,17 @@ class LowerBounds:
             candidate.has_one_data_rank,
             min(load.micro_batches, 3),
         )
-        seen, terms, units = self._terms.get(key, (0, {}, defaultdict(float)))
+        seen, terms, units = self._by_shape.get(key, (0, {}, defaultdict(float)))
         if seen < len(self._profiles):
             for profile in self._profiles[seen:]:
-                for name, value in self._terms_from(profile, candidate, load).items():
+                sampled = self._load(profile.candidate)
+                for name, value in self._terms.terms(profile, candidate, load, sampled).items():
                     terms[name] = max(value, terms.get(name, 0.0))
             units = defaultdict[str, float](float)
             for name, value in terms.items():
                 units[name.partition(":")[0]] += value
-            self._terms[key] = len(self._profiles), terms, units
+            self._by_shape[key] = len(self._profiles), terms, units
         return units
-
-    def _terms_from(self, profile: Profile, candidate: Candidate, load: "_RankLoad") -> dict[str, float]:
-        """Terms from one profile, as `unit: kind`: seconds per micro-batch and block, bytes, and messages in bytes."""
-        own, other = candidate.parallelism, profile.candidate.parallelism
-        # Replicated weights are not divided by the degree.
-        if own.tp < other.tp > candidate.kv_heads or not self._replicates(profile.candidate, candidate):
-            return {}
-        sampled, comparable_experts = self._load(profile.candidate), has_more_experts(profile.candidate, candidate)
-        terms = _parameter_bytes(profile, candidate, load, comparable_experts)
-        mode = profile.candidate.mode
-        terms |= _saved_bytes(profile, candidate, load, sampled)
-        # Recomputation adds to the costs of a profile.
-        if mode not in ("none", candidate.mode):
-            return terms
-        tokens = load.tokens / sampled.tokens
-        terms["block: compute"] = compute_seconds(profile.block, self._device) * tokens * other.tp / own.tp
-        terms["ends: compute"] = compute_seconds(profile.ends, self._device) * tokens * other.tp / own.tp
-        terms |= self._messages(candidate, profile, tokens)
-        if not comparable_experts:
-            return terms
-        if own.pp == 1 and (candidate.shards > 1 or profile.candidate.shards == 1):
-            terms |= _sharding_messages(profile, min(1.0, other.tp / own.tp))
-        if (own.tp, own.cp, load.sequences) == (other.tp, other.cp, sampled.sequences):
-            terms["block: weights"] = expert_weights_seconds(profile.block, self._device)
-        if other.cp > own.cp:
-            return terms
-        scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
-        scale *= safety_factor(candidate, profile.candidate)
-        # A pipeline gathers sharded weights before its first micro-batch, so `left` contains no weights.
-        only_tokens = other.pp > 1 and profile.candidate.shards > 1
-        comparable = mode == candidate.mode and (only_tokens or _same_lifetime(profile.candidate, candidate))
-        if comparable and (only_tokens or load.sequences <= sampled.sequences):
-            left = profile.left * scale * load.sequences / sampled.sequences
-            terms["left"] = max(left, terms.get("left", 0.0))
-        if factor := _sequence_factor(load.sequences, sampled.sequences):
-            if comparable:
-                terms["passing"] = profile.passing * scale * factor
-            if _has_fewer_operators(profile.candidate, candidate):
-                bandwidth = self._device.bandwidth * max(1.0, self._device.stream_reach)
-                terms["block: bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
-                terms["ends: bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
-        return terms
-
-    def _replicates(self, sampled: Candidate, candidate: Candidate) -> bool:
-        """True if a layout replicates every linear that a sampled one does."""
-        for each in (sampled, candidate):
-            if each.parallelism.tp not in self._replicated:
-                self._replicated[each.parallelism.tp] = each.replicated
-        return self._replicated[sampled.parallelism.tp] <= self._replicated[candidate.parallelism.tp]
-
-    def _messages(self, candidate: Candidate, profile: Profile, tokens: float) -> dict[str, float]:
-        """Seconds of messages of a block's activations from one profile."""
-        own, other, terms = candidate.parallelism, profile.candidate.parallelism, dict[str, float]()
-        smaller, same_tp = min(1.0, other.tp / own.tp), own.tp == other.tp
-        for (axis, kind), size in profile.block.messages.items():
-            factor, among, names = 0.0, axis, set(axis.split("="))
-            if "ep" in names and kind == "all-to-all":
-                # Ranks that share channels receive rows of each other's tokens.
-                if own.ep > 1 and own.etp == other.etp and (same_tp or own.etp == 1) and not names & CONTEXT_AXES:
-                    factor, among = tokens * other.tp / own.tp, "ep"
-            elif "etp" in names:
-                factor = tokens * (same_tp and own.etp == other.etp)
-            elif axis == "tp" and own.tp > 1:
-                # Ranks that share channels of experts exchange rows on this axis too. Where experts are sharded over
-                # just these ranks, no message on them differs from FSDP's.
-                of_fsdp = candidate.shards == 1 and candidate.experts is not None and own.ep * own.etp == 1
-                factor = tokens * (not of_fsdp and (other.etp == 1 or own.etp > 1))
-            elif names <= CONTEXT_AXES and 1 < other.cp <= own.cp:
-                factor = tokens * smaller
-                if axis == "cp_across":
-                    # For two ranks, at least half of a ring's hops exist.
-                    factor *= (own.cp // own.ulysses_degree) / (other.cp // other.ulysses_degree)
-            if factor:
-                terms[f"block: {among} {kind}"] = size * factor * self._seconds_per_byte(candidate, among, kind)
-        return terms
-
-    def _seconds_per_byte(self, candidate: Candidate, axis: str, kind: str) -> float:
-        parallelism = candidate.parallelism
-        degrees = (parallelism.dp_shard,) if axis == "fsdp" else (parallelism.ep, parallelism.etp)
-        key = (axis, kind, parallelism.tp, parallelism.cp, degrees)
-        if key not in self._rates:
-            costs = OpCosts()
-            costs.messages[axis, kind] = 1
-            ranks = axis_ranks(parallelism, 0, costs)[axis]
-            self._rates[key] = message_seconds(kind, 2**40, ranks, self._device, candidate.layout.node_size) / 2**40
-        return self._rates[key]
-
-
-@dataclass(frozen=True)
-class _RankLoad:
-    """Work per rank of a layout. A period of layers counts as one layer."""
-
-    tokens: float
-    """Tokens of a micro-batch."""
-    sequences: int
-    """Sequences of a micro-batch."""
-    micro_batches: int
-    layers: int
-    """Like layers of the rank with the most; first layers that differ from the rest are left out."""
-    first_layers: int
-    """Like layers of the first pipeline rank."""
-    last_layers: int
-    """Like layers of the last pipeline rank."""
-    in_flight: int
-    """Blocks with simultaneous activations on the first rank."""
-    refills: bool
-    """True if as many have activations again after every block's first backward pass."""
-
-
-@cache
-def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: int) -> int:
-    """Lower bound of forward blocks of the first rank before its first backward. `own` are the layers of its stages."""
-    if schedule == "1F1B":
-        return own[0] * min(ranks, micro_batches)
-    if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
-        # One micro-batch per rank through every stage but the last, and further ones until the first returns.
-        turns = min((len(own) + 1) * ranks - 1, micro_batches * len(own))
-        return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
-    return sum(own)
-
-
-def _rank_load(candidate: Candidate) -> _RankLoad:
-    layout, parallelism = candidate.layout, candidate.parallelism
-    micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
-    # The first layers may be smaller than the rest.
-    distinct, period = repetition(candidate.experiment)
-    layers = (layout.layers - distinct) // period
-    by_rank, held = [layers], layers
-    if ranks > 1:
-        counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
-        placed = list(zip(layout.stage_placement, counts, strict=True))
-        by_rank = [sum(count for rank, count in placed if rank == number) for number in range(ranks)]
-        own = tuple(count for rank, count in placed if rank == 0)
-        held = in_flight(parallelism.pp_schedule, ranks, own, micro_batches)
-    return _RankLoad(
-        tokens=layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp,
-        sequences=layout.micro_batch_size,
-        micro_batches=micro_batches,
-        layers=max(by_rank),
-        first_layers=by_rank[0],
-        last_layers=by_rank[-1],
-        in_flight=held,
-        refills=micro_batches >= 2 * ranks,
-    )
-
-
-def _parameter_bytes(
-    profile: Profile, candidate: Candidate, load: _RankLoad, comparable_experts: bool
-) -> dict[str, float]:
-    """Bytes of a block that are constant over micro-batches; kept ones of all shards."""
-    smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
-    terms = {"kept": profile.kept * smaller * profile.candidate.shards}
-    if _same_lifetime(profile.candidate, candidate):
-        # Gradients of a single micro-batch may be in bf16, two of some twenty bytes per weight.
-        terms["updated"] = 0.88 * profile.updated * smaller * profile.candidate.shards
-    if _same_lifetime(profile.candidate, candidate) and comparable_experts and load.micro_batches > 1:
-        terms["gathered"] = profile.gathered * smaller
-        terms["gradients"] = profile.gradients * smaller
-        terms["first"] = profile.first_gathered * smaller
-        terms["first kept"] = profile.first_kept * smaller * profile.candidate.shards
-    return terms
-
-
-def _saved_bytes(profile: Profile, candidate: Candidate, load: _RankLoad, sampled: _RankLoad) -> dict[str, float]:
-    """Bytes that a block's forward pass saves, from a profile of the same or more recomputation."""
-    own, other, modes = candidate.parallelism, profile.candidate.parallelism, (candidate.mode, profile.candidate.mode)
-    saves_less = modes[0] == modes[1] or (set(modes) <= set(MODES) and MODES.index(modes[0]) < MODES.index(modes[1]))
-    if not saves_less or other.cp > own.cp or not copies_as_many_rows(profile.candidate, candidate):
-        return {}
-    scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
-    scale *= safety_factor(candidate, profile.candidate)
-    return {"left": profile.saved * scale * load.sequences / sampled.sequences}
-
-
-def _expert_bytes(candidate: Candidate) -> tuple[float, float]:
-    """Bytes of a block's experts in several micro-batches: bf16 weights that a pipeline gathers, and gradients, which
-    sharding sums in fp32."""
-    if candidate.spec is None or candidate.experts is None:
-        return 0.0, 0.0
-    ep, etp, _, is_sharded = candidate.experts
-    layers = candidate.spec.layers[-candidate.spec.period :]
-    size = 0.999 * sum(linear.parameters for layer in layers for linear in layer.linears if linear.experts > 1)
-    size /= ep * etp
-    return 2 * size * (candidate.parallelism.pp > 1), (4 if is_sharded else 2) * size
-
-
-def _sharding_messages(profile: Profile, smaller: float) -> dict[str, float]:
-    """Bytes of FSDP's messages of a block. All-gathers on axes of context parallelism may be those of keys."""
-    gathered = sum(
-        size
-        for (axis, kind), size in profile.block.messages.items()
-        if kind == "all-gather" and "fsdp" in (names := set(axis.split("="))) and not names & CONTEXT_AXES
-    )
-    terms = {"gathers all-gather": gathered * smaller}
-    for (axis, kind), size in profile.reduced.messages.items():
-        if axis == "fsdp":
-            terms[f"reduces {kind}"] = size * smaller
-    return terms
-
-
-def _same_lifetime(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if gathered weights have the same lifetime in two layouts; unsharded weights are never gathered, and one
-    data rank reduces no gradients."""
-    same_pipeline = (candidate.parallelism.pp > 1) == (sampled.parallelism.pp > 1)
-    same_ranks = candidate.has_one_data_rank == sampled.has_one_data_rank
-    return same_pipeline and same_ranks and (candidate.shards == 1) == (sampled.shards == 1)
-
-
-def _sequence_factor(sequences: int, sampled: int) -> float:
-    """Lower bound of the ratio of a micro-batch's bytes to a sampled one's.
-
-    One sequence needs fewer copies than several, whose memory layouts differ.
-    """
-    if sequences == sampled:
-        return 1.0
-    if sequences == 1:
-        return 0.0
-    return 1.0 if sampled == 1 else min(1.0, sequences / sampled)
-
-
-def _has_fewer_operators(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if a sampled layout runs no operator that the other lacks; pipelines gather and reduce least."""
-    if sampled.parallelism.pp > 1:
-        return True
-    micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
-    return candidate.parallelism.pp == 1 and micro_batches[0] >= micro_batches[1]
 
 
 def _bubble_lower_bound(candidate: Candidate, micro_batches: int) -> float:

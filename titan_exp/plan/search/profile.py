@@ -8,7 +8,7 @@ from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.kernel_classes import OPTIMIZER
+from titan_exp.plan.trace.kernel_classes import OPTIMIZER, STREAMS
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.segments import Segment, join_segments, sum_costs
 
@@ -27,6 +27,12 @@ class Profile:
     """Traced layout."""
     block: OpCosts
     """Costs of a middle block, forward and backward."""
+    token_bytes: int
+    """Bytes moved by a middle block, without gathers and sums of weights' gradients."""
+    gathered_bytes: int
+    """Bytes moved by copies of gathered weights and reduced gradients."""
+    summed_bytes: int
+    """Bytes moved by the sum of a block's gradients with those of earlier micro-batches."""
     ends: OpCosts
     """Costs of head and loss on the last rank, and of the embedding if it is on the same rank."""
     left: int
@@ -39,6 +45,8 @@ class Profile:
     """Bytes of a block's parameters and optimizer state."""
     updated: int
     """Bytes moved by the optimizer's kernels for a block."""
+    updated_operators: int
+    """Operators of the optimizer for a block."""
     gathered: int
     """Bytes of a block allocated from the first forward pass on: parameters gathered by a pipeline."""
     gradients: int
@@ -49,6 +57,8 @@ class Profile:
     """`gathered` of the embedding."""
     reduced: OpCosts
     """Gradient reduction of a block without a pipeline."""
+    message: OpCosts
+    """One send and one receive between stages."""
 
 
 def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
@@ -68,23 +78,35 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
     else:
         in_forward, in_backward = in_forward - int(forward.net.sum()), in_backward - int(backward.net.sum())
     # Some micro-batches gather or reduce.
-    by_micro = ([_middle_block(sample, kind, micro).costs for kind in "FB"] for micro in range(sample.micro_batches))
+    by_micro = [[_middle_block(sample, kind, micro).costs for kind in "FB"] for micro in range(sample.micro_batches)]
     least = min(map(sum_costs, by_micro), key=lambda costs: costs.bytes_moved)
+    outside_streams = [[costs.bytes_moved - _streamed_bytes(costs) for costs in pair] for pair in by_micro]
+    least_forward, least_backward = map(min, zip(*outside_streams, strict=True))
     return Profile(
         candidate,
         block=least,
+        token_bytes=least_forward + least_backward,
+        gathered_bytes=min(sum(map(_streamed_bytes, pair)) for pair in by_micro),
+        summed_bytes=outside_streams[steady][1] - least_backward,
         ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
         left=max(0, int(forward.net.sum())),
         saved=sum(int(size) for name, size in zip(CATEGORIES, forward.net, strict=True) if name not in OF_WEIGHTS),
         passing=passing,
         kept=_master_bytes(optimizer_steps.block),
         updated=max(0, optimizer_steps.block.costs.kernels.get((OPTIMIZER, "bytes"), 0)),
+        updated_operators=max(0, optimizer_steps.block.costs.operators),
         gathered=max(0, in_forward),
         gradients=max(0, in_backward),
         first_kept=_master_bytes(optimizer_steps.first),
-        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
+        # After the first block's backward pass, its own gradients are cast too.
+        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample) - max(0, in_backward)),
         reduced=_reduced(sample) if whole else OpCosts(),
+        message=sample.message,
     )
+
+
+def _streamed_bytes(costs: OpCosts) -> int:
+    return sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
 
 
 def _master_bytes(totals: OptimizerStepTotals) -> int:
@@ -108,9 +130,11 @@ def _reduced(sample: Sample) -> OpCosts:
     """Gradient reduction of a block, by one of the micro-batches."""
     reduced = OpCosts()
     for micro in range(sample.micro_batches):
-        for (axis, kind), size in _middle_block(sample, "B", micro).costs.messages.items():
+        costs = _middle_block(sample, "B", micro).costs
+        for (axis, kind), size in costs.messages.items():
             if kind in ("reduce-scatter", "all-reduce") and {"fsdp", "dp_replicate"} & set(axis.split("=")):
                 reduced.messages[axis, kind] += size
+                reduced.calls[axis, kind] += costs.calls[axis, kind]
     return reduced
 
 

@@ -10,12 +10,15 @@ import logging
 import math
 import multiprocessing
 import os
+import signal
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
@@ -26,8 +29,9 @@ from titan_exp.plan.extrapolate.eligibility import sampled_stages, unsupported_r
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
+from titan_exp.plan.search.comparable import has_more_experts
 from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layout_cost import LayoutCost, has_more_experts, layout_cost, peak_lower_bound
+from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
 from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace
 from titan_exp.plan.search.lower_bounds import LowerBounds
 from titan_exp.plan.search.profile import profile_of
@@ -66,6 +70,8 @@ class SearchResult:
     """Traced profiles."""
     seconds: float
     """Duration of the search."""
+    stopped: bool = False
+    """True if Ctrl-C or the time limit ended the search: rows are the fastest so far, and `slower` may be faster."""
 
 
 class LayoutSearch:
@@ -83,7 +89,7 @@ class LayoutSearch:
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         supported = zip(space.candidates, reasons, strict=True)
         self._candidates = {candidate.number: candidate for candidate, reason in supported if reason is None}
-        self._room = device.memory_gb * 1e9 * MEMORY_FRACTION
+        self._room = device.memory * MEMORY_FRACTION
         self._bounds = LowerBounds(device)
         self._queue: list[tuple[float, int, int]] = []
         self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}
@@ -92,24 +98,25 @@ class LayoutSearch:
         self._floor = 0
         self._smallest_bound: tuple[float, Candidate] | None = None
 
-    def run(self) -> SearchResult:
-        """Run the search.
+    def run(self, seconds: float | None = None) -> SearchResult:
+        """Run the search, for up to `seconds`; Ctrl-C ends it early, too.
 
         Raises:
             UserError: an option of a layout is not supported.
         """
-        began = time.perf_counter()
+        began, stopped = time.perf_counter(), False
         cores = len(os.sched_getaffinity(0))
-        with ProcessPoolExecutor(cores, _forkserver(), _start_worker) as pool:
-            for future in [pool.submit(_trace, seed) for seed in self._seeds()]:
-                self._add_trace(*future.result())
-            self._queue = [self._entry(candidate) for candidate in self._candidates.values()]
-            heapq.heapify(self._queue)
-            self._explore(pool, cores)
-            if not self._costs and self._smallest_bound is not None:
-                self._add_trace(*_trace(self._smallest_bound[1]))
-                self._extrapolate(self._smallest_bound[1])
-            rows = self._confirm(pool)
+        pool = ProcessPoolExecutor(cores, _forkserver(), _start_worker)
+        try:
+            with interrupt_after(seconds):
+                rows = self._search(pool, cores)
+        except KeyboardInterrupt:
+            rows, stopped = self._fastest()[: self._limit], True
+            # Running traces may take a minute.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+        finally:
+            pool.shutdown(cancel_futures=True)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
         return SearchResult(
             rows,
@@ -118,20 +125,37 @@ class LayoutSearch:
             len(self._costs),
             sum(cost.peak_bytes > self._room for cost in self._costs),
             self._floor,
-            len(self._queue),
+            len(self._candidates) - len(self._costs) - self._floor,
             self._unknown,
             len(self._traced),
             time.perf_counter() - began,
+            stopped,
         )
+
+    def _search(self, pool: ProcessPoolExecutor, cores: int) -> list[LayoutCost]:
+        seeds = self._seeds()
+        for future in as_completed([pool.submit(_trace, seed) for seed in seeds]):
+            seed, parts = future.result()
+            self._add_trace(seed, parts)
+            self._extrapolate(seed)
+        known = {seed.number for seed in seeds}
+        self._queue = [self._entry(candidate) for number, candidate in self._candidates.items() if number not in known]
+        heapq.heapify(self._queue)
+        self._explore(pool, cores)
+        if not self._fits and self._smallest_bound is not None:
+            # Its peak tells what is missing.
+            self._add_trace(*_trace(self._smallest_bound[1]))
+            self._extrapolate(self._smallest_bound[1])
+        return self._confirm(pool)
 
     def _seeds(self) -> list[Candidate]:
         """Layouts whose traces give bounds for all others.
 
         For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
-        parallelism together with sharding, whose messages are counted separately; and one layout without a pipeline.
+        parallelism together with sharding, whose messages are counted separately; and both sizes without a pipeline.
         """
         every, groups = list(self._candidates.values()), list[list[Candidate]]()
-        for mode in MODES:
+        for mode in reversed(MODES):  # the least memory first
             of_mode = [candidate for candidate in every if candidate.mode == mode]
             sizes = {candidate.layout.micro_batch_size for candidate in of_mode}
             for size in sorted({min(sizes), max(sizes)} if sizes else ()):
@@ -139,7 +163,11 @@ class LayoutSearch:
         sharded = [candidate for candidate in every if candidate.parallelism.dp_shard > 1]
         smallest = min((degree for candidate in sharded if (degree := candidate.parallelism.cp) > 1), default=0)
         groups.append([candidate for candidate in sharded if candidate.parallelism.cp == smallest])
-        groups.append([candidate for candidate in sharded if candidate.parallelism.pp == 1])
+        whole = [candidate for candidate in sharded if candidate.parallelism.pp == 1]
+        for size in {
+            choose(candidate.layout.micro_batch_size for candidate in whole) for choose in (min, max) if whole
+        }:
+            groups.append([candidate for candidate in whole if candidate.layout.micro_batch_size == size])
         seeds: dict[Key, Candidate] = {}
         for group in filter(None, groups):
             simplest = min(group, key=_simplicity)
@@ -151,7 +179,8 @@ class LayoutSearch:
         profile = profile_of(candidate, parts)
         if profile is not None:
             self._bounds.add(profile)
-        self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated")
+        best = f"; fastest: {self._fastest()[0].tokens_per_second:,.0f} tokens/s/GPU" if self._fits else ""
+        self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated{best}")
 
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
         """Extrapolate layouts in the order of their bounds until no other can enter the rows."""
@@ -222,7 +251,7 @@ class LayoutSearch:
         distance, key = min(near, key=lambda entry: entry[0], default=(math.inf, None))
         if key is None or distance == math.inf:
             return 0.0
-        return peak_lower_bound(candidate, *self._traced[key])
+        return peak_lower_bound(candidate, *self._traced[key]) + 2 * self._device.matmul_workspace
 
     def _slowest_row(self) -> float:
         """Step seconds of the current last row."""
@@ -234,11 +263,14 @@ class LayoutSearch:
         if cost.peak_bytes <= self._room:
             insort(self._fits, cost.step_seconds)
 
+    def _fastest(self) -> list[LayoutCost]:
+        """Extrapolated layouts that fit, fastest first."""
+        fits = [cost for cost in self._costs if cost.peak_bytes <= self._room]
+        return sorted(fits, key=lambda cost: cost.step_seconds)
+
     def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
         """Fastest layouts that fit when extrapolated from traces with their own number of shards."""
-        rows = list[LayoutCost]()
-        costs = sorted(self._costs, key=lambda cost: cost.step_seconds)
-        costs = [cost for cost in costs if cost.peak_bytes <= self._room]
+        rows, costs = list[LayoutCost](), self._fastest()
         while costs and len(rows) < self._limit:
             wave, costs = costs[: self._limit - len(rows)], costs[self._limit - len(rows) :]
             exact, by_profile = list[LayoutCost](), dict[Key, list[LayoutCost]]()
@@ -325,6 +357,21 @@ def _too_long(experiment: Experiment) -> str | None:
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 
 
+@contextmanager
+def interrupt_after(seconds: float | None) -> Iterator[None]:
+    """Interrupt the `with` block as Ctrl-C does after `seconds`; None for no limit."""
+    before = None
+    if seconds is not None:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if seconds is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
 def _forkserver() -> Any:
     """Multiprocessing context that forks workers from a process with torch imported."""
     context = multiprocessing.get_context("forkserver")
@@ -333,15 +380,24 @@ def _forkserver() -> Any:
 
 
 def _start_worker() -> None:
-    """Silence the log of model builds, and exempt imported objects from garbage collection, which slows every trace."""
+    """Silence the log of model builds."""
     end_with_parent()
+    # The parent handles Ctrl-C, which reaches all processes of a terminal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.INFO)
-    gc.freeze()
 
 
 def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
     experiment = candidate.experiment
-    return candidate, trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    _freeze_imports()
+    return candidate, parts
+
+
+@cache
+def _freeze_imports() -> None:
+    """Exempt what the first trace imports from garbage collection, which slows every trace."""
+    gc.freeze()
 
 
 def _shards(candidate: Candidate) -> tuple[int, int]:

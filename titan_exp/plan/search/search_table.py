@@ -79,6 +79,7 @@ def search_json(
             "does_not_fit": result.too_large,
             "slower_than_the_last": result.slower,
         },
+        "stopped": result.stopped,
         "traces": result.traces,
         "seconds": result.seconds,
     }
@@ -133,5 +134,7 @@ def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
         ),
         f"  {result.floor:,} do not fit by their lower bound of parameters, gradients and activations, and "
         f"{result.too_large:,} of {result.looked_at:,} extrapolated ones do not fit;",
-        f"  {result.slower:,} are slower than the last row by their lower bound of compute and communication.",
+        f"  {result.slower:,} are not looked at, and some may be faster: the search was stopped."
+        if result.stopped
+        else f"  {result.slower:,} are slower than the last row by their lower bound of compute and communication.",
     ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.calibrated_constants import Constants
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import Prediction
@@ -19,10 +20,10 @@ MIN_RUNS = 4
 """Minimum number of runs with different predictions for a fit."""
 PRIOR_WEIGHT = 0.02
 """Weight of the prior: log (or tens of microseconds) from the current constant, against log error of a run."""
-MIN_SHARE, MAX_SHARE = 0.02, 2.0
-"""Bounds of shares; above 1, since rates may have been measured on a busy machine."""
-MAX_OPERATOR_US = 1000.0
-"""Upper bound of an operator's fixed cost in microseconds."""
+MIN_FACTOR, MAX_FACTOR = 0.02, 2.0
+"""Bounds of factors; above 1, since rates may have been measured on a busy machine."""
+MAX_LAUNCH_US = 1000.0
+"""Upper bound of an operator's host time in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def fit(observations: Sequence[Observation]) -> Fit:
         tuple(step_seconds(run, own) for run in observations),
         tuple(step_seconds(run, fitted) for run in observations),
         tuple(unseen),
-        tuple(_memory(run, run.device.overhead_gb * 1e9) for run in observations),
+        tuple(_memory(run, run.device.overhead()) for run in observations),
         tuple(_memory(run, overhead or 0.0) for run in observations),
     )
 
@@ -83,31 +84,32 @@ def fit(observations: Sequence[Observation]) -> Fit:
 def step_seconds(observation: Observation, constants: Constants) -> float:
     """Predicted step seconds of a run with the given constants."""
     before, after = observation.device, constants.apply_to(observation.device)
-    longest = 0.0
+    totals = dict[int, float]()
     for rank in observation.prediction.ranks:
         assert rank.seconds is not None, "predicted for a device whose rates are known"
-        compute = rank.seconds["matmuls"] * before.matmul_share / after.matmul_share
-        compute += rank.seconds["elementwise"] * before.bandwidth_share / after.bandwidth_share
-        compute += rank.operators * after.operator_us / 1e6
-        link = before.link_share / after.link_share
-        longest = max(longest, compute + rank.seconds["exposed"] * link, rank.seconds["behind"] * link)
-    return longest / (1 - observation.prediction.bubble)
+        compute = rank.seconds["matmuls"] * before.matmul_factor / after.matmul_factor
+        compute += rank.seconds["elementwise"] * before.bandwidth_factor / after.bandwidth_factor
+        compute += after.launch_seconds(rank.operators, compute)
+        link = before.link_factor / after.link_factor
+        behind = rank.seconds["behind"] * link
+        totals[rank.pipeline_rank] = max(compute + rank.seconds["exposed"] * link, behind)
+    return pipeline_seconds(totals, len(totals), observation.prediction.bubble)
 
 
 def _fitted(observations: Sequence[Observation], device: Device) -> Constants:
     import numpy as np
     from scipy.optimize import least_squares
 
-    shares = [device.matmul_share, device.bandwidth_share, device.link_share]
-    start = np.array([*np.log(np.clip(shares, MIN_SHARE, MAX_SHARE)), min(device.operator_us, MAX_OPERATOR_US) / 10])
+    factors = [device.matmul_factor, device.bandwidth_factor, device.link_factor]
+    start = np.array([*np.log(np.clip(factors, MIN_FACTOR, MAX_FACTOR)), min(device.launch_us, MAX_LAUNCH_US) / 10])
 
     def errors(point: "np.ndarray") -> "np.ndarray":
         constants = _constants(point)
         log_errors = [np.log(step_seconds(run, constants) / run.step_seconds) for run in observations]
         return np.array([*log_errors, *(PRIOR_WEIGHT * (point - start))])
 
-    low, high = np.log(MIN_SHARE), np.log(MAX_SHARE)
-    bounds = ([low] * 3 + [0.0], [high] * 3 + [MAX_OPERATOR_US / 10])
+    low, high = np.log(MIN_FACTOR), np.log(MAX_FACTOR)
+    bounds = ([low] * 3 + [0.0], [high] * 3 + [MAX_LAUNCH_US / 10])
     inside = np.clip(start, np.array(bounds[0]) + 1e-6, np.array(bounds[1]) - 1e-6)
     return _constants(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
 

@@ -1,7 +1,7 @@
-"""Roofline step time: work over its bounding rate, with FSDP's collectives overlapped with compute.
+"""Roofline step time: work over its sustained rate, with FSDP's collectives overlapped with compute.
 
-Launch-bound kernels, host work with CPU offload, stragglers and congested networks are not counted: real runs are
-usually slower, rarely faster.
+The host launches operators while the device computes; the slower of both counts. Small kernels, host work with CPU
+offload, stragglers and congested networks are not counted: real runs are usually slower, rarely faster.
 """
 
 from collections import Counter
@@ -36,6 +36,9 @@ BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 CP_KINDS = ("send", "receive", "all-to-all")
 """Message kinds of context parallelism only, never of FSDP or replication: ring hops and Ulysses all-to-all."""
 
+ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+"""Rounds of a ring, by kind of collective; others send directly."""
+
 
 @dataclass(frozen=True)
 class RankTime:
@@ -46,11 +49,11 @@ class RankTime:
     elementwise: float
     """Operators bound by memory bandwidth."""
     exposed: float
-    """Exposed communication: tensor, context and pipeline parallelism."""
+    """Exposed communication: tensor, context and pipeline parallelism, FSDP's first gather and its last reduction."""
     behind: float
     """Overlapped communication: FSDP, replication and their host copies, in sequence."""
     operators: float = 0.0
-    """Fixed overhead of all operators."""
+    """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
 
     @property
     def total(self) -> float:
@@ -66,22 +69,22 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
         if axis == AXIS:
-            seconds = size / (device.host_gbs * 1e9 * device.link_share)
+            seconds = size / (device.host_gbs * 1e9 * device.link_efficiency)
             exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
             continue
-        seconds = message_seconds(kind, size, axes.get(axis, [0]), device, node)
+        calls = costs.calls.get((axis, kind), 0)
+        seconds = message_seconds(kind, size, axes.get(axis, [0]), device, node, calls=calls)
         # Two axes with equal ranks share a group, named "cp_across=fsdp"; its ring hops are exposed.
         if set(axis.split("=")) & set(BEHIND_COMPUTE) and kind not in CP_KINDS:
             behind += seconds
+            # Nothing runs beside the first gather and the last reduction of a step, here of mean size.
+            exposed += seconds / max(1, calls)
         else:
             exposed += seconds
-    return RankTime(
-        compute_seconds(costs, device) + expert_weights_seconds(costs, device),
-        _elementwise_seconds(costs, device),
-        exposed,
-        behind,
-        costs.operators * device.operator_us / 1e6,
-    )
+    matmuls = compute_seconds(costs, device) + expert_weights_seconds(costs, device)
+    elementwise = _elementwise_seconds(costs, device)
+    launches = device.launch_seconds(costs.operators, matmuls + elementwise)
+    return RankTime(matmuls, elementwise, exposed, behind, launches)
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,8 @@ def _kernel_seconds(costs: OpCosts, device: Device) -> float:
 def compute_seconds(costs: OpCosts, device: Device) -> float:
     """Seconds of matmuls and attention, if none is bound by reading its operands."""
     seconds = (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate
-    for name, reach in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_reach, strict=True):
-        seconds += costs.kernels.get((name, "flops"), 0) / device.matmul_rate * (1 / reach - 1)
+    for name, rate in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_rates, strict=True):
+        seconds += costs.kernels.get((name, "flops"), 0) * (1 / rate - 1 / device.matmul_rate)
     return seconds
 
 
@@ -134,7 +137,7 @@ def expert_weights_seconds(costs: OpCosts, device: Device) -> float:
 
 def _elementwise_seconds(costs: OpCosts, device: Device) -> float:
     streamed = sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
-    return (costs.bytes_moved - streamed * (1 - 1 / device.stream_reach)) / device.bandwidth
+    return (costs.bytes_moved - streamed) / device.bandwidth + streamed / device.copy_bandwidth
 
 
 def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
@@ -169,18 +172,24 @@ def pipeline_bubble(layout: ResolvedLayout) -> float:
     return bubble
 
 
-def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
-    """Seconds of one rank's messages of one kind: ring algorithms, and all-to-all straight to each rank."""
+def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int, *, calls: int = 0) -> float:
+    """Seconds of one rank's messages of one kind: ring algorithms, and all-to-all straight to each rank.
+
+    `calls` messages have `size` bytes together; each adds the latency of its hops, one after the other around a ring.
+    """
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # counted by the sender
     nodes = Counter(rank // node for rank in ranks)
-    rate, others = device.link_gbs, (len(ranks) - 1) / len(ranks)
+    rate, others, rounds = device.link_gbs, (len(ranks) - 1) / len(ranks), ROUNDS.get(kind, 0)
+    hops = (len(ranks) - len(nodes), len(nodes) - 1) if rounds else (len(nodes) == 1, len(nodes) > 1)
+    microseconds = device.message_us + max(1, rounds) * (hops[0] * device.link_hop_us + hops[1] * device.network_hop_us)
+    latency = calls * microseconds / 1e6
     if kind == "all-to-all":
         # Through the links of the node and the adapter at once; ranks of the smallest part send the most outside.
         outside = (len(ranks) - min(nodes.values())) / len(ranks)
-        return size * max((others - outside) / rate, outside / device.network_gbs) / 1e9 / device.link_share
+        slower = max((others - outside) / rate, outside / device.network_gbs)
+        return latency + size * slower / 1e9 / device.link_efficiency
     if len(nodes) > 1:
         # The adapters of all ranks of the group work in parallel.
         rate = min(rate, device.network_gbs * len(ranks) / len(nodes))
-    share = {"all-gather": others, "reduce-scatter": others, "all-reduce": 2 * others}
-    return size * share.get(kind, 1.0) / (rate * 1e9 * device.link_share)
+    return latency + size * (rounds * others or 1.0) / (rate * 1e9 * device.link_efficiency)

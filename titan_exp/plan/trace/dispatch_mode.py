@@ -61,7 +61,7 @@ class OpCosts:
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Message count by mesh axis and kind."""
     operators: int = 0
-    """Number of operator calls."""
+    """Number of operators that compute, move bytes or send messages; views and allocations launch nothing."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`."""
 
@@ -163,6 +163,7 @@ class CostMode(TorchDispatchMode):
 
     def kernel(self, bytes_moved: int) -> None:
         """Record a compiled kernel."""
+        self.costs.operators += 1
         self.costs.bytes_moved += bytes_moved
         self._count_kernel(self.costs, "elementwise", 0, 0, bytes_moved)
 
@@ -230,16 +231,17 @@ class CostMode(TorchDispatchMode):
         unbound = not flops and not sent and not copied and not func.is_view
         if grouped or (unbound and (new or func._schema.is_mutable)):
             bytes_moved = count_bytes(func, args, kwargs, outputs)
+        costs.operators += sent is not None or copied is not None
         self._count(costs, func, flops, bytes_moved)
         return flops, bytes_moved
 
     def _count(self, costs: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
         fp8 = flops if str(func._overloadpacket) in SCALED_MATMULS else 0
-        costs.operators += 1
         costs.flops += flops
         costs.fp8_flops += fp8
         costs.bytes_moved += 0 if flops else bytes_moved
         if flops or bytes_moved:
+            costs.operators += 1
             self._count_kernel(costs, kernel_kind(func, flops), flops, fp8, bytes_moved)
 
     def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 from titan_exp.config.layout import axes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan
 from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds
 
 
 def _explanation(degree: str) -> str:
-    of_degree = [axis for axis in axes.AXES if axis.key == degree]
+    of_degree = [axis for axis in (*axes.AXES, *axes.EXPERT_AXES) if axis.key == degree and axis.name != "efsdp"]
     return f"{of_degree[0].meaning} Communication: {'; '.join(axis.collectives for axis in of_degree)}."
 
 
-AXES = {degree: _explanation(degree) for degree in reversed(axes.DEGREES)}
-"""Degrees, from the innermost mesh axis (adjacent ranks) outwards."""
+AXES = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
+"""Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
 
 TERMS = {
     "rank": "one process with one device, numbered from 0; ranks with neighbouring numbers share a node.",
@@ -76,15 +77,20 @@ class Fact:
     """True if the run would fail."""
 
 
-def facts(plan: Plan) -> Iterator[Fact]:
-    """Headline numbers of a plan."""
-    peak = max(plan.ranks, key=lambda rank: rank.trace.peak.bytes)
-    needed, room = peak.trace.peak.bytes, None if plan.device is None else plan.device.memory_gb * 1e9
-    on = f" of pipeline rank {peak.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
-    note = f"peak of tensors{on}"
-    if room is not None:
-        note += f"; the device has {format_bytes(room)}"
-    yield Fact("memory", format_bytes(needed), note, bad=room is not None and needed > room)
+def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[Fact]:
+    """Headline numbers of a plan: first whether it fits."""
+    largest = max(plan.ranks, key=lambda rank: rank.bytes)
+    on = f" of pipeline rank {largest.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
+    memory, needed = memory_check.device_memory, format_bytes(memory_check.needed or 0)
+    if largest.allocator is None:
+        note = f"{format_bytes(largest.bytes)} of tensors{on}, and the processes"
+    else:
+        note = f"{format_bytes(largest.bytes)} reserved{on}, CUDA's context and NCCL's buffers"
+    if memory is None or memory.capacity is None:
+        yield Fact("memory", needed, note)
+    else:
+        name = "does not fit" if memory_check.fits is False else "fits"
+        yield Fact(name, f"{needed} of {format_bytes(memory.capacity)}", note, bad=memory_check.fits is False)
     if plan.step_seconds is not None:
         yield Fact("step", format_seconds(plan.step_seconds), "estimated from the device's rates")
         yield Fact("speed", f"{plan.tokens_per_second:,.0f} tokens/s", "of one device")
@@ -93,6 +99,19 @@ def facts(plan: Plan) -> Iterator[Fact]:
     if plan.experiment.parallelism.pp > 1:
         yield Fact("bubble", f"{plan.bubble:.1%}", "of the step, with equally slow stages")
     yield Fact("checkpoint", format_bytes(plan.checkpoint_bytes), "weights and the optimizer's state")
+
+
+def settings(plan: Plan) -> str:
+    """Sentence about what a rank computes with: precision, recipe, recomputation and compiler."""
+    experiment, compiled = plan.experiment, plan.experiment.compile
+    recipe, recomputation = experiment.quantization.recipe, experiment.activation_checkpoint.mode
+    parts = [
+        f"It computes in {experiment.training.mixed_precision}",
+        "without a low-precision recipe" if recipe == "none" else f"with the recipe {recipe}",
+        "recomputes nothing" if recomputation == "none" else f"recomputes activations ({recomputation})",
+        f"and compiles with {compiled.backend}" if compiled.enabled else "and runs without a compiler",
+    ]
+    return ", ".join(parts) + "."
 
 
 def layout_sentences(plan: Plan) -> Iterator[str]:
@@ -114,6 +133,9 @@ def layout_sentences(plan: Plan) -> Iterator[str]:
         with_cp = " and cp" if parallelism.cp > 1 else ""
         shards = parallelism.dp_shard * parallelism.cp
         yield f"Weights, gradients and optimizer state are sharded over {shards} ranks (dp_shard{with_cp})."
+    if parallelism.ep * parallelism.etp > 1:
+        channels = f", and their channels over {parallelism.etp} (etp)" if parallelism.etp > 1 else ""
+        yield f"Experts are distributed over {parallelism.ep} ranks (ep){channels}."
     if parallelism.dp_replicate > 1:
         yield f"The model has {parallelism.dp_replicate} replicas (dp_replicate)."
     yield _batch(layout)

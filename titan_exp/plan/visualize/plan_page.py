@@ -5,6 +5,7 @@ Sentences are text; the scripts in `page/` draw the rest from embedded numbers.
 
 from collections.abc import Mapping
 
+from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.visualize.glossary import (
     AXES,
@@ -15,6 +16,7 @@ from titan_exp.plan.visualize.glossary import (
     device_noun,
     facts,
     layout_sentences,
+    settings,
 )
 from titan_exp.plan.visualize.page_data import page_data
 from titan_exp.plan.visualize.shards import RankShards
@@ -24,8 +26,8 @@ SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "mem
 """Files of `page/` in the order of inclusion."""
 
 
-def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
-    """Render a plan and the shards of its pipeline ranks as HTML."""
+def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards], memory_check: MemoryCheck, command: str) -> str:
+    """Render a plan, made by `command`, and the shards of its pipeline ranks as HTML."""
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in AXES}
     words = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
     return render_page(
@@ -36,8 +38,9 @@ def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
         processes=plan.layout.world_size,
         device=device_noun(plan.layout),
         degrees=degrees,
-        facts=list(facts(plan)),
-        sentences=list(layout_sentences(plan)),
+        facts=list(facts(plan, memory_check)),
+        command=command,
+        sentences=[*layout_sentences(plan), settings(plan)],
         axes=dict(sorted(AXES.items(), key=lambda entry: degrees[entry[0]] == 1)),
         terms=TERMS,
     )

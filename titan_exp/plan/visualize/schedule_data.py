@@ -39,23 +39,28 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
 def schedule_data(plan: Plan) -> dict[str, Any]:
     """Schedule as JSON: actions and idle times of each rank as text; in units if no time of a rank is known.
 
-    Every stage takes as long as the slowest, as in the plan's step time and bubble.
+    Every stage takes equally long, so that the last action ends with the plan's step.
     """
     schedule = schedule_of(plan.layout)
-    totals = [rank.time.total for rank in plan.ranks if rank.time is not None]
-    costs = [_forward_seconds(schedule, rank, max(totals)) if totals else 1.0 for rank in schedule.placement]
+    costs = stage_seconds(plan, schedule)
     line = timeline(schedule.orders, costs)
     return {
         "cost": COST,
         "placement": schedule.placement,
         "passes": schedule.passes,
         "microbatches": 1 + max(action.microbatch for order in schedule.orders for action in order),
-        "estimated": bool(totals),
+        "estimated": plan.step_seconds is not None,
         "costs": costs,
         "end": max(line.end.values()),
         "bubble": line.bubble,
         "rows": [schedule_text(order, line.end, costs) for order in schedule.orders],
     }
+
+
+def stage_seconds(plan: Plan, schedule: PipelineSchedule) -> list[float]:
+    """Seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
+    busy = None if plan.step_seconds is None else plan.step_seconds * (1 - plan.bubble)
+    return [1.0 if busy is None else _forward_seconds(schedule, rank, busy) for rank in schedule.placement]
 
 
 def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -37,6 +38,8 @@ class RankShards:
 
     axes: dict[str, int]
     """Degrees of the mesh axes, outermost first."""
+    experts: dict[str, int]
+    """Degrees of the axes of the experts' mesh, outermost first; empty if experts are sharded like other weights."""
     sharding: dict[str, tuple[str, ...]]
     """Mesh axes behind every axis that divides weights, outermost first."""
     weights: tuple[ShardedWeight, ...]
@@ -46,16 +49,21 @@ class RankShards:
 def read_shards(rank: FakeRank) -> RankShards:
     """Read the shards of a fake rank, before or after its step."""
     mesh, pipeline = rank.state.mesh, rank.state.built.pipeline
-    names, shape = mesh.world.mesh_dim_names or (), mesh.world.shape
     stages = (
         [(0, rank.state.built.module)] if pipeline is None else [(part.number, part.module) for part in pipeline.stages]
     )
     folded = {"fsdp": tuple(axis.name for axis in AXES if axis.shards_parameters)}
+    experts = {} if mesh.experts is None else _degrees(mesh.experts)
     return RankShards(
-        dict(zip(names, shape, strict=True)),
-        {axis: folded.get(axis, (axis,)) for axis in mesh.sharding.mesh_dim_names or ()},
+        _degrees(mesh.world),
+        experts,
+        {axis: folded.get(axis, (axis,)) for axis in (*_degrees(mesh.sharding), *experts)},
         tuple(weight for number, module in stages for weight in _weights(number, module)),
     )
+
+
+def _degrees(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:

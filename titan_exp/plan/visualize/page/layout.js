@@ -1,33 +1,40 @@
 // ---- the mesh: ranks and their coordinates -----------------------------------------------------------------------------
-const AXIS_NAMES = Object.keys(data.mesh.axes);
-const DEGREES = Object.values(data.mesh.axes);
-const WORLD = DEGREES.reduce((one, other) => one * other, 1);
-const STRIDES = DEGREES.map((_, place) => DEGREES.slice(place + 1).reduce((one, other) => one * other, 1));
+const WORLD = Object.values(data.mesh.axes).reduce((one, other) => one * other, 1);
+// Degree and stride of every axis: of the mesh, and of the experts' over the same ranks.
+const AXES = Object.assign({}, ...[data.mesh.experts, data.mesh.axes].map(placed));
+function placed(axes) {
+  let stride = 1;
+  return Object.fromEntries(Object.entries(axes).reverse().map(([axis, degree]) => {
+    const place = { degree, stride };
+    stride *= degree;
+    return [axis, place];
+  }));
+}
 const NODE = Math.min(data.mesh.node, WORLD);
 const NODES = Math.ceil(WORLD / NODE);
 // Axes as people configure them, of those of the mesh.
-const SHOWN_AXES = { tp: ["tp"], cp: ["cp_across", "cp_within"], dp_shard: ["dp_shard"], dp_replicate: ["dp_replicate"], pp: ["pp"] };
+const SHOWN_AXES = {
+  ...(data.mesh.experts.ep ? { etp: ["etp"], ep: ["ep"] } : {}),
+  tp: ["tp"], cp: ["cp_across", "cp_within"], dp_shard: ["dp_shard"], dp_replicate: ["dp_replicate"], pp: ["pp"],
+};
 
-function coordinate(rank, axis) {
-  const place = AXIS_NAMES.indexOf(axis);
-  return Math.floor(rank / STRIDES[place]) % DEGREES[place];
-}
-const degree = (axes) => axes.reduce((one, axis) => one * data.mesh.axes[axis], 1);
+const coordinate = (rank, axis) => Math.floor(rank / AXES[axis].stride) % AXES[axis].degree;
+const degree = (axes) => axes.reduce((one, axis) => one * AXES[axis].degree, 1);
 // A rank's place along axes that are folded into one, the first being the slowest.
-const placeAlong = (rank, axes) => axes.reduce((place, axis) => place * data.mesh.axes[axis] + coordinate(rank, axis), 0);
+const placeAlong = (rank, axes) => axes.reduce((place, axis) => place * AXES[axis].degree + coordinate(rank, axis), 0);
 // The ranks that differ from this one along these axes alone, itself among them.
 function group(rank, axes) {
   let found = [rank];
   for (const axis of axes) {
-    const stride = STRIDES[AXIS_NAMES.indexOf(axis)];
-    found = found.flatMap((it) => Array.from({ length: data.mesh.axes[axis] }, (_, k) => it + (k - coordinate(it, axis)) * stride));
+    const { degree, stride } = AXES[axis];
+    found = found.flatMap((it) => Array.from({ length: degree }, (_, k) => it + (k - coordinate(it, axis)) * stride));
   }
   return found.sort((one, other) => one - other);
 }
 // The axes of the mesh behind a name that messages are booked on, which may be "dp_shard=fsdp".
 function axesOf(name) {
   for (const part of name.split("=")) {
-    if (part in data.mesh.axes) return [part];
+    if (part in AXES) return [part];
     if (part in data.mesh.sharding) return data.mesh.sharding[part];
   }
   return [];

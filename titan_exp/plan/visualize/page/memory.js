@@ -37,7 +37,7 @@ function drawMemory() {
       field.style.cursor = "pointer";
       field.addEventListener("pointermove", (event) => showTip(event, `pipeline rank ${pipeline}`, [...beyond(data.ranks[pipeline]), ...parts(peak.of), [null, `at: ${peak.where}`, ""]]));
       field.addEventListener("pointerleave", hideTip);
-      field.addEventListener("click", () => choose(chosen.rank + (pipeline - pipelineRank(chosen.rank)) * STRIDES[AXIS_NAMES.indexOf("pp")]));
+      field.addEventListener("click", () => choose(chosen.rank + (pipeline - pipelineRank(chosen.rank)) * AXES.pp.stride));
     });
     limit(svg, { x1: x(data.room), x2: x(data.room), y1: 0, y2: height - 22 });
   }

@@ -32,7 +32,7 @@ const CATEGORY_COLORS = {
   parameters: "var(--c0)", gradients: "var(--c1)", optimizer: "var(--c3)", activations: "var(--c2)", "gathered parameters": "var(--c5)",
   communication: "var(--c6)", loss: "var(--c4)", workspaces: "var(--c9)", other: "var(--c7)",
 };
-const AXIS_COLORS = { tp: "var(--c1)", cp: "var(--c3)", dp_shard: "var(--c2)", dp_replicate: "var(--c8)", pp: "var(--c0)" };
+const AXIS_COLORS = { etp: "var(--c6)", ep: "var(--c4)", tp: "var(--c1)", cp: "var(--c3)", dp_shard: "var(--c2)", dp_replicate: "var(--c8)", pp: "var(--c0)" };
 // ---- numbers ------------------------------------------------------------------------------------------------------
 function bytes(number) {
   for (const [scale, word] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [1024, "KiB"]]) {

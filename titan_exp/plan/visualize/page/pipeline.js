@@ -140,7 +140,7 @@ function drawPipeline() {
         again();
       } else if (stagesHere) {
         const [place] = at(event);
-        if (place !== null) choose(chosen.rank + (place - pipelineRank(chosen.rank)) * STRIDES[AXIS_NAMES.indexOf("pp")]);
+        if (place !== null) choose(chosen.rank + (place - pipelineRank(chosen.rank)) * AXES.pp.stride);
       }
       from = null;
     });

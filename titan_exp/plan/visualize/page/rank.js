@@ -80,7 +80,7 @@ function drawRank() {
     let kept = 0, all = 0;
     const stages = stagesOf(pipeline);
     const rows = (looked ? listedWeights : listedWeights.filter((it) => it.stage === listedWeights[0]?.stage)).map((weight) => {
-      const bounds = partOf(chosen.rank, weight), used = partOf(chosen.rank, weight, ["tp"]);
+      const bounds = partOf(chosen.rank, weight), used = partOf(chosen.rank, weight, ["tp", "ep", "etp"]);
       const count = looked ? Math.max(1, sum(weight.layers.map(([first, last]) => last - first + 1))) : 1;
       const size = numel(bounds) * weight.itemsize;
       kept += size * count;
@@ -114,7 +114,7 @@ function drawRank() {
   }
   function partWords(shape, bounds) {
     if (!numel(bounds)) return "nothing: there are more ranks than rows";
-    const names = shape.length > 1 ? ["rows", "columns"] : ["numbers"];
+    const names = shape.length > 2 ? ["experts", "rows", "columns"] : shape.length > 1 ? ["rows", "columns"] : ["numbers"];
     const parts = bounds.flatMap(([first, last], dim) => (last - first < shape[dim] ? [`${names[dim] || `dim ${dim}`} ${runs([[first, last - 1]])}`] : []));
     return parts.length ? parts.join(", ") : "all of it";
   }

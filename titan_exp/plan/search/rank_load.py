@@ -1,0 +1,66 @@
+"""Work per pipeline rank of a layout: layers, micro-batches and blocks in flight."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from titan_exp.plan.extrapolate.eligibility import repetition
+from titan_exp.plan.search.layouts import Candidate
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """Work per rank of a layout. A period of layers counts as one layer."""
+
+    tokens: float
+    """Tokens of a micro-batch."""
+    sequences: int
+    """Sequences of a micro-batch."""
+    micro_batches: int
+    layers: tuple[int, ...]
+    """Like layers of every pipeline rank; first layers that differ from the rest are left out."""
+    sends: tuple[int, ...]
+    """Hidden states and their gradients that every pipeline rank sends per micro-batch."""
+    in_flight: int
+    """Blocks with simultaneous activations on the first rank."""
+    refills: bool
+    """True if as many have activations again after every block's first backward pass."""
+
+
+@cache
+def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: int) -> int:
+    """Lower bound of forward blocks of the first rank before its first backward. `own` are the layers of its stages."""
+    if schedule == "1F1B":
+        return own[0] * min(ranks, micro_batches)
+    if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
+        # One micro-batch per rank through every stage but the last, and further ones until the first returns.
+        turns = min((len(own) + 1) * ranks - 1, micro_batches * len(own))
+        return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
+    return sum(own)
+
+
+def rank_load(candidate: Candidate) -> RankLoad:
+    """Work of a layout's ranks."""
+    layout, parallelism = candidate.layout, candidate.parallelism
+    micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
+    # The first layers may be smaller than the rest.
+    distinct, period = repetition(candidate.experiment)
+    layers = (layout.layers - distinct) // period
+    by_rank, sends, held = [layers], [0], layers
+    if ranks > 1:
+        counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
+        placed = list(zip(layout.stage_placement, counts, strict=True))
+        by_rank, sends = [0] * ranks, [0] * ranks
+        for stage, (rank, count) in enumerate(placed):
+            by_rank[rank] += count
+            sends[rank] += (stage > 0) + (stage < len(placed) - 1)
+        own = tuple(count for rank, count in placed if rank == 0)
+        held = in_flight(parallelism.pp_schedule, ranks, own, micro_batches)
+    return RankLoad(
+        tokens=layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp,
+        sequences=layout.micro_batch_size,
+        micro_batches=micro_batches,
+        layers=tuple(by_rank),
+        sends=tuple(sends),
+        in_flight=held,
+        refills=micro_batches >= 2 * ranks,
+    )

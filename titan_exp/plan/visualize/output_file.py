@@ -1,0 +1,43 @@
+"""File that the user names for a page or a trace."""
+
+from pathlib import Path
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.atomic_write import write_atomically
+
+
+class OutputFile:
+    """File of an option, as `--html`. Its folder is created first, since a prediction may take minutes.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, option: str, path: str | Path) -> None:
+        self.path, self._option = Path(path).expanduser(), option
+        if self.path.is_dir():
+            named = self.path / f"plan.{'html' if option == '--html' else 'json'}"
+            raise UserError(f"{option} {path} is a folder. Name a file, as in {option} {named}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def write(self, text: str) -> None:
+        """Write the file, atomically.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            if self.path.exists() and not self.path.is_file():
+                self.path.write_text(text, encoding="utf-8")  # do not replace a device or pipe by a file
+            else:
+                write_atomically(self.path, text)
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def _write_error(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self._option} {self.path}: cannot be written ({error.strerror or error}). Name another file."
+        )

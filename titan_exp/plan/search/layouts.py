@@ -114,6 +114,26 @@ class SearchSpace:
     """Number of layouts that break a rule by key, with an example, the most frequent first."""
 
 
+def neighbours(of: Candidate, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Layouts that differ from one in a single key, or in a prime factor that moves from one degree to another."""
+    own = of.parallelism
+    for other in candidates:
+        each = other.parallelism
+        changed = [
+            (getattr(own, degree), getattr(each, degree))
+            for degree in DEGREES
+            if getattr(own, degree) != getattr(each, degree)
+        ]
+        if len(changed) not in (0, 2):
+            continue
+        schedules = own.pp > 1 < each.pp and own.pp_schedule != each.pp_schedule
+        size = of.experiment.training.micro_batch_size != other.experiment.training.micro_batch_size
+        keys = (own.ep != each.ep) + (own.etp != each.etp) + (of.mode != other.mode) + schedules + size
+        one_moves = bool(changed) and not keys and len(divisors(max(changed[0]) // min(changed[0]))) == 2
+        if one_moves or (not changed and keys == 1):
+            yield other
+
+
 def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     """Searched keys fixed by overrides."""
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}

@@ -22,8 +22,10 @@ class RankLoad:
     """Hidden states and their gradients that every pipeline rank sends per micro-batch."""
     in_flight: int
     """Blocks with simultaneous activations on the first rank."""
-    refills: bool
-    """True if as many have activations again after every block's first backward pass."""
+    stages: int
+    """Pipeline stages of all ranks."""
+    gathers: int
+    """Gathers of a block's weights in a step: freed ones are gathered again for backward."""
 
 
 @cache
@@ -62,5 +64,6 @@ def rank_load(candidate: Candidate) -> RankLoad:
         layers=tuple(by_rank),
         sends=tuple(sends),
         in_flight=held,
-        refills=micro_batches >= 2 * ranks,
+        stages=layout.stage_count,
+        gathers=1 if layout.reshard_policy == "never" else 2 * micro_batches,
     )

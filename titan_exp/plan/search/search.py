@@ -1,11 +1,9 @@
-"""Branch-and-bound search of layouts: traces only layouts whose lower bounds are competitive.
+"""Best-first search of layouts: traces those that are estimated to be among the fastest, and the best one's neighbours.
 
-Bounds are scaled from traces of other layouts, with a margin (`lower_bounds.py`); tests compare with an exhaustive
-search.
+Estimates are scaled from the nearest trace (`estimates.py`); rows are extrapolated from traces of their own.
 """
 
 import gc
-import heapq
 import logging
 import math
 import multiprocessing
@@ -17,9 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -29,16 +31,22 @@ from titan_exp.plan.extrapolate.eligibility import sampled_stages, unsupported_r
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
-from titan_exp.plan.search.comparable import has_more_experts
+from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
-from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace
-from titan_exp.plan.search.lower_bounds import LowerBounds
+from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost
+from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace, neighbours
 from titan_exp.plan.search.profile import profile_of
 
 MEMORY_FRACTION = 0.88
 """Fraction of device memory available to tensors; the rest is for fragmentation, CUDA's context, cuBLAS workspaces and
 NCCL buffers. A round number from a few runs on one kind of GPU, not a prediction."""
+
+ESTIMATE_ERROR = 0.03
+"""Share by which an estimate of time or memory may be too high: layouts that it finds slower or larger by more are left
+out."""
+
+NEIGHBOUR_ERROR = 0.2
+"""The same for neighbours of the fastest layout, which are extrapolated unless they are estimated to be much slower."""
 
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
@@ -61,9 +69,9 @@ class SearchResult:
     too_large: int
     """Number of these layouts that do not fit."""
     floor: int
-    """Layouts pruned because their lower bound of memory does not fit."""
+    """Layouts whose estimated memory does not fit."""
     slower: int
-    """Layouts pruned because their lower bound of time exceeds the last row."""
+    """Layouts whose estimated time exceeds the last row's."""
     unknown: list[tuple[str, int]]
     """Layouts that cannot be extrapolated, counted by reason."""
     traces: int
@@ -77,7 +85,7 @@ class SearchResult:
 class LayoutSearch:
     """Search for the fastest `limit` layouts, with one process per core.
 
-    `show` is called with progress lines. Without `bounded`, no layout is pruned.
+    `show` is called with progress lines. Without `bounded`, every layout is extrapolated.
     """
 
     def __init__(
@@ -87,16 +95,18 @@ class LayoutSearch:
         checks = LayoutChecks((_too_long, unsupported_reason), KEYS)
         reasons = [checks.first(candidate.experiment) for candidate in space.candidates]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
-        supported = zip(space.candidates, reasons, strict=True)
-        self._candidates = {candidate.number: candidate for candidate, reason in supported if reason is None}
+        supported = [each for each, reason in zip(space.candidates, reasons, strict=True) if reason is None]
+        self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
         self._room = device.memory * MEMORY_FRACTION
-        self._bounds = LowerBounds(device)
-        self._queue: list[tuple[float, int, int]] = []
+        self._open = np.ones(len(supported), dtype=bool)
+        self._neighbours: npt.NDArray[np.int64] | None = None
         self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}
         self._costs: list[LayoutCost] = []
         self._fits: list[float] = []
-        self._floor = 0
-        self._smallest_bound: tuple[float, Candidate] | None = None
+
+    @cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates(self._candidates, self._device)
 
     def run(self, seconds: float | None = None) -> SearchResult:
         """Run the search, for up to `seconds`; Ctrl-C ends it early, too.
@@ -118,14 +128,15 @@ class LayoutSearch:
         finally:
             pool.shutdown(cancel_futures=True)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
+        too_large = int((self._open & (self._estimates.bytes > self._most_bytes())).sum()) if self._candidates else 0
         return SearchResult(
             rows,
             front,
             min(self._costs, key=lambda cost: cost.peak_bytes, default=None),
             len(self._costs),
             sum(cost.peak_bytes > self._room for cost in self._costs),
-            self._floor,
-            len(self._candidates) - len(self._costs) - self._floor,
+            too_large,
+            len(self._candidates) - len(self._costs) - too_large,
             self._unknown,
             len(self._traced),
             time.perf_counter() - began,
@@ -134,61 +145,47 @@ class LayoutSearch:
 
     def _search(self, pool: ProcessPoolExecutor, cores: int) -> list[LayoutCost]:
         seeds = self._seeds()
-        for future in as_completed([pool.submit(_trace, seed) for seed in seeds]):
-            seed, parts = future.result()
-            self._add_trace(seed, parts)
-            self._extrapolate(seed)
-        known = {seed.number for seed in seeds}
-        self._queue = [self._entry(candidate) for number, candidate in self._candidates.items() if number not in known]
-        heapq.heapify(self._queue)
+        traces = [pool.submit(_trace, seed) for seed in seeds]
+        for future in as_completed(traces):
+            self._add_trace(*future.result())
         self._explore(pool, cores)
-        if not self._fits and self._smallest_bound is not None:
+        best = None
+        while self._bounded and self._fits and best is not (best := self._fastest()[0].candidate):
+            self._neighbours = np.array([other.number for other in neighbours(best, self._candidates)], dtype=np.int64)
+            self._explore(pool, cores)
+        if not self._fits and self._open.any():
             # Its peak tells what is missing.
-            self._add_trace(*_trace(self._smallest_bound[1]))
-            self._extrapolate(self._smallest_bound[1])
+            smallest = self._candidates[int(np.where(self._open, self._estimates.bytes, np.inf).argmin())]
+            self._add_trace(*_trace(smallest))
         return self._confirm(pool)
 
     def _seeds(self) -> list[Candidate]:
-        """Layouts whose traces give bounds for all others.
-
-        For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
-        parallelism together with sharding, whose messages are counted separately; and both sizes without a pipeline.
-        """
-        every, groups = list(self._candidates.values()), list[list[Candidate]]()
-        for mode in reversed(MODES):  # the least memory first
-            of_mode = [candidate for candidate in every if candidate.mode == mode]
-            sizes = {candidate.layout.micro_batch_size for candidate in of_mode}
-            for size in sorted({min(sizes), max(sizes)} if sizes else ()):
-                groups.append([candidate for candidate in of_mode if candidate.layout.micro_batch_size == size])
-        sharded = [candidate for candidate in every if candidate.parallelism.dp_shard > 1]
-        smallest = min((degree for candidate in sharded if (degree := candidate.parallelism.cp) > 1), default=0)
-        groups.append([candidate for candidate in sharded if candidate.parallelism.cp == smallest])
-        whole = [candidate for candidate in sharded if candidate.parallelism.pp == 1]
-        for size in {
-            choose(candidate.layout.micro_batch_size for candidate in whole) for choose in (min, max) if whole
-        }:
-            groups.append([candidate for candidate in whole if candidate.layout.micro_batch_size == size])
+        """Layouts whose traces give the first estimates: the simplest ones of every mode of activation checkpointing,
+        with and without a pipeline."""
         seeds: dict[Key, Candidate] = {}
-        for group in filter(None, groups):
-            simplest = min(group, key=_simplicity)
-            seeds.setdefault(_key(simplest), simplest)
+        for mode, pipeline in product(reversed(MODES), (True, False)):  # the least memory first
+            group = [each for each in self._candidates if each.mode == mode and (each.parallelism.pp > 1) == pipeline]
+            if group:
+                simplest = min(group, key=_simplicity)
+                seeds.setdefault(_key(simplest), simplest)
         return list(seeds.values())
 
     def _add_trace(self, candidate: Candidate, parts: TracedParts) -> None:
+        """Use a traced layout for estimates, and extrapolate it."""
         self._traced[_key(candidate)] = candidate, parts
-        profile = profile_of(candidate, parts)
+        cost, profile = self._extrapolate(candidate), profile_of(candidate, parts)
         if profile is not None:
-            self._bounds.add(profile)
+            self._estimates.add(profile, cost)
         best = f"; fastest: {self._fastest()[0].tokens_per_second:,.0f} tokens/s/GPU" if self._fits else ""
         self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated{best}")
 
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        """Extrapolate layouts in the order of their bounds until no other can enter the rows."""
+        """Extrapolate layouts in the order of their estimates until no other can enter the rows."""
         waiting: dict[Key, list[Candidate]] = {}
         running = set[Future[tuple[Candidate, TracedParts]]]()
         while True:
             later: list[Candidate] = []
-            # Layouts with better bounds may suffice: wait for their traces before tracing slower ones.
+            # Layouts with better estimates may suffice: wait for their traces before tracing slower ones.
             while len(running) < cores and not (running and self._enough([*waiting.values(), later])):
                 candidate = self._next()
                 if candidate is None:
@@ -196,16 +193,18 @@ class LayoutSearch:
                 key = _key(candidate)
                 if key in self._traced:
                     self._extrapolate(candidate)
-                elif key in waiting:
+                    continue
+                self._open[candidate.number] = False
+                if key in waiting:
                     waiting[key].append(candidate)
                 elif any(_without_sharding(key) == _without_sharding(other) for other in waiting):
-                    # A running trace will raise its bound.
+                    # A running trace will tell more about it.
                     later.append(candidate)
                 else:
                     waiting[key] = [candidate]
                     running.add(pool.submit(_trace, candidate))
             for candidate in later:
-                heapq.heappush(self._queue, self._entry(candidate))
+                self._open[candidate.number] = True
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -213,55 +212,41 @@ class LayoutSearch:
                 traced, parts = future.result()
                 self._add_trace(traced, parts)
                 for candidate in waiting.pop(_key(traced)):
-                    self._extrapolate(candidate)
-
-    def _entry(self, candidate: Candidate) -> tuple[float, int, int]:
-        """Queue entry. Of equal bounds large micro-batches come first, whose traces bound smaller ones."""
-        return self._bounds.of(candidate).seconds, -candidate.layout.micro_batch_size, candidate.number
+                    if candidate.number != traced.number:
+                        self._open[candidate.number] = True
 
     def _enough(self, waiting: Iterable[Collection[Candidate]]) -> bool:
         """True if the rows would be complete if every pending layout fit."""
         return len(self._fits) + sum(map(len, waiting)) >= self._limit > len(self._fits)
 
-    def _next(self) -> Candidate | None:
-        """Queued layout with the best bound that may still enter the rows, or None."""
-        while self._queue and (not self._bounded or self._queue[0][0] <= self._slowest_row()):
-            before, _, number = heapq.heappop(self._queue)
-            candidate = self._candidates[number]
-            if not self._bounded:
-                return candidate
-            # New profiles may have raised the bound, so that another layout is the best.
-            bound = self._bounds.of(candidate)
-            if bound.bytes <= self._room and bound.seconds > before * (1 + 1e-9):
-                heapq.heappush(self._queue, self._entry(candidate))
-                continue
-            peak = bound.bytes if bound.bytes > self._room else self._peak_lower_bound(candidate)
-            if peak <= self._room:
-                return candidate
-            self._floor += 1
-            if self._smallest_bound is None or peak < self._smallest_bound[0]:
-                self._smallest_bound = peak, candidate
-        return None
+    def _most_bytes(self) -> float:
+        """Largest estimate of memory of a layout that may fit."""
+        return self._room * (1 + ESTIMATE_ERROR) if self._bounded else math.inf
 
-    def _peak_lower_bound(self, candidate: Candidate) -> float:
-        """Lower bound of a layout's peak, from the nearest traced layout."""
-        if _key(candidate) in self._traced:
-            return 0.0
-        near = [(_distance(sampled, candidate), key) for key, (sampled, _) in self._traced.items()]
-        distance, key = min(near, key=lambda entry: entry[0], default=(math.inf, None))
-        if key is None or distance == math.inf:
-            return 0.0
-        return peak_lower_bound(candidate, *self._traced[key]) + 2 * self._device.matmul_workspace
+    def _next(self) -> Candidate | None:
+        """Layout with the best estimate that may still enter the rows, or be faster than a neighbour, or None."""
+        seconds = np.where(self._open & (self._estimates.bytes <= self._most_bytes()), self._estimates.seconds, np.inf)
+        slowest, error = self._slowest_row(), ESTIMATE_ERROR
+        if self._neighbours is not None:
+            among, seconds = seconds[self._neighbours], np.full(len(seconds), np.inf)
+            seconds[self._neighbours] = among
+            slowest, error = self._fits[0], NEIGHBOUR_ERROR
+        number = int(seconds.argmin()) if len(seconds) else 0
+        if not len(seconds) or seconds[number] == np.inf:
+            return None
+        return self._candidates[number] if seconds[number] * (1 - error) <= slowest or not self._bounded else None
 
     def _slowest_row(self) -> float:
         """Step seconds of the current last row."""
         return self._fits[self._limit - 1] if len(self._fits) >= self._limit else math.inf
 
-    def _extrapolate(self, candidate: Candidate) -> None:
+    def _extrapolate(self, candidate: Candidate) -> LayoutCost:
         cost = layout_cost(candidate, *self._traced[_key(candidate)], self._device)
+        self._open[candidate.number] = False
         self._costs.append(cost)
         if cost.peak_bytes <= self._room:
             insort(self._fits, cost.step_seconds)
+        return cost
 
     def _fastest(self) -> list[LayoutCost]:
         """Extrapolated layouts that fit, fastest first."""
@@ -288,16 +273,13 @@ class LayoutSearch:
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    """Sort key: few axes in use, whose messages estimates of others lack, so that these are tried."""
     parallelism = candidate.parallelism
     return (
-        parallelism.pp == 1,
-        candidate.mode != "none",
+        parallelism.dp_shard == 1,
         parallelism.cp,
-        # Layouts with fewer experts per rank give bounds for those with more.
-        -parallelism.ep,
+        parallelism.ep,
         parallelism.etp,
-        # A layout with tensor-parallel messages comes first.
-        parallelism.tp == 1,
         parallelism.tp,
         candidate.layout.micro_batch_size,
         parallelism.pp,
@@ -321,29 +303,6 @@ def _key(candidate: Candidate) -> Key:
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,
     )
-
-
-def _distance(sampled: Candidate, candidate: Candidate) -> float:
-    """Factor by which a traced layout's degrees are smaller; infinite if it gives no memory bound."""
-    other, own = sampled.parallelism, candidate.parallelism
-    sizes = sampled.layout.micro_batch_size, candidate.layout.micro_batch_size
-    micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
-    if (
-        sampled.mode != candidate.mode
-        or not has_more_experts(sampled, candidate)
-        or (other.pp > 1) != (own.pp > 1)
-        or (own.pp == 1 and micro_batches[0] != micro_batches[1])
-        or other.tp > own.tp
-        or other.cp > own.cp
-        or sizes[0] < sizes[1]
-        or (sizes[1] == 1 and sizes[0] > 1)
-        # Unsharded parameters are never gathered.
-        or (sampled.shards == 1) != (candidate.shards == 1)
-        or sampled.has_one_data_rank != candidate.has_one_data_rank
-    ):
-        return math.inf
-    experts = other.ep * other.etp / own.ep / own.etp
-    return own.tp / other.tp * own.cp / other.cp * experts * max(sizes) / min(sizes)
 
 
 def _without_sharding(key: Key) -> Key:

@@ -1,0 +1,157 @@
+"""Numbers of many layouts as columns of arrays, a row per layout."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.search.layouts import MODES, Candidate
+from titan_exp.plan.search.rank_load import RankLoad, rank_load
+from titan_exp.plan.time.roofline import axis_ranks, message_seconds
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+
+Column = npt.NDArray[np.float64]
+
+_GROUP_OF = {
+    "tp": ("tp",),
+    "cp_across": ("tp", "cp"),
+    "cp_within": ("tp", "cp"),
+    "ep": ("tp", "cp", "ep", "etp"),
+    "etp": ("etp",),
+    "fsdp": ("tp", "cp", "dp_shard"),
+    "efsdp": ("tp", "cp", "dp_shard", "ep", "etp"),
+    "dp_replicate": ("tp", "cp", "dp_shard", "dp_replicate"),
+    "pp": ("tp", "cp", "dp_shard", "dp_replicate", "pp"),
+}
+"""Degrees that place the first rank's group along an axis on nodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutColumns:
+    """Columns of layouts."""
+
+    tp: Column
+    cp: Column
+    pp: Column
+    ep: Column
+    sequences: Column
+    """Sequences of a micro-batch."""
+    tokens: Column
+    """Tokens of a micro-batch on a rank of cp."""
+    micro_batches: Column
+    stages: Column
+    shards: Column
+    """FSDP shards of parameters."""
+    dense: Column
+    """Parameters of a block's linears on a rank before they are sharded, without experts."""
+    experts: Column
+    """The same of experts."""
+    in_flight: Column
+    """Blocks with simultaneous activations on the first rank."""
+    gathers: Column
+    """Gathers of a block's weights in a step."""
+    layers: Column
+    """Blocks of the first, second and last pipeline rank; shape (layouts, 3), as of `sends`."""
+    sends: Column
+    """Hidden states that these ranks send per micro-batch."""
+    kind: npt.NDArray[np.int64]
+    """What changes costs in other ways than in proportion; shape (layouts, KINDS)."""
+    groups: npt.NDArray[np.int64]
+    """Group of equal ranks along every axis of `_GROUP_OF`; shape (layouts, axes)."""
+    placed: Mapping[str, Sequence[ParallelismConfig]]
+    """A layout of every group, by axis."""
+    node: int
+    """Devices of a node."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> "LayoutColumns":
+        """Columns of layouts, in order."""
+        loads, sizes, rows = dict[object, RankLoad](), dict[object, tuple[float, float]](), list[tuple[float, ...]]()
+        kinds, groups = list[tuple[int, ...]](), list[list[int]]()
+        numbers: dict[str, dict[object, int]] = {axis: {} for axis in _GROUP_OF}
+        placed: dict[str, list[ParallelismConfig]] = {axis: [] for axis in _GROUP_OF}
+        for candidate in candidates:
+            own, training = candidate.parallelism, candidate.experiment.training
+            size = training.micro_batch_size
+            key = size, own.dp_replicate * own.dp_shard, own.cp, own.pp, own.pp_schedule
+            load = loads.get(key)
+            if load is None:
+                load = loads[key] = rank_load(candidate)
+            degrees = own.tp, own.ep, own.etp
+            if degrees not in sizes:
+                sizes[degrees] = block_parameters(candidate)
+            rows.append((own.tp, own.cp, own.pp, own.ep, load.sequences, load.tokens, load.micro_batches, load.stages))
+            rows[-1] += (candidate.shards, *sizes[degrees], load.in_flight, load.gathers)
+            rows[-1] += tuple(counts[at] for counts in (load.layers, load.sends) for at in (0, min(1, own.pp - 1), -1))
+            kinds.append(_kind(candidate, load))
+            found = list[int]()
+            for axis, names in _GROUP_OF.items():
+                ranks = tuple(getattr(own, name) for name in names)
+                number = numbers[axis].setdefault(ranks, len(placed[axis]))
+                if number == len(placed[axis]):
+                    placed[axis].append(own)
+                found.append(number)
+            groups.append(found)
+        table = np.array(rows, dtype=float)
+        columns = table[:, :13].T
+        node = candidates[0].layout.node_size
+        return cls(*columns, table[:, 13:16], table[:, 16:], np.array(kinds), np.array(groups), placed, node)
+
+    def rows(self, numbers: npt.NDArray[np.int64]) -> "LayoutColumns":
+        """Rows with these numbers."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: it[numbers] for name, it in arrays.items() if isinstance(it, np.ndarray)})
+
+    def distances(self, number: int) -> Column:
+        """How little the costs of a layout tell about the others': doublings of its degrees, and differences of kind.
+
+        Costs that a layout lacks are not scaled from it: one that uses an axis tells more about one that does not.
+        """
+        far = np.zeros(len(self.tp))
+        for column, weight in ((self.tp, 1.0), (self.cp, 1.0), (self.ep, 0.5), (self.sequences, 0.7)):
+            far += weight * np.abs(np.log2(column / column[number]))
+        for column in (self.tp, self.cp, self.ep):
+            far += 3 * ((column > 1) & (column[number] == 1)) + ((column == 1) & (column[number] > 1))
+        return far + (self.kind != self.kind[number]) @ KIND_WEIGHTS
+
+    def message_seconds(self, axis: str, kind: str, size: Column, calls: Column | float, device: Device) -> Column:
+        """Seconds of `calls` messages of `size` bytes together along an axis."""
+        column = self.groups[:, list(_GROUP_OF).index(axis)]
+        rates = np.zeros((len(self.placed[axis]), 2))
+        for group in np.unique(column):
+            costs = OpCosts()
+            costs.messages[axis, kind] = 1
+            ranks = axis_ranks(self.placed[axis][group], 0, costs)[axis]
+            rates[group, 0] = message_seconds(kind, 2**40, ranks, device, self.node) / 2**40
+            rates[group, 1] = message_seconds(kind, 0, ranks, device, self.node, calls=1)
+        return size * rates[column, 0] + calls * rates[column, 1]
+
+
+KIND_WEIGHTS = np.array([100.0, 10.0, 4.0, 1.0, 1.0, 2.0, 0.5])
+"""Distances between layouts of different kinds, in the order of `_kind`."""
+
+
+def _kind(candidate: Candidate, load: RankLoad) -> tuple[int, ...]:
+    own = candidate.parallelism
+    return (
+        MODES.index(candidate.mode) if candidate.mode in MODES else len(MODES),
+        own.pp > 1,
+        candidate.shards == 1,
+        candidate.has_one_data_rank,
+        candidate.experts is not None and candidate.experts[-1],
+        own.etp > 1,
+        0 if own.pp > 1 else min(load.micro_batches, 3),
+    )
+
+
+def block_parameters(candidate: Candidate) -> tuple[float, float]:
+    """Parameters of a block's linears on a rank before they are sharded: dense ones and those of experts."""
+    spec, parallelism = candidate.spec, candidate.parallelism
+    layers = () if spec is None else spec.layers[-spec.period :]
+    linears = [linear for layer in layers for linear in layer.linears]
+    experts = sum(linear.parameters for linear in linears if linear.experts > 1)
+    dense = sum(linear.parameters for linear in linears) - experts
+    return dense / parallelism.tp, experts / (parallelism.ep * parallelism.etp)

@@ -1,4 +1,4 @@
-"""Mutations of the planner's times and of the search's bounds, each of which a test must notice.
+"""Mutations of the planner's times and of the search's estimates, each of which a test must notice.
 
 python -m pytest tests/parity/planner_mutations.py
 """
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_experts, test_kernel_classes, test_rates
+from tests.plan import test_estimates, test_kernel_classes, test_rates
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.search import bound_terms
+from titan_exp.plan.search.layout_columns import LayoutColumns
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace.dispatch_mode import CostMode
 
@@ -33,8 +33,8 @@ def a_ring_has_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "ROUNDS", {})
 
 
-def other_experts_launch_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_terms, "operators_factor", lambda *_: 1.0)
+def messages_have_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayoutColumns, "message_seconds", lambda self, *_: 0 * self.tp)
 
 
 def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,17 +51,13 @@ def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
 
-def bounds_of_fewer_experts() -> None:
-    test_experts.test_bounds_of_other_expert_degrees_hold(())
-
-
 NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] = [
     (test_rates.test_attention_has_the_rates_of_the_nearest_head_size, attention_has_the_rate_of_the_other_direction),
     (test_rates.test_fp8_matmuls_have_the_rate_of_their_recipe, rowwise_has_the_rate_of_tensorwise),
     (test_rates.test_the_slower_of_host_and_device_counts, launches_wait_for_kernels),
     (test_rates.test_messages_have_latency, a_ring_has_one_hop),
     (bytes_of_kernels, views_are_launches),
-    (bounds_of_fewer_experts, other_experts_launch_as_much),
+    (test_estimates.test_estimates_are_near_the_exact_costs, messages_have_no_rate),
 ]
 
 

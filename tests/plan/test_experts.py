@@ -8,16 +8,11 @@ import pytest
 from tests.cli.test_plan import planned
 from tests.plan.layouts import experiment_of
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.extrapolate.step_cost import trace_parts
-from titan_exp.plan.predict import Plan, on_cpu, predict
-from titan_exp.plan.search.layout_cost import layout_cost
+from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.search.layouts import Candidate, search_space
-from titan_exp.plan.search.lower_bounds import LowerBounds
-from titan_exp.plan.search.profile import profile_of
 from titan_exp.plan.time.roofline import message_seconds, rank_time
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS
@@ -148,26 +143,6 @@ def test_search_space_has_every_degree_of_experts():
     assert [candidate.parallelism.ep for candidate in odd] == [1]
     dense = search_space(to_experiment(compose([*TYPED, *ONE, "model=llama_debug"])), GPUS, frozenset()).candidates
     assert {candidate.parallelism.ep for candidate in dense} == {1}
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("more", [(), ("parallelism.pp=2",), ("parallelism.tp=2",)], ids=["fsdp", "pp", "tp"])
-def test_bounds_of_other_expert_degrees_hold(more: tuple[str, ...]):
-    compared, device, costs = candidates(*more), device_named("h100"), {}
-    for candidate in compared:
-        traced = on_cpu(candidate.experiment)
-        assert device_type(traced.cluster) == "cuda"
-        parts = trace_parts(traced, cuda=True)
-        costs[candidate.number] = layout_cost(candidate, candidate, parts, device), profile_of(candidate, parts)
-    for number, (_, profile) in costs.items():
-        bounds = LowerBounds(device)
-        assert profile is not None
-        bounds.add(profile)
-        for candidate in compared:
-            cost, _ = costs[candidate.number]
-            bound = bounds.of(candidate)
-            assert bound.seconds <= cost.step_seconds, (number, candidate.number)
-            assert bound.bytes <= cost.peak_bytes, (number, candidate.number)
 
 
 @pytest.mark.night

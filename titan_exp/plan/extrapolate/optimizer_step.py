@@ -56,7 +56,7 @@ class OptimizerStepTrace:
     def totals(self) -> "OptimizerStepTotals":
         """Totals of the second optimizer step."""
         step = join_segments(OPTIMIZER_STEP, self.ends[1])
-        return OptimizerStepTotals(self.persistent, self.other, int(step.peak.sum()), step.costs)
+        return OptimizerStepTotals(self.persistent, self.other, step.peak, step.where, step.costs)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,10 @@ class OptimizerStepTotals:
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
     """Other bytes between steps."""
-    peak: int
+    peak: CategoryBytes
     """Bytes added at its peak."""
+    where: str
+    """Phase of the peak."""
     costs: OpCosts
     """FLOPs, memory traffic and messages."""
 
@@ -161,6 +163,7 @@ def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotal
     return OptimizerStepTotals(
         sum((times * totals.persistent for times, totals in terms), category_bytes({})),
         sum((times * totals.other for times, totals in terms), category_bytes({})),
-        sum(times * totals.peak for times, totals in terms),
+        sum((times * totals.peak for times, totals in terms), category_bytes({})),
+        terms[0][1].where if terms else "",
         sum_costs([sum_costs([totals.costs], times) for times, totals in terms]),
     )

@@ -85,10 +85,11 @@ def step_cost(
     of_sample = parts.optimizer_steps.of(sample.layers_alike, sample.model_layers)
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
     base = sample.base + kept + len(stages) * sample.buffers + layout.gradient_accumulation * sample.batch
-    peak, held = base + passes.peak, base + passes.net
-    assert held.sum() + optimizer_step.peak < peak.sum(), "the optimizer step never has the peak"
+    held = base + passes.net
+    moments = (base + passes.peak, passes.where), (held + optimizer_step.peak, optimizer_step.where)
+    peak, where = max(moments, key=lambda moment: moment[0].sum())
     return StepCost(
-        Moment(int(peak.sum()), _by_category(peak), passes.where),
+        Moment(int(peak.sum()), _by_category(peak), where),
         _by_category(optimizer_step.persistent),
         _by_category(held)["gradients"],
         sum_costs([passes.costs, optimizer_step.costs]),

@@ -1,1 +1,1 @@
-"""Layout search: enumeration, lower bounds, branch and bound."""
+"""Layout search: enumeration, estimates from the nearest traces, best-first extrapolation."""

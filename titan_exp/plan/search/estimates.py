@@ -18,7 +18,11 @@ from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.search.profile import Profile
 from titan_exp.plan.time.roofline import compute_seconds
 from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS, MEASURES
+from titan_exp.plan.trace.memory_tracker import CATEGORIES
+from titan_exp.plan.trace.segments import CategoryBytes
 
+OF_WEIGHTS = ("parameters", "gradients", "optimizer", "gathered parameters", "communication")
+"""Categories of memory in proportion to a block's parameters."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -34,6 +38,16 @@ class Estimates:
         """Peak of allocated memory on the fullest rank."""
         self._far: Floats = np.full(count, np.inf)
 
+    @property
+    def least_seconds(self) -> Floats:
+        """Step time, if the estimate is too high."""
+        return self.seconds * (1 - np.minimum(0.1, 0.03 + 0.02 * self._far))
+
+    @property
+    def least_bytes(self) -> Floats:
+        """Peak of memory, if the estimate is too high."""
+        return self.bytes * (1 - np.minimum(0.25, 0.03 + 0.25 * self._far))
+
     def add(self, profile: Profile, cost: LayoutCost) -> None:
         """Use a traced layout for those to which it is the nearest; `cost` is its exact one."""
         number = profile.candidate.number
@@ -43,10 +57,8 @@ class Estimates:
         scaled = _Scaled(profile, self._columns.rows(np.append(nearer, number)), self._device)
         seconds, held = scaled.seconds, scaled.bytes
         self.seconds[nearer] = seconds[:-1] * (cost.step_seconds / seconds[-1])
-        # What the affine terms leave out is mostly per token: logits and their gradient.
         constant = 2 * self._device.matmul_workspace
-        left_out = (cost.peak_bytes - constant - held[-1]) * scaled.work[:-1]
-        self.bytes[nearer] = constant + np.maximum(held[:-1] + left_out, 0.5 * held[:-1])
+        self.bytes[nearer] = constant + held[:-1] * (cost.peak_bytes - constant) / held[-1]
 
 
 class _Scaled:
@@ -156,12 +168,23 @@ class _Scaled:
 
     @cached_property
     def bytes(self) -> Floats:
-        """Peak of allocated memory, of the first rank or of the one with the most layers."""
+        """Peak of allocated memory: in a block's backward pass, or in the loss on the last rank."""
         profile, rows = self._profile, self._rows
-        kept, weights = profile.kept * self._shards, self._weights
-        held = kept + (profile.gathered + profile.gradients * (rows.micro_batches > 1)) * weights
-        left, first = profile.left * self.work, (profile.first_gathered + profile.first_kept) * self._shards
-        passing = profile.passing * self.work
-        own, most = rows.layers[:, 0], rows.layers.max(axis=1)
-        other = np.where(rows.pp > 1, np.maximum(rows.in_flight - own, 0.0), rows.in_flight)
-        return passing + np.maximum(first + own * held + rows.in_flight * left, most * held + other * left)
+        several = (rows.micro_batches > 1) | (rows.pp > 1)
+        # Gradients of several micro-batches are summed in fp32 before they are reduced.
+        unreduced = profile.gradients * self._weights if several[-1] else 4 * (rows.dense + rows.experts)
+        gradients = np.where(several, unreduced, 4 * (rows.dense + rows.experts) / rows.shards)
+        block = profile.kept * self._shards + profile.gathered * self._weights + gradients
+        first = profile.first_kept * self._shards + profile.first_gathered * self._weights
+        left, passing, ending = (self._memory(size) for size in (profile.left, profile.passing, profile.ending))
+        peaks = list[Floats]()
+        for rank, (layers, in_flight) in enumerate(zip(rows.layers.T, rows.in_flight.T, strict=True)):
+            temporary = np.where((rank == 2) | (rows.pp == 1), np.maximum(passing, ending), passing)
+            peaks.append(first * (rank == 0) + layers * block + in_flight * left + temporary)
+        return np.maximum.reduce(peaks)
+
+    def _memory(self, size: CategoryBytes) -> Floats:
+        """Bytes of a part of a micro-batch, each category in its proportion."""
+        constant, loss = np.ones_like(self.work), self._ratio(self._rows.loss_tokens / self._rows.tp)
+        of = dict.fromkeys(OF_WEIGHTS, self._weights) | {"loss": loss, "workspaces": constant}
+        return sum((held * of.get(name, self.work) for name, held in zip(CATEGORIES, size, strict=True)), 0 * constant)

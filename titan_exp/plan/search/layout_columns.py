@@ -41,6 +41,8 @@ class LayoutColumns:
     """Sequences of a micro-batch."""
     tokens: Column
     """Tokens of a micro-batch on a rank of cp."""
+    loss_tokens: Column
+    """Tokens whose logits are in memory at once."""
     micro_batches: Column
     stages: Column
     shards: Column
@@ -49,14 +51,14 @@ class LayoutColumns:
     """Parameters of a block's linears on a rank before they are sharded, without experts."""
     experts: Column
     """The same of experts."""
-    in_flight: Column
-    """Blocks with simultaneous activations on the first rank."""
     gathers: Column
     """Gathers of a block's weights in a step."""
     layers: Column
     """Blocks of the first, second and last pipeline rank; shape (layouts, 3), as of `sends`."""
     sends: Column
     """Hidden states that these ranks send per micro-batch."""
+    in_flight: Column
+    """Blocks of these ranks with simultaneous activations."""
     kind: npt.NDArray[np.int64]
     """What changes costs in other ways than in proportion; shape (layouts, KINDS)."""
     groups: npt.NDArray[np.int64]
@@ -83,9 +85,10 @@ class LayoutColumns:
             degrees = own.tp, own.ep, own.etp
             if degrees not in sizes:
                 sizes[degrees] = block_parameters(candidate)
-            rows.append((own.tp, own.cp, own.pp, own.ep, load.sequences, load.tokens, load.micro_batches, load.stages))
-            rows[-1] += (candidate.shards, *sizes[degrees], load.in_flight, load.gathers)
-            rows[-1] += tuple(counts[at] for counts in (load.layers, load.sends) for at in (0, min(1, own.pp - 1), -1))
+            rows.append((own.tp, own.cp, own.pp, own.ep, load.sequences, load.tokens, load.loss_tokens))
+            rows[-1] += (load.micro_batches, load.stages, candidate.shards, *sizes[degrees], load.gathers)
+            of_ranks = load.layers, load.sends, load.in_flight
+            rows[-1] += tuple(counts[at] for counts in of_ranks for at in (0, min(1, own.pp - 1), -1))
             kinds.append(_kind(candidate, load))
             found = list[int]()
             for axis, names in _GROUP_OF.items():
@@ -96,9 +99,9 @@ class LayoutColumns:
                 found.append(number)
             groups.append(found)
         table = np.array(rows, dtype=float)
-        columns = table[:, :13].T
+        columns, of_ranks = table[:, :-9].T, table[:, -9:].reshape(-1, 3, 3).transpose(1, 0, 2)
         node = candidates[0].layout.node_size
-        return cls(*columns, table[:, 13:16], table[:, 16:], np.array(kinds), np.array(groups), placed, node)
+        return cls(*columns, *of_ranks, np.array(kinds), np.array(groups), placed, node)
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> "LayoutColumns":
         """Rows with these numbers."""

@@ -10,10 +10,7 @@ from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.kernel_classes import OPTIMIZER, STREAMS
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
-from titan_exp.plan.trace.segments import Segment, join_segments, sum_costs
-
-OF_WEIGHTS = ("parameters", "gradients", "optimizer", "gathered parameters", "communication")
-"""Categories of memory that depend on sharding and on the number of micro-batches."""
+from titan_exp.plan.trace.segments import CategoryBytes, Segment, join_segments, sum_costs
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,12 @@ class Profile:
     """Bytes moved by the sum of a block's gradients with those of earlier micro-batches."""
     ends: OpCosts
     """Costs of head and loss on the last rank, and of the embedding if it is on the same rank."""
-    left: int
+    left: CategoryBytes
     """Bytes saved by a block's forward pass for backward."""
-    saved: int
-    """`left` without weights and gradients, which other layouts keep for longer or shorter."""
-    passing: int
+    passing: CategoryBytes
     """Temporary bytes of a block's backward pass."""
+    ending: CategoryBytes
+    """Temporary bytes of head and loss."""
     kept: int
     """Bytes of a block's parameters and optimizer state."""
     updated: int
@@ -71,9 +68,7 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
     forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
     head = WHOLE if whole else LAST
     in_forward, in_backward = (int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
-    passing = int(backward.peak.sum())
     if whole:
-        passing = max(passing, int(sample.joined(WHOLE, steady, "F after").peak.sum()))
         in_forward, in_backward = 0, in_forward + in_backward if sample.micro_batches > 1 else 0
     else:
         in_forward, in_backward = in_forward - int(forward.net.sum()), in_backward - int(backward.net.sum())
@@ -89,9 +84,9 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         gathered_bytes=min(sum(map(_streamed_bytes, pair)) for pair in by_micro),
         summed_bytes=outside_streams[steady][1] - least_backward,
         ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
-        left=max(0, int(forward.net.sum())),
-        saved=sum(int(size) for name, size in zip(CATEGORIES, forward.net, strict=True) if name not in OF_WEIGHTS),
-        passing=passing,
+        left=forward.net,
+        passing=backward.peak,
+        ending=sample.joined(head, steady, "F after", "B before").peak,
         kept=_master_bytes(optimizer_steps.block),
         updated=max(0, optimizer_steps.block.costs.kernels.get((OPTIMIZER, "bytes"), 0)),
         updated_operators=max(0, optimizer_steps.block.costs.operators),

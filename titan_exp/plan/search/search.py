@@ -41,12 +41,8 @@ MEMORY_FRACTION = 0.88
 """Fraction of device memory available to tensors; the rest is for fragmentation, CUDA's context, cuBLAS workspaces and
 NCCL buffers. A round number from a few runs on one kind of GPU, not a prediction."""
 
-ESTIMATE_ERROR = 0.03
-"""Share by which an estimate of time or memory may be too high: layouts that it finds slower or larger by more are left
-out."""
-
-NEIGHBOUR_ERROR = 0.2
-"""The same for neighbours of the fastest layout, which are extrapolated unless they are estimated to be much slower."""
+MUCH_SLOWER = 1.25
+"""Neighbours of the fastest layout are extrapolated unless they are estimated to take so many times as long."""
 
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
@@ -99,7 +95,7 @@ class LayoutSearch:
         self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
         self._room = device.memory * MEMORY_FRACTION
         self._open = np.ones(len(supported), dtype=bool)
-        self._neighbours: npt.NDArray[np.int64] | None = None
+        self._neighbours: npt.NDArray[np.bool_] | None = None
         self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}
         self._costs: list[LayoutCost] = []
         self._fits: list[float] = []
@@ -128,7 +124,7 @@ class LayoutSearch:
         finally:
             pool.shutdown(cancel_futures=True)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
-        too_large = int((self._open & (self._estimates.bytes > self._most_bytes())).sum()) if self._candidates else 0
+        too_large = int((self._open & (self._estimates.least_bytes > self._room)).sum()) if self._candidates else 0
         return SearchResult(
             rows,
             front,
@@ -151,7 +147,8 @@ class LayoutSearch:
         self._explore(pool, cores)
         best = None
         while self._bounded and self._fits and best is not (best := self._fastest()[0].candidate):
-            self._neighbours = np.array([other.number for other in neighbours(best, self._candidates)], dtype=np.int64)
+            self._neighbours = np.zeros(len(self._candidates), dtype=bool)
+            self._neighbours[[other.number for other in neighbours(best, self._candidates)]] = True
             self._explore(pool, cores)
         if not self._fits and self._open.any():
             # Its peak tells what is missing.
@@ -219,22 +216,19 @@ class LayoutSearch:
         """True if the rows would be complete if every pending layout fit."""
         return len(self._fits) + sum(map(len, waiting)) >= self._limit > len(self._fits)
 
-    def _most_bytes(self) -> float:
-        """Largest estimate of memory of a layout that may fit."""
-        return self._room * (1 + ESTIMATE_ERROR) if self._bounded else math.inf
-
     def _next(self) -> Candidate | None:
-        """Layout with the best estimate that may still enter the rows, or be faster than a neighbour, or None."""
-        seconds = np.where(self._open & (self._estimates.bytes <= self._most_bytes()), self._estimates.seconds, np.inf)
-        slowest, error = self._slowest_row(), ESTIMATE_ERROR
-        if self._neighbours is not None:
-            among, seconds = seconds[self._neighbours], np.full(len(seconds), np.inf)
-            seconds[self._neighbours] = among
-            slowest, error = self._fits[0], NEIGHBOUR_ERROR
-        number = int(seconds.argmin()) if len(seconds) else 0
-        if not len(seconds) or seconds[number] == np.inf:
+        """Layout with the best estimate that may still enter the rows, or be faster than its neighbour, or None."""
+        if not self._candidates:
             return None
-        return self._candidates[number] if seconds[number] * (1 - error) <= slowest or not self._bounded else None
+        estimates, allowed = self._estimates, self._open
+        if self._bounded:
+            allowed = allowed & (estimates.least_bytes <= self._room)
+            if self._neighbours is None:
+                allowed &= estimates.least_seconds <= self._slowest_row()
+            else:
+                allowed &= self._neighbours & (estimates.seconds <= MUCH_SLOWER * self._fits[0])
+        number = int(np.where(allowed, estimates.seconds, np.inf).argmin())
+        return self._candidates[number] if allowed[number] else None
 
     def _slowest_row(self) -> float:
         """Step seconds of the current last row."""

@@ -75,9 +75,9 @@ def search_json(
         "left_out": {
             "by_rules": {example.field: count for count, example in space.left_out},
             "not_known": dict(result.unknown),
-            "state_does_not_fit": result.floor,
+            "estimated_not_to_fit": result.floor,
             "does_not_fit": result.too_large,
-            "slower_than_the_last": result.slower,
+            "estimated_slower_than_the_last": result.slower,
         },
         "stopped": result.stopped,
         "traces": result.traces,
@@ -132,9 +132,9 @@ def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
             f"  {count:,} cannot be extrapolated, because {reason}: titan-exp plan predicts one of them;"
             for reason, count in result.unknown
         ),
-        f"  {result.floor:,} do not fit by their lower bound of parameters, gradients and activations, and "
+        f"  {result.floor:,} are estimated not to fit, and "
         f"{result.too_large:,} of {result.looked_at:,} extrapolated ones do not fit;",
         f"  {result.slower:,} are not looked at, and some may be faster: the search was stopped."
         if result.stopped
-        else f"  {result.slower:,} are slower than the last row by their lower bound of compute and communication.",
+        else f"  {result.slower:,} are estimated to be slower than the last row.",
     ]

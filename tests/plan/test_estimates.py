@@ -1,4 +1,4 @@
-"""Layouts left out by lower bounds could not be rows, and cached operators produce the same tensors."""
+"""Rows of a search are those of an exhaustive one, and cached operators produce the same tensors."""
 
 import json
 import subprocess
@@ -28,11 +28,10 @@ def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
 
     own = tuple(range(3, 3 + stages))
     for ranks, times in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 3)):
-        order = build_schedule(schedule, ranks, ranks * stages, ranks * times)[0]
-        forward = next(place for place, action in enumerate(order) if action.kind != "F")
-        held = sum(own[action.stage // ranks] for action in order[:forward])
-        least = in_flight(schedule, ranks, own, ranks * times)
-        assert least == held if "1F1B" in schedule else least <= held
+        for rank, order in enumerate(build_schedule(schedule, ranks, ranks * stages, ranks * times)):
+            forward = next(place for place, action in enumerate(order) if action.kind != "F")
+            held = sum(own[action.stage // ranks] for action in order[:forward])
+            assert in_flight(schedule, ranks, rank, own, ranks * times) == held
 
 
 MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 activation_checkpoint=selective " + BF16
@@ -72,6 +71,7 @@ WORDS = [
     "training.global_batch_size=16",
     "model.layers=8",
 ]
+ONE = ["parallelism.dp_replicate=1", "parallelism.cp=1", "activation_checkpoint=full"]
 SEARCHED = {
     "whole units": (8, WORDS),
     "replicated units": (8, [*WORDS, "model.ffn_dim=160"]),
@@ -80,6 +80,11 @@ SEARCHED = {
         ["model=gpt_oss_debug", *WORDS, "parallelism.cp=1", "parallelism.tp=1", "activation_checkpoint=full"],
     ),
     "experts": (4, ["model=qwen3_moe_debug", *WORDS, "parallelism.cp=1", "activation_checkpoint=full"]),
+    "8B": (8, ["model=llama3_8b", "model.layers=16", "training.seq_len=8192", "training.global_batch_size=16", *ONE]),
+    "30B with experts": (
+        8,
+        ["model=qwen3_30b_a3b", "model.layers=12", "training.seq_len=4096", "training.global_batch_size=64", *ONE],
+    ),
 }
 """GPUs and overrides of searches by name."""
 
@@ -90,7 +95,7 @@ SEARCHED = {
 def test_bounded_search_equals_exhaustive_search(name: str):
     """On devices where all, half and few layouts fit, the rows equal those of an exhaustive search."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from tests.plan.test_lower_bounds import print_both; print_both({name!r})"],
+        [sys.executable, "-c", f"from tests.plan.test_estimates import print_both; print_both({name!r})"],
         capture_output=True,
         text=True,
         timeout=900,
@@ -98,10 +103,35 @@ def test_bounded_search_equals_exhaustive_search(name: str):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["violations"] == []
     assert found["looked at"] > (2 if "units" in name else 1) * found["at least"]
     for everything, bounded in found["rows"]:
         assert bounded == everything
+
+
+@pytest.mark.night
+def test_estimates_are_near_the_exact_costs():
+    """A layout's costs, scaled from a trace with another tp and micro-batch."""
+    from titan_exp.plan.cuda.devices import device_named
+    from titan_exp.plan.search.estimates import Estimates
+    from titan_exp.plan.search.layout_cost import layout_cost
+    from titan_exp.plan.search.layouts import fixed_keys, search_space
+    from titan_exp.plan.search.profile import profile_of
+    from titan_exp.plan.search.search import _trace
+
+    words, device = [*SEARCHED["8B"][1], "parallelism.pp=1"], device_named("h100")
+    found = search_space(composed(*words), 8, fixed_keys(words)).candidates
+    found = [each for each in found if each.parallelism.tp in (2, 4) and each.layout.micro_batch_size <= 2]
+    space = [replace(each, number=number) for number, each in enumerate(found)]
+    parts = [_trace(each)[1] for each in space]
+    exact = [layout_cost(each, each, own, device) for each, own in zip(space, parts, strict=True)]
+    assert len(space) == 4
+    for each, own, cost in zip(space, parts, exact, strict=True):
+        estimates, profile = Estimates(space, device), profile_of(each, own)
+        assert profile is not None
+        estimates.add(profile, cost)
+        assert estimates.seconds == pytest.approx([other.step_seconds for other in exact], rel=0.08)
+        assert estimates.bytes == pytest.approx([other.peak_bytes for other in exact], rel=0.25)
+        assert estimates.seconds[each.number] == pytest.approx(cost.step_seconds, rel=1e-9)
 
 
 def described(row: "LayoutCost") -> tuple[object, ...]:
@@ -125,9 +155,9 @@ def print_both(name: str) -> None:
     device = device_named("h100")
     whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)
     whole.run()
-    costs = sorted(whole._costs, key=lambda cost: cost.step_seconds)
+    costs = whole._costs
     peaks = sorted(cost.peak_bytes for cost in costs)
-    rows, looked, violations = [], [], []
+    rows, looked = [], []
     for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
         search = LayoutSearch(space, replace(device, memory=round(room / 0.88)), limit, quiet)
         result = search.run()
@@ -136,9 +166,4 @@ def print_both(name: str) -> None:
         with ProcessPoolExecutor(2, _forkserver(), _start_worker) as pool:
             rows.append([[described(row) for row in found] for found in (whole._confirm(pool), result.rows)])
         looked.append(result.looked_at)
-        for cost in costs:
-            bound = search._bounds.of(cost.candidate)
-            peak = max(bound.bytes, search._peak_lower_bound(cost.candidate))
-            if bound.seconds > cost.step_seconds * (1 + 1e-9) or peak > cost.peak_bytes:
-                violations.append(str(cost))
-    print(json.dumps({"rows": rows, "looked at": len(costs), "at least": min(looked), "violations": violations}))
+    print(json.dumps({"rows": rows, "looked at": len(costs), "at least": min(looked)}))

@@ -37,6 +37,8 @@ class Estimates:
         self.bytes: Floats = np.zeros(count)
         """Peak of allocated memory on the fullest rank."""
         self._far: Floats = np.full(count, np.inf)
+        self._profiles: list[Profile] = []
+        self._of_weights: dict[tuple[str, bool], Floats] = {}
 
     @property
     def least_seconds(self) -> Floats:
@@ -50,22 +52,46 @@ class Estimates:
 
     def add(self, profile: Profile, cost: LayoutCost) -> None:
         """Use a traced layout for those to which it is the nearest; `cost` is its exact one."""
+        self._compare(profile)
         number = profile.candidate.number
         far = self._columns.distances(number)
         nearer = np.flatnonzero(far <= self._far)
         self._far[nearer] = far[nearer]
-        scaled = _Scaled(profile, self._columns.rows(np.append(nearer, number)), self._device)
+        kind = profile.candidate.mode, profile.candidate.parallelism.pp > 1
+        of_weights = self._of_weights.get(kind, np.zeros(len(CATEGORIES) + 1))
+        scaled = _Scaled(profile, self._columns.rows(np.append(nearer, number)), of_weights, self._device)
         seconds, held = scaled.seconds, scaled.bytes
         self.seconds[nearer] = seconds[:-1] * (cost.step_seconds / seconds[-1])
         constant = 2 * self._device.matmul_workspace
         self.bytes[nearer] = constant + held[:-1] * (cost.peak_bytes - constant) / held[-1]
 
+    def _compare(self, profile: Profile) -> None:
+        """Tell bytes of tokens from bytes of weights, by a traced layout that differs in its micro-batch only."""
+        own, columns = profile.candidate, self._columns
+        for other in self._profiles:
+            number, size = other.candidate.number, columns.sequences
+            more = size[own.number] - size[number]
+            same = columns.shape(own.number) == columns.shape(number)
+            if more and same and own.mode == other.candidate.mode:
+                one, two = (np.append(each.passing, each.token_bytes) for each in (profile, other))
+                fixed = np.maximum(0.0, one - (one - two) / more * size[own.number])
+                weights = columns.dense[own.number] + columns.experts[own.number]
+                self._of_weights[own.mode, own.parallelism.pp > 1] = fixed / weights
+        self._profiles.append(profile)
+
 
 class _Scaled:
-    """Terms of a profile, scaled to the layouts of some rows; the last row is the profile's own layout."""
+    """Terms of a profile, scaled to the layouts of some rows; the last row is the profile's own layout.
 
-    def __init__(self, profile: Profile, rows: LayoutColumns, device: Device) -> None:
+    `of_weights` are bytes per parameter that a block's temporaries, by category, and its elementwise operators have
+    for any number of tokens.
+    """
+
+    def __init__(self, profile: Profile, rows: LayoutColumns, of_weights: Floats, device: Device) -> None:
         self._profile, self._rows, self._device = profile, rows, device
+        fixed = of_weights * (rows.dense[-1] + rows.experts[-1])
+        self._passing = np.minimum(fixed[:-1], np.maximum(profile.passing, 0))
+        self._moved = min(fixed[-1], float(profile.token_bytes))
 
     def _ratio(self, values: npt.NDArray[np.generic]) -> Floats:
         return values / values[-1]
@@ -85,7 +111,8 @@ class _Scaled:
         """Step time."""
         profile, rows, device = self._profile, self._rows, self._device
         block = compute_seconds(profile.block, device) * self.work + self._expert_weights
-        block += profile.token_bytes * self.work / device.bandwidth
+        moved = (profile.token_bytes - self._moved) * self.work + self._moved * self._weights
+        block += moved / device.bandwidth
         block += profile.gathered_bytes * self._weights / device.copy_bandwidth
         block += profile.summed_bytes * self._weights / device.bandwidth * (rows.micro_batches > 1)
         ends = (compute_seconds(profile.ends, device) + profile.ends.bytes_moved / device.bandwidth) * self.work
@@ -176,14 +203,15 @@ class _Scaled:
         gradients = np.where(several, unreduced, 4 * (rows.dense + rows.experts) / rows.shards)
         block = profile.kept * self._shards + profile.gathered * self._weights + gradients
         first = profile.first_kept * self._shards + profile.first_gathered * self._weights
-        left, passing, ending = (self._memory(size) for size in (profile.left, profile.passing, profile.ending))
+        left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
+        passing += float(self._passing.sum()) * self._weights
         peaks = list[Floats]()
         for rank, (layers, in_flight) in enumerate(zip(rows.layers.T, rows.in_flight.T, strict=True)):
             temporary = np.where((rank == 2) | (rows.pp == 1), np.maximum(passing, ending), passing)
             peaks.append(first * (rank == 0) + layers * block + in_flight * left + temporary)
         return np.maximum.reduce(peaks)
 
-    def _memory(self, size: CategoryBytes) -> Floats:
+    def _memory(self, size: CategoryBytes | Floats) -> Floats:
         """Bytes of a part of a micro-batch, each category in its proportion."""
         constant, loss = np.ones_like(self.work), self._ratio(self._rows.loss_tokens / self._rows.tp)
         of = dict.fromkeys(OF_WEIGHTS, self._weights) | {"loss": loss, "workspaces": constant}

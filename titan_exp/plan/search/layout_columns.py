@@ -108,6 +108,11 @@ class LayoutColumns:
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: it[numbers] for name, it in arrays.items() if isinstance(it, np.ndarray)})
 
+    def shape(self, number: int) -> tuple[float, ...]:
+        """What a block's costs depend on, but the size of micro-batches and recomputation."""
+        columns = self.tp, self.cp, self.ep, self.dense, self.experts, self.pp > 1, self.shards > 1
+        return tuple(float(column[number]) for column in columns)
+
     def distances(self, number: int) -> Column:
         """How little the costs of a layout tell about the others': doublings of its degrees, and differences of kind.
 

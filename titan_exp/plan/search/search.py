@@ -162,8 +162,12 @@ class LayoutSearch:
         seeds: dict[Key, Candidate] = {}
         for mode, pipeline in product(reversed(MODES), (True, False)):  # the least memory first
             group = [each for each in self._candidates if each.mode == mode and (each.parallelism.pp > 1) == pipeline]
-            if group:
-                simplest = min(group, key=_simplicity)
+            sizes = {each.experiment.training.micro_batch_size for each in group}
+            has_experts = bool(group) and group[0].experts is not None
+            # Bytes of experts' weights are told from those of tokens by two micro-batches.
+            for size in sorted({min(sizes), max(sizes)} if has_experts else {*sorted(sizes)[:1]}):
+                alike = [each for each in group if each.experiment.training.micro_batch_size == size]
+                simplest = min(alike, key=_simplicity)
                 seeds.setdefault(_key(simplest), simplest)
         return list(seeds.values())
 

@@ -109,6 +109,8 @@ def test_bounded_search_equals_exhaustive_search(name: str):
 
 
 @pytest.mark.night
+# Torch warns of the embedding's view, which no operator changes in place.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_estimates_are_near_the_exact_costs():
     """A layout's costs, scaled from a trace with another tp and micro-batch."""
     from titan_exp.plan.cuda.devices import device_named
@@ -158,7 +160,8 @@ def print_both(name: str) -> None:
     costs = whole._costs
     peaks = sorted(cost.peak_bytes for cost in costs)
     rows, looked = [], []
-    for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
+    for place, limit in ((-1, 2), (len(peaks) // 2, 3), (len(peaks) // 8, 3)):
+        room = peaks[place] * 1.001  # with another number of shards, the same layout may have some bytes more
         search = LayoutSearch(space, replace(device, memory=round(room / 0.88)), limit, quiet)
         result = search.run()
         # Rows of both are traced again with their own number of shards.

@@ -63,7 +63,9 @@ class Estimates:
         seconds, held = scaled.seconds, scaled.bytes
         self.seconds[nearer] = seconds[:-1] * (cost.step_seconds / seconds[-1])
         constant = 2 * self._device.matmul_workspace
-        self.bytes[nearer] = constant + held[:-1] * (cost.peak_bytes - constant) / held[-1]
+        left_out = cost.peak_bytes - constant - held[-1]
+        self.bytes[nearer] = np.maximum(0.5 * held[:-1], held[:-1] + left_out * np.clip(scaled.work[:-1], 0.5, 2.0))
+        self.bytes[nearer] += constant
 
     def _compare(self, profile: Profile) -> None:
         """Tell bytes of tokens from bytes of weights, by a traced layout that differs in its micro-batch only."""
@@ -200,15 +202,17 @@ class _Scaled:
         several = (rows.micro_batches > 1) | (rows.pp > 1)
         # Gradients of several micro-batches are summed in fp32 before they are reduced.
         unreduced = profile.gradients * self._weights if several[-1] else 4 * (rows.dense + rows.experts)
-        gradients = np.where(several, unreduced, 4 * (rows.dense + rows.experts) / rows.shards)
-        block = profile.kept * self._shards + profile.gathered * self._weights + gradients
+        reduced = 4 * (rows.dense + rows.experts) / rows.shards
+        block = profile.kept * self._shards + profile.gathered * self._weights + unreduced * several
         first = profile.first_kept * self._shards + profile.first_gathered * self._weights
         left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
         passing += float(self._passing.sum()) * self._weights
         peaks = list[Floats]()
         for rank, (layers, in_flight) in enumerate(zip(rows.layers.T, rows.in_flight.T, strict=True)):
             temporary = np.where((rank == 2) | (rows.pp == 1), np.maximum(passing, ending), passing)
-            peaks.append(first * (rank == 0) + layers * block + in_flight * left + temporary)
+            # A single micro-batch has no gradients yet where it has all activations.
+            held = np.maximum(in_flight * left + temporary, layers * reduced * ~several + passing)
+            peaks.append(first * (rank == 0) + layers * block + held)
         return np.maximum.reduce(peaks)
 
     def _memory(self, size: CategoryBytes | Floats) -> Floats:

@@ -157,15 +157,19 @@ class LayoutSearch:
         return self._confirm(pool)
 
     def _seeds(self) -> list[Candidate]:
-        """Layouts whose traces give the first estimates: the simplest ones of every mode of activation checkpointing,
-        with and without a pipeline."""
+        """Layouts traced first: simple ones of every mode of activation checkpointing, with and without a pipeline, with
+        and without tensor parallelism in a node."""
         seeds: dict[Key, Candidate] = {}
-        for mode, pipeline in product(reversed(MODES), (True, False)):  # the least memory first
-            group = [each for each in self._candidates if each.mode == mode and (each.parallelism.pp > 1) == pipeline]
-            sizes = {each.experiment.training.micro_batch_size for each in group}
-            has_experts = bool(group) and group[0].experts is not None
+        for mode, pipeline, split in product(reversed(MODES), (True, False), (False, True)):  # the least memory first
+            group = [
+                each
+                for each in self._candidates
+                if (each.mode, each.parallelism.pp > 1, each.parallelism.tp > 1) == (mode, pipeline, split)
+            ]
+            sizes = sorted({each.experiment.training.micro_batch_size for each in group})
             # Bytes of experts' weights are told from those of tokens by two micro-batches.
-            for size in sorted({min(sizes), max(sizes)} if has_experts else {*sorted(sizes)[:1]}):
+            two = bool(group) and group[0].experts is not None and not split
+            for size in {*sizes[:1], *sizes[-1:]} if two else {*sizes[:1]}:
                 alike = [each for each in group if each.experiment.training.micro_batch_size == size]
                 simplest = min(alike, key=_simplicity)
                 seeds.setdefault(_key(simplest), simplest)
@@ -278,8 +282,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
         parallelism.cp,
         parallelism.ep,
         parallelism.etp,
-        parallelism.tp,
-        candidate.layout.micro_batch_size,
+        abs(parallelism.tp - candidate.layout.node_size) if parallelism.tp > 1 else 0,
         parallelism.pp,
     )
 

@@ -68,7 +68,7 @@ class Estimates:
         self.bytes[nearer] += constant
 
     def _compare(self, profile: Profile) -> None:
-        """Tell bytes of tokens from bytes of weights, by a traced layout that differs in its micro-batch only."""
+        """Separate bytes of tokens from bytes of weights, by a traced layout that differs in its micro-batch only."""
         own, columns = profile.candidate, self._columns
         for other in self._profiles:
             number, size = other.candidate.number, columns.sequences

@@ -101,7 +101,8 @@ class LayoutColumns:
         table = np.array(rows, dtype=float)
         columns, of_ranks = table[:, :-9].T, table[:, -9:].reshape(-1, 3, 3).transpose(1, 0, 2)
         node = candidates[0].layout.node_size
-        return cls(*columns, *of_ranks, np.array(kinds), np.array(groups), placed, node)
+        values = [*columns, *of_ranks, np.array(kinds), np.array(groups), placed, node]
+        return cls(**{field.name: value for field, value in zip(fields(cls), values, strict=True)})
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> "LayoutColumns":
         """Rows with these numbers."""

@@ -157,8 +157,8 @@ class LayoutSearch:
         return self._confirm(pool)
 
     def _seeds(self) -> list[Candidate]:
-        """Layouts traced first: simple ones of every mode of activation checkpointing, with and without a pipeline, with
-        and without tensor parallelism in a node."""
+        """Layouts traced first: simple ones of every mode of activation checkpointing, with and without a pipeline and
+        tensor parallelism in a node."""
         seeds: dict[Key, Candidate] = {}
         for mode, pipeline, split in product(reversed(MODES), (True, False), (False, True)):  # the least memory first
             group = [
@@ -166,11 +166,11 @@ class LayoutSearch:
                 for each in self._candidates
                 if (each.mode, each.parallelism.pp > 1, each.parallelism.tp > 1) == (mode, pipeline, split)
             ]
-            sizes = sorted({each.experiment.training.micro_batch_size for each in group})
-            # Bytes of experts' weights are told from those of tokens by two micro-batches.
+            sizes = sorted({each.layout.micro_batch_size for each in group})
+            # Two sizes of micro-batches separate bytes of experts' weights from those of tokens.
             two = bool(group) and group[0].experts is not None and not split
             for size in {*sizes[:1], *sizes[-1:]} if two else {*sizes[:1]}:
-                alike = [each for each in group if each.experiment.training.micro_batch_size == size]
+                alike = [each for each in group if each.layout.micro_batch_size == size]
                 simplest = min(alike, key=_simplicity)
                 seeds.setdefault(_key(simplest), simplest)
         return list(seeds.values())

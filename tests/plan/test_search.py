@@ -139,7 +139,7 @@ def test_the_smallest_layout_is_named_if_none_fits():
 
 
 INTERRUPTED = """
-import json, multiprocessing, os, signal
+import json, multiprocessing, os, signal, time
 from tests.plan.test_search import composed
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.search.layouts import fixed_keys, search_space
@@ -148,6 +148,7 @@ from titan_exp.plan.search.search import LayoutSearch
 def interrupt(line):
     if "fastest" in line:
         os.killpg(0, signal.SIGINT)
+        time.sleep(20)  # until the signal arrives, maybe in another thread
 
 words = ["training.micro_batch_size=2", "parallelism.dp_replicate=1", "parallelism.cp=1", "activation_checkpoint=full"]
 space = search_space(composed(*words), 8, fixed_keys(words))

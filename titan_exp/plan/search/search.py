@@ -113,6 +113,8 @@ class LayoutSearch:
         began, stopped = time.perf_counter(), False
         cores = len(os.sched_getaffinity(0))
         pool = ProcessPoolExecutor(cores, _forkserver(), _start_worker)
+        # A pool that is interrupted while it starts cannot be shut down.
+        pool.submit(os.getpid)
         try:
             with interrupt_after(seconds):
                 rows = self._search(pool, cores)

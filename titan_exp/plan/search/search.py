@@ -34,7 +34,7 @@ from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost
-from titan_exp.plan.search.layouts import KEYS, MODES, Candidate, SearchSpace, neighbours
+from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace, neighbours
 from titan_exp.plan.search.profile import profile_of
 
 MEMORY_FRACTION = 0.88
@@ -162,7 +162,8 @@ class LayoutSearch:
         """Layouts traced first: simple ones of every mode of activation checkpointing, with and without a pipeline and
         tensor parallelism in a node."""
         seeds: dict[Key, Candidate] = {}
-        for mode, pipeline, split in product(reversed(MODES), (True, False), (False, True)):  # the least memory first
+        modes = list(dict.fromkeys(each.mode for each in self._candidates))[::-1]  # the least memory first
+        for mode, pipeline, split in product(modes, (True, False), (False, True)):
             group = [
                 each
                 for each in self._candidates

@@ -205,6 +205,7 @@ class _Scaled:
         reduced = 4 * (rows.dense + rows.experts) / rows.shards
         block = profile.kept * self._shards + profile.gathered * self._weights + unreduced * several
         first = profile.first_kept * self._shards + profile.first_gathered * self._weights
+        first += profile.kept * self._shards * rows.ends / (rows.dense + rows.experts) + 4 * rows.ends * several
         left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
         passing += float(self._passing.sum()) * self._weights
         peaks = list[Floats]()

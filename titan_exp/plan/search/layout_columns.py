@@ -51,6 +51,8 @@ class LayoutColumns:
     """Parameters of a block's linears on a rank before they are sharded, without experts."""
     experts: Column
     """The same of experts."""
+    ends: Column
+    """The same of embedding and head together; 0 with a pipeline."""
     gathers: Column
     """Gathers of a block's weights in a step."""
     layers: Column
@@ -86,7 +88,14 @@ class LayoutColumns:
             if degrees not in sizes:
                 sizes[degrees] = block_parameters(candidate)
             rows.append((own.tp, own.cp, own.pp, own.ep, load.sequences, load.tokens, load.loss_tokens))
-            rows[-1] += (load.micro_batches, load.stages, candidate.shards, *sizes[degrees], load.gathers)
+            rows[-1] += (
+                load.micro_batches,
+                load.stages,
+                candidate.shards,
+                *sizes[degrees],
+                _ends(candidate),
+                load.gathers,
+            )
             of_ranks = load.layers, load.sends, load.in_flight
             rows[-1] += tuple(counts[at] for counts in of_ranks for at in (0, min(1, own.pp - 1), -1))
             kinds.append(_kind(candidate, load))
@@ -154,6 +163,14 @@ def _kind(candidate: Candidate, load: RankLoad) -> tuple[int, ...]:
         own.etp > 1,
         0 if own.pp > 1 else min(load.micro_batches, 3),
     )
+
+
+def _ends(candidate: Candidate) -> float:
+    """Parameters of embedding and head on a rank without a pipeline, before they are sharded."""
+    spec, parallelism = candidate.spec, candidate.parallelism
+    if spec is None or parallelism.pp > 1:
+        return 0.0
+    return spec.vocab_size * spec.dim * (1 if spec.tied else 2) / parallelism.tp
 
 
 def block_parameters(candidate: Candidate) -> tuple[float, float]:

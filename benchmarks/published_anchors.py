@@ -67,9 +67,6 @@ class Mutation:
     """False plans torch's operators instead of our Triton kernels."""
     free: str = ""
     """Mesh axis whose messages take no time."""
-    cast_first: bool = False
-    """True if tensor parallelism casts its shard to float8 before it gathers, which halves its gathers and divides what
-    float8 adds to elementwise kernels by its degree."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,6 @@ BF16_GATHER = Mutation("weights gathered in bf16", "quantization.float8_all_gath
 CUDNN = Mutation("cuDNN attention", "model.attention_backend=cudnn")
 RING = Mutation("ring attention", "parallelism.cp_method=ring")
 HIDDEN = Mutation("tensor parallelism's messages hidden", free="tp")
-CAST_FIRST = Mutation("casts before tensor parallelism's gathers", cast_first=True)
-BOTH = Mutation("both", free="tp", cast_first=True)
-BF16 = "quantization=none"
 
 
 def _long(tokens: int, cp: int, memory: float, speed: float, *, fitted: bool = False) -> Anchor:
@@ -134,18 +128,16 @@ ANCHORS = [
         MEDIUM + FLOAT8,
         71.9,
         829,
-        "casts before tensor parallelism's gathers",
-        (CAST_FIRST,),
     ),
-    Anchor("70B, the same, async TP", MEDIUM + FLOAT8, 67.6, 876, "the same, and async TP", (HIDDEN, BOTH)),
-    Anchor("405B, fsdp 8 x tp 8 x pp 8, 1F1B", LARGE + FLOAT8, 82.5, 100, "the same, and async TP", (HIDDEN, BOTH)),
+    Anchor("70B, the same, async TP", MEDIUM + FLOAT8, 67.6, 876, "async TP", (HIDDEN,)),
+    Anchor("405B, fsdp 8 x tp 8 x pp 8, 1F1B", LARGE + FLOAT8, 82.5, 100, "async TP", (HIDDEN,)),
     Anchor(
         "405B, the same, interleaved",
         LARGE + FLOAT8 + " parallelism.pp_schedule=Interleaved1F1B",
         72.7,
         128,
-        "the same, and async TP",
-        (HIDDEN, BOTH),
+        "async TP",
+        (HIDDEN,),
     ),
     Anchor(
         "8B, H200, fsdp 32, compile, float8",
@@ -173,28 +165,24 @@ def triton_kernels(used: bool) -> Iterator[None]:
             module.runs_kernel = function  # type: ignore[attr-defined]
 
 
-def plan_of(anchor: Anchor, mutation: Mutation, *more: str) -> Plan:
+def plan_of(anchor: Anchor, mutation: Mutation) -> Plan:
     """Plan a row with a mutation."""
-    experiment = to_experiment(compose([*COMMON, *anchor.overrides.split(), *mutation.overrides.split(), *more]))
+    experiment = to_experiment(compose([*COMMON, *anchor.overrides.split(), *mutation.overrides.split()]))
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     with triton_kernels(mutation.kernels):
         return predict(experiment, DEVICES[anchor.device])
 
 
-def speed_of(plan: Plan, mutation: Mutation, bf16: Plan | None) -> float:
-    """Tokens/s per GPU with a mutation of the costs; `bf16` is the same plan without float8 matmuls."""
-    totals, parallelism = dict[int, float](), plan.layout.parallelism
+def speed_of(plan: Plan, mutation: Mutation) -> float:
+    """Tokens/s per GPU with a mutation of the costs."""
+    totals = dict[int, float]()
     assert plan.device is not None, "predicted for a device of the table"
-    for place, rank in enumerate(plan.ranks):
+    for rank in plan.ranks:
         costs = rank.trace.costs
         kept = {key: size for key, size in costs.messages.items() if mutation.free not in key[0].split("=")}
-        if bf16 is not None:
-            plain = bf16.ranks[place].trace.costs.bytes_moved
-            costs = replace(costs, bytes_moved=plain + (costs.bytes_moved - plain) // parallelism.tp)
-            kept |= {key: kept[key] // 2 for key in kept if key == ("tp", "all-gather")}
         seconds = rank_time(replace(costs, messages=kept), rank.trace.axes, plan.device, plan.layout.node_size)
         totals[rank.pipeline_rank] = seconds.total
-    step = pipeline_seconds(totals, parallelism.pp, plan.bubble)
+    step = pipeline_seconds(totals, plan.layout.parallelism.pp, plan.bubble)
     return plan.tokens_per_step / step / plan.layout.world_size
 
 
@@ -211,8 +199,7 @@ def main() -> None:
         for mutation in (Mutation(""), *(anchor.mutations if arguments.mutations else ())):
             began = time.perf_counter()
             plan = plan_of(anchor, mutation)
-            bf16 = plan_of(anchor, mutation, BF16) if mutation.cast_first else None
-            speed, memory = speed_of(plan, mutation, bf16), max(rank.bytes for rank in plan.ranks) / GIB
+            speed, memory = speed_of(plan, mutation), max(rank.bytes for rank in plan.ranks) / GIB
             cells = [
                 f"{memory:.1f} / {anchor.memory:.1f} ({memory / anchor.memory - 1:+.0%})",
                 f"{speed:,.0f} / {anchor.speed:,.0f} ({speed / anchor.speed - 1:+.0%})",

@@ -7,6 +7,7 @@ much (the mutations below).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,49 @@ def test_gathered_in_float8_it_is_the_same_to_the_bit(tmp_path: Path, mutate):
     assert bytes_sent.grad_norm == whole.grad_norm
     assert all(torch.equal(bytes_sent.weights[name], weight) for name, weight in whole.weights.items())
     assert {weight.dtype for weight in bytes_sent.weights.values()} == {torch.float32}
+
+
+def tokens_are_gathered_before_they_are_cast() -> None:
+    patch("titan_exp.quantization.recipes.Float8LinearImpl._casts_tokens_of", lambda _: lambda self, ranks: False)
+
+
+def scales_are_of_a_rank_s_tokens() -> None:
+    """Of the tokens that a rank casts, where all tokens share a scale."""
+
+    def make(original: Any) -> Any:
+        def quantize_tokens(self: Any, *args: Any) -> Any:
+            alone = self if args[-1] is None else replace(self, input_amax_reduce=None, output_amax_reduce=None)
+            return original(alone, *args)
+
+        return quantize_tokens
+
+    patch("titan_exp.quantization.float8.float8_linear.Float8.quantize_tokens", make)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "mutate"),
+    [
+        ("any scale", TP2, None),
+        pytest.param("any scales", TP2, None, marks=pytest.mark.day),
+        ("any scales", TP2, scales_are_of_a_rank_s_tokens),
+        pytest.param("any scale", TP2, scales_are_of_a_rank_s_tokens, marks=pytest.mark.night),
+        pytest.param("tensorwise", f"{TP2} {COMPILED}", None, marks=pytest.mark.night),
+        pytest.param("rowwise", f"{TP2} activation_checkpoint=full {COMPILED}", None, marks=pytest.mark.night),
+        pytest.param(
+            "rowwise", f"{TP2} parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble", None, marks=pytest.mark.night
+        ),
+        pytest.param(
+            "tensorwise", f"{TP2} parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble", None, marks=pytest.mark.night
+        ),
+    ],
+)
+def test_tokens_cast_before_they_are_gathered_are_the_same_to_the_bit(tmp_path: Path, recipe, layout, mutate):
+    words = [*RECIPES[recipe].split(), *layout.split()]
+    cast_first = train(tmp_path / "cast", *words, mutate=mutate)
+    gathered = train(tmp_path / "gathered", *words, mutate=tokens_are_gathered_before_they_are_cast)
+    same = cast_first.grad_norm == gathered.grad_norm and cast_first.loss == gathered.loss
+    same = same and all(torch.equal(cast_first.weights[name], weight) for name, weight in gathered.weights.items())
+    assert same == (mutate is None)
 
 
 def weights_are_quantized_at_use() -> None:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.machine.torchao_version import torchao_violations
-from titan_exp.models.blocks.linear_impl import LinearImpl
+from titan_exp.models.blocks.linear_impl import LinearImpl, TensorParallelCollectives
 from titan_exp.quantization.float8.float8_linear import Float8, Float8Weight, float8_linear
 from titan_exp.quantization.float8.float8_tensor import E4M3, Float8Matrix
 from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
@@ -51,6 +52,24 @@ class Float8LinearImpl(ScaledLinearImpl):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ."""
         return float8_linear(x, weight, self.weight_scale, self.recipe, self.quantized_weight)
+
+    def column_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
+        """The same; this rank's tokens are cast before they are gathered."""
+        if not self._casts_tokens_of(ranks):
+            return super().column_parallel(x, weight, ranks)
+        recipe = replace(self.recipe, gathers_input=ranks)
+        return float8_linear(x, weight, self.weight_scale, recipe, self.quantized_weight)
+
+    def row_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
+        """The same; in backward, gradients of this rank's tokens are cast before they are gathered."""
+        if not self._casts_tokens_of(ranks):
+            return super().row_parallel(x, weight, ranks)
+        recipe = replace(self.recipe, scatters_output=ranks)
+        return float8_linear(x, weight, self.weight_scale, recipe, self.quantized_weight)
+
+    def _casts_tokens_of(self, ranks: TensorParallelCollectives) -> bool:
+        """True if tokens are sharded, and no matmul needs them in high precision."""
+        return ranks.sequence and not self.recipe.high_precision_weight_gradient
 
     def allocate_weight(self, weight: Tensor) -> None:
         """Allocate the weight in float8, for `Float8Weights` to fill. Scales are NaN until then."""

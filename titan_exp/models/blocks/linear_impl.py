@@ -1,6 +1,7 @@
 """Matmul behind a `Linear` or `GroupedLinear`. Quantization recipes replace it."""
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,12 +14,51 @@ from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 
+@runtime_checkable
+class TensorParallelCollectives(Protocol):
+    """Collectives around the linears of a block under tensor parallelism."""
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def sequence(self) -> bool:
+        """True if ranks hold parts of the tokens outside the linears."""
+        ...
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """All tokens of this rank's."""
+        ...
+
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks."""
+        ...
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """All tokens [batch, seq, width] of the ranks', without a gradient."""
+        ...
+
+    def scatter_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks of [batch, seq, width], without a gradient."""
+        ...
+
+
 class LinearImpl(nn.Module):
     """Matmul in the dtype of input and weight. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
         return F.linear(x, weight)
+
+    def column_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
+        """Outputs of this rank's rows of the weight for all tokens; `x` are this rank's tokens."""
+        return self(ranks.gather_input(x), weight)
+
+    def row_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
+        """Outputs of this rank's tokens; `x` are this rank's inputs of all tokens."""
+        return ranks.reduce_output(self(x, weight))
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Note that tensor-parallel ranks compute with shards of the weight, of inputs or outputs.

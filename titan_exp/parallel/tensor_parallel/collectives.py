@@ -46,6 +46,16 @@ class TensorParallelGroup:
         """This rank's part of whole features [batch, seq, features]; the gradient is gathered."""
         return _SplitInputs.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """All tokens [batch, seq, width] of the ranks', without a gradient; float8 is sent as bytes, as gloo needs."""
+        if x.dtype.itemsize == 1:
+            return _gather_tokens(x.view(torch.uint8), self).view(x.dtype)
+        return _gather_tokens(x, self)
+
+    def scatter_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks of [batch, seq, width], without a gradient."""
+        return _scatter_tokens(x, self)
+
 
 def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:

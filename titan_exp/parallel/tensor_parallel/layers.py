@@ -45,7 +45,10 @@ class ColumnParallelLinear(nn.Module):
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
             bias = None if bias is None else torch.cat([bias[rows] for rows in self.rows])
-        out = add_bias(self.linear_impl(self.region.gather_input(x) if self.gathers else x, weight), bias)
+        multiplied = (
+            self.linear_impl.column_parallel(x, weight, self.region) if self.gathers else self.linear_impl(x, weight)
+        )
+        out = add_bias(multiplied, bias)
         return out if self.whole_outputs is None else self.region.gather_outputs(out, self.whole_outputs)
 
 
@@ -84,7 +87,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
         x = self.region.split_inputs(x) if self.splits_input else x
-        return add_bias(self.region.reduce_output(self.linear_impl(x, local_tensor(self.weight))), self.bias)
+        return add_bias(self.linear_impl.row_parallel(x, local_tensor(self.weight), self.region), self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,7 +1,8 @@
 """Float8 linear: the matmuls of forward and backward, each of two quantized matrices, under three recipes.
 
 Where ranks hold parts of the dim that shares a scale, amax is reduced over them, so that scales do not depend on the
-layout.
+layout. With sequence parallelism each rank casts its own tokens, and float8 is gathered: the same numbers, from half of
+the bytes where one cast serves forward and backward (tensorwise), and from as many where each has its own (rowwise).
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_exp.models.blocks.linear_impl import TensorParallelCollectives
 from titan_exp.ops.float8.cast import dual_amax, dual_cast
 from titan_exp.ops.needs_input_grad import needs_input_grad
 from titan_exp.quantization.float8.float8_tensor import (
@@ -53,6 +55,10 @@ class Float8:
     """Amax reduction if outputs are sharded."""
     dual_cast: bool = False
     """Cast matrices needed in both layouts by our dual-cast kernel; the same numbers."""
+    gathers_input: TensorParallelCollectives | None = None
+    """Ranks that hold parts of the input's tokens, which are cast, then gathered."""
+    scatters_output: TensorParallelCollectives | None = None
+    """Ranks to whose tokens the output is reduced; in backward these are cast, then gathered."""
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> "Float8":
         """The recipe where ranks share inputs or outputs; `amax_reduce` is the maximum over them."""
@@ -80,6 +86,25 @@ class Float8:
         """A matrix in float8, and its scales (see `scale_of`)."""
         scale = scale_of(tensor, dtype, over=over, power_of_two=self.power_of_two, amax_reduce=amax_reduce)
         return Float8Matrix.of(cast(tensor, scale, dtype), scale)
+
+    def quantize_tokens(
+        self,
+        tensor: Tensor,
+        dtype: torch.dtype,
+        over: int | None,
+        amax_reduce: AmaxReduce | None,
+        ranks: TensorParallelCollectives | None,
+    ) -> Float8Matrix:
+        """All tokens [..., channels] as a matrix in float8; `ranks` hold parts of them, each casts its own."""
+        own = tensor.reshape(-1, tensor.shape[-1])
+        if ranks is None:
+            return self.quantize(own, dtype, over, amax_reduce)
+        over_tokens = self.input_amax_reduce or self.output_amax_reduce
+        matrix = self.quantize(own, dtype, over, amax_reduce if over == -1 else over_tokens)
+        data = ranks.gather_tokens(matrix.data.view(tensor.shape)).flatten(0, -2)
+        if over != -1:
+            return Float8Matrix(data, matrix.scale, matrix.inverse)
+        return Float8Matrix.of(data, ranks.gather_tokens(matrix.scale.view(*tensor.shape[:-1], 1)).flatten(0, -2))
 
     def quantize_dual(
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
@@ -121,17 +146,17 @@ class _Float8Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, *quantized: Tensor
     ) -> Tensor:
         ctx.recipe, ctx.quantized = recipe, bool(quantized)
-        rows = x.reshape(-1, x.shape[-1])
-        over = -1 if recipe.rowwise else None
+        over, ranks = -1 if recipe.rowwise else None, recipe.gathers_input
         # Tensor parallelism shards the scope of an input scale if it shards the contracted dim.
         kept: tuple[Tensor, ...] = (x,)
-        if recipe.dual_cast and not torch.compiler.is_compiling():
-            left, kept = recipe.quantize_dual(rows, E4M3, recipe.input_amax_reduce)
+        if ranks is None and recipe.dual_cast and not torch.compiler.is_compiling():
+            left, kept = recipe.quantize_dual(x.reshape(-1, x.shape[-1]), E4M3, recipe.input_amax_reduce)
         else:
-            left = recipe.quantize(rows, E4M3, over, recipe.input_amax_reduce)
+            left = recipe.quantize_tokens(x, E4M3, over, recipe.input_amax_reduce, ranks)
             if not recipe.rowwise:
-                # Compiled backward casts again, in the kernel that recomputes the input.
-                kept = (x, left.scale, left.inverse) if torch.compiler.is_compiling() else left
+                # Compiled backward casts again, in the kernel that recomputes the input, but gathers nothing again.
+                again = torch.compiler.is_compiling() and ranks is None
+                kept = (x, left.scale, left.inverse) if again else left
         if quantized:
             right = Float8Matrix(*quantized[:3])
         elif recipe.rowwise:
@@ -139,53 +164,66 @@ class _Float8Linear(torch.autograd.Function):
         else:
             right = _whole(weight, scale, recipe)
         ctx.save_for_backward(*(quantized[3:] or (weight, scale, None)), *kept)
-        output = multiply(left, right.t(), x.dtype, emulated=recipe.emulated, fast=True)
-        return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
+        output = _unflatten(multiply(left, right.t(), x.dtype, emulated=recipe.emulated, fast=True), x, ranks)
+        return output if recipe.scatters_output is None else recipe.scatters_output.scatter_tokens(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe: Float8 = ctx.recipe
         weight, scale, inverse, *x = ctx.saved_tensors
-        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        gradient, ranks = gradients[0], recipe.scatters_output
         by_rows = by_columns = None
         x_grad = weight_grad = None
         needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
-        if recipe.dual_cast and needs_x_grad and needs_weight_grad:
-            by_rows, by_columns = recipe.quantize_dual(gradient, recipe.gradient_type, recipe.output_amax_reduce)
+        if ranks is None and recipe.dual_cast and needs_x_grad and needs_weight_grad:
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            by_rows, by_columns = recipe.quantize_dual(flat, recipe.gradient_type, recipe.output_amax_reduce)
         elif not recipe.rowwise:
-            by_rows = by_columns = recipe.quantize(gradient, recipe.gradient_type, None, recipe.output_amax_reduce)
+            by_rows = by_columns = recipe.quantize_tokens(
+                gradient, recipe.gradient_type, None, recipe.output_amax_reduce, ranks
+            )
         if needs_x_grad:
-            left = by_rows or recipe.quantize(gradient, recipe.gradient_type, -1, recipe.output_amax_reduce)
+            left = by_rows or recipe.quantize_tokens(
+                gradient, recipe.gradient_type, -1, recipe.output_amax_reduce, ranks
+            )
             if ctx.quantized:
                 right = Float8Matrix(weight, scale, inverse)
             elif recipe.column_scales:
                 right = recipe.quantize(weight, E4M3, 0, recipe.output_amax_reduce)
             else:
                 right = _whole(weight, scale, recipe)
-            x_grad = multiply(left, right, gradient.dtype, emulated=recipe.emulated)
-            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+            x_grad = _unflatten(multiply(left, right, gradient.dtype, emulated=recipe.emulated), gradient, ranks)
+            x_grad = x_grad if recipe.gathers_input is None else recipe.gathers_input.scatter_tokens(x_grad)
         if needs_weight_grad:
             weight_grad = _gradient_of_weight(gradient, by_columns, x, recipe)
         return x_grad, weight_grad, None, None, *(None,) * (6 * ctx.quantized)
 
 
 def _gradient_of_weight(gradient: Tensor, by_columns: Float8Matrix | None, x: list[Tensor], recipe: Float8) -> Tensor:
-    """Weight gradient; contracts tokens, all of which this rank has.
+    """Weight gradient; contracts all tokens.
 
     `x` is the input, followed by a known scale and its inverse, or its `Float8Matrix`.
     """
     rows = x[0].reshape(-1, x[0].shape[-1])
     if recipe.high_precision_weight_gradient:
-        return torch.mm(gradient.t(), rows)
-    left = by_columns or recipe.quantize(gradient, recipe.gradient_type, 0, None)
+        return torch.mm(gradient.reshape(-1, gradient.shape[-1]).t(), rows)
+    left = by_columns or recipe.quantize_tokens(gradient, recipe.gradient_type, 0, None, recipe.scatters_output)
     if len(x) == 1:
-        right = recipe.quantize(rows, E4M3, 0, None)
+        right = recipe.quantize_tokens(x[0], E4M3, 0, None, recipe.gathers_input)
     elif rows.dtype == E4M3:
         right = Float8Matrix(*x)
     else:
         # Another expression than in forward, whose result the compiler would keep beside its source.
         right = Float8Matrix(cast(rows.t(), x[1], E4M3).t(), *x[1:])
     return multiply(left.t(), right, gradient.dtype, emulated=recipe.emulated)
+
+
+def _unflatten(rows: Tensor, like: Tensor, ranks: TensorParallelCollectives | None) -> Tensor:
+    """Rows in the leading dims of `like`, whose tokens are those of one of the ranks."""
+    if like.dim() == 2:
+        return rows
+    *batch, tokens = like.shape[:-1]
+    return rows.unflatten(0, (*batch, tokens if ranks is None else tokens * ranks.degree))
 
 
 def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> Float8Matrix:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_estimates, test_kernel_classes, test_rates
+from tests.plan import test_estimates, test_extrapolate, test_kernel_classes, test_rates
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.extrapolate import layer_kinds
 from titan_exp.plan.search.layout_columns import LayoutColumns
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace.dispatch_mode import CostMode
@@ -47,6 +48,14 @@ def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostMode, "_count", count_all)
 
 
+def modules_in_fp32_are_matched_as_in_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    match = layer_kinds._matching
+    monkeypatch.setattr(layer_kinds, "_REPETITIONS", {})
+    monkeypatch.setattr(
+        layer_kinds, "_matching", lambda names, prefix, patterns: match(names, prefix and "blocks.0.", patterns)
+    )
+
+
 def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
@@ -56,6 +65,10 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (test_rates.test_fp8_matmuls_have_the_rate_of_their_recipe, rowwise_has_the_rate_of_tensorwise),
     (test_rates.test_the_slower_of_host_and_device_counts, launches_wait_for_kernels),
     (test_rates.test_messages_have_latency, a_ring_has_one_hop),
+    (
+        test_extrapolate.test_layers_are_alike_if_their_recipe_and_fp32_modules_are,
+        modules_in_fp32_are_matched_as_in_the_first_layer,
+    ),
     (bytes_of_kernels, views_are_launches),
     (test_estimates.test_estimates_are_near_the_exact_costs, messages_have_no_rate),
 ]

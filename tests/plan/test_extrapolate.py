@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
@@ -12,6 +14,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.extrapolate.layer_kinds import repetition, with_layers
 
 MASKED = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 "
 CUDA = MASKED + "model.attention_backend=flash "
@@ -48,6 +51,20 @@ WHOLE = {
     "kinds in a period of four, full on CUDA": MASKED
     + "model=llama4_debug model.layers=13 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
     "activation_checkpoint=full",
+    "compiled, float8 tensorwise but for a layer, accumulated on CUDA": CUDA
+    + ACCUMULATED
+    + "model.layers=7 parallelism.dp_shard=2 compile=all quantization=float8_tensorwise "
+    "quantization.smallest_gemm=0 quantization.high_precision_first=1",
+    "compiled, experts x ep, selective on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=7 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 compile=blocks "
+    "activation_checkpoint=selective",
+    "MXFP8 in every second layer, three blocks ahead": BF16
+    + "model.layers=14 parallelism.dp_shard=2 parallelism.reshard_after_forward=always parallelism.prefetch_blocks=3 "
+    "quantization=mxfp8 quantization.filter=['blocks.*[13579].feed_forward.*']",
+    "modules in fp32, SGD by its import path": BF16 + "model.layers=8 parallelism.dp_shard=2 "
+    "training.fp32_modules=[blocks.*.attention_norm,blocks.1.feed_forward,norm] "
+    "optimizer.name=torch.optim.SGD optimizer.implementation=for_loop +optimizer.options.momentum=0.9",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS
@@ -74,6 +91,16 @@ PIPELINES = {
     "LoopedBFS x hsdp": BF16
     + "model.layers=9 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 parallelism.dp_replicate=2 "
     "parallelism.pp_schedule=LoopedBFS parallelism.pp_microbatches=4",
+    "compiled, float8 rowwise, full, 1F1B x fsdp x tp on CUDA": CUDA
+    + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_microbatches=2 "
+    "activation_checkpoint=full compile=blocks quantization=float8_rowwise quantization.smallest_gemm=0",
+    "two layers in high precision, modules in fp32, interleaved x fsdp, two blocks ahead": BF16
+    + "model.layers=18 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=Interleaved1F1B "
+    "parallelism.pp_microbatches=2 parallelism.prefetch_blocks=2 quantization=float8_rowwise_gw_hp "
+    "quantization.high_precision_first=1 training.fp32_modules=[blocks.1.attention_norm]",
+    "compiled windows in every second layer, 1F1B on CUDA": MASKED
+    + "model=gpt_oss_debug model.layers=12 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=2 "
+    "compile=blocks",
     "stages of one layer": BF16
     + "model.layers=5 parallelism.pp=4 parallelism.dp_shard=2 parallelism.pp_microbatches=4 activation_checkpoint=full",
     "two dense layers first, 1F1B x ep on CUDA": CUDA
@@ -97,6 +124,7 @@ PIPELINES = {
 QUICK = (
     "a dense layer first, ep, multi-token prediction on CUDA",
     "1F1B x fsdp, full, bf16",
+    "modules in fp32, SGD by its import path",
 )
 """Compared each time; the others by `make night`."""
 
@@ -129,6 +157,7 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     from titan_exp.plan.extrapolate.step_cost import simulate_rank, step_cost, trace_parts
     from titan_exp.plan.search.layout_cost import extreme_ranks
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
+    from titan_exp.plan.trace.inductor import uses_inductor
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment = load_experiment(path)
@@ -143,6 +172,7 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
                 warmup_step=fake.warmup_step,
                 preallocated=fake.preallocated,
                 cuda=cuda,
+                inductor=uses_inductor(experiment.compile),
             )
         kept = {name: whole.persistent[name] for name in ("parameters", "optimizer")}
         simulation = simulate_rank(layout, number, parts.samples)
@@ -174,9 +204,12 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
             "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4",
             "weight gradients of a whole stage",
         ),
-        ("training.fp32_modules=[blocks.0] training.mixed_precision=bf16", "single layers"),
-        ("quantization=float8_rowwise training.mixed_precision=bf16", "treat layers differently"),
-        ("optimizer.name=torch.optim.SGD optimizer.implementation=for_loop", "optimizer.name=torch.optim.SGD may"),
+        ("model.layers=9 training.fp32_modules=[blocks.7] training.mixed_precision=bf16", "training.fp32_modules"),
+        (
+            "model.layers=9 quantization=float8_rowwise quantization.high_precision_last=1",
+            "layers differ beyond the first 4 and periods of 4",
+        ),
+        ("model.layers=5 parallelism.prefetch_blocks=2", "too few layers are alike"),
         ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the embedding"),
         (
             "model=deepseek_debug model.layers=8 model.mtp.depth=1 parallelism.pp=2 parallelism.pp_microbatches=2",
@@ -190,6 +223,50 @@ def test_unsupported_runs_have_a_reason(overrides: str, reason: str):
 
     assert reason in (unsupported_reason(experiment_of(overrides)) or "")
     assert unsupported_reason(experiment_of("")) is None
+
+
+def test_layers_are_alike_if_their_recipe_and_fp32_modules_are():
+    experiment = experiment_of(
+        "model.layers=9 quantization=mxfp8 quantization.filter=[blocks.0.*,*.down,'blocks.*[2468].attention.out'] "
+        "training.mixed_precision=bf16 training.fp32_modules=[blocks.1.feed_forward_norm,blocks.*.attention_norm,norm]"
+    )
+    assert repetition(experiment) == (2, 2)
+    small = with_layers(experiment, 6)
+    assert repetition(small) == (2, 2)
+    for number in range(6):
+        for name in ("attention.qkv", "attention.out", "feed_forward.gate_up", "feed_forward.down"):
+            path = f"blocks.{number}.{name}"
+            quantized = experiment.quantization.quantizes(path, 64, 64, layers=9)
+            assert small.quantization.quantizes(path, 64, 64, layers=6) is quantized
+    each = (f"blocks.{number}.attention_norm" for number in range(6))
+    assert sorted(small.training.fp32_modules) == sorted(["norm", "blocks.1.feed_forward_norm", *each])
+
+
+def test_an_optimizer_that_is_not_linear_in_layers_is_not_extrapolated(tmp_path: Path):
+    experiment = experiment_of("optimizer.name=tests.plan.test_extrapolate.Quadratic optimizer.implementation=for_loop")
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    (message,) = run_ranks(1, optimizer_steps, str(tmp_path / "config.yaml"))
+    assert "optimizer.name=tests.plan.test_extrapolate.Quadratic is no linear function" in message
+
+
+class Quadratic(torch.optim.SGD):
+    """Compares every pair of parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        count = sum(len(group["params"]) for group in self.param_groups)
+        torch.zeros(count, count)
+        return super().step(closure)
+
+
+def optimizer_steps(path: str) -> str:
+    from titan_exp.plan.extrapolate.optimizer_step import trace_optimizer_steps
+    from titan_exp.plan.extrapolate.stages import ExtrapolationError
+
+    try:
+        trace_optimizer_steps(load_experiment(path, trust=True), cuda=False)
+    except ExtrapolationError as error:
+        return str(error)
+    return ""
 
 
 def test_axes_equal_those_of_the_mesh(tmp_path: Path):

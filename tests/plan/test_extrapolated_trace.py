@@ -35,6 +35,7 @@ QUICK = (
     "experts x ep on CUDA, full",
     "hsdp, every third recomputed, bf16",
     "interleaved, every third recomputed",
+    "compiled, float8 rowwise, full, 1F1B x fsdp x tp on CUDA",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}
@@ -58,6 +59,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
     """Full and extrapolated trace of each pipeline rank on CUDA."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
+    from titan_exp.plan.trace.inductor import uses_inductor
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment, found = load_experiment(path), []
@@ -72,6 +74,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
                 warmup_step=fake.warmup_step,
                 preallocated=fake.preallocated,
                 cuda=True,
+                inductor=uses_inductor(experiment.compile),
                 matmul_workspace=WORKSPACE,
             )
         assert {axis: short.axes.get(axis, ranks) for axis, ranks in whole.axes.items()} == whole.axes

@@ -39,7 +39,7 @@ class OptimizerConfig:
 
     @property
     def is_homogeneous(self) -> bool:
-        """True if identical layers have identical state and updates, so that the planner may extrapolate from few."""
+        """True if identical layers have identical state and updates; else the planner compares those of few layers."""
         return False
 
 

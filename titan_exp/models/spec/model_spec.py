@@ -360,31 +360,6 @@ class ModelSpec:
         heads = (layer.attention and replace(layer.attention, scale=None) for layer in self.blocks)
         return self.shapes, tuple(heads)
 
-    @property
-    def period(self) -> int:
-        """Number of layers after which their kinds repeat: 1 if all but the first `distinct_layers` are alike."""
-        return self._repetition[1]
-
-    @property
-    def distinct_layers(self) -> int:
-        """Number of first layers that do not repeat: 0 if all do."""
-        return self._repetition[0]
-
-    @cached_property
-    def _repetition(self) -> tuple[int, int]:
-        """`distinct_layers` and `period`, whose sum is as small as possible."""
-        layers, found = self.layers, (len(self.layers), 1)
-        for period in range(1, len(layers) + 1):
-            if period >= sum(found):
-                break
-            differing = (
-                number
-                for number in range(len(layers) - period, 0, -1)
-                if layers[number - 1] != layers[number + period - 1]
-            )
-            found = min(found, (next(differing, 0), period), key=sum)
-        return found
-
     def routers(self) -> Iterator[tuple[str, RouterSpec]]:
         """Routers of all blocks by full module path."""
         for number, layer in enumerate(self.blocks):

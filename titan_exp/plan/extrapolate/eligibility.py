@@ -7,6 +7,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.extrapolate.layer_kinds import repetition
 
 SAMPLED_LAYERS = 5
 """Like layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours. Where
@@ -26,30 +27,26 @@ SAMPLED_BLOCKS = 8
 
 def unsupported_reason(experiment: Experiment) -> str | None:
     """Reason against extrapolating a run, or None."""
-    parallelism, fp32 = experiment.parallelism, experiment.training.fp32_modules
-    spec = model_spec(experiment.model)
+    parallelism, spec = experiment.parallelism, model_spec(experiment.model)
+    layout, (distinct, period) = ResolvedLayout.of(experiment), repetition(experiment)
     reasons = {
         "a model without a spec may have different layers": spec is None,
-        "layers differ": spec is not None and (spec.distinct_layers > MAX_DISTINCT_LAYERS or spec.period > MAX_PERIOD),
-        "quantization may treat layers differently": experiment.quantization.recipe != "none",
-        "layers share compiled code": experiment.compile.enabled,
-        "training.fp32_modules may name single layers": any(
-            not pattern.startswith("blocks.*") and ("*" in pattern or "?" in pattern or "blocks" in pattern)
-            for pattern in fp32
-        ),
-        f"optimizer.name={experiment.optimizer.name} may treat layers differently": (
-            not experiment.optimizer.is_homogeneous
-        ),
-        "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
+        f"layers differ beyond the first {MAX_DISTINCT_LAYERS} and periods of {MAX_PERIOD}, in the model or by "
+        "quantization.filter, quantization.high_precision_* or training.fp32_modules": distinct > MAX_DISTINCT_LAYERS
+        or period > MAX_PERIOD,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
-    layout, (distinct, period) = ResolvedLayout.of(experiment), repetition(experiment)
-    if distinct or period > 1:
+    if distinct or period > 1 or parallelism.prefetch_blocks > 1:
         few = sampled_layers(experiment) if parallelism.pp == 1 else distinct + period
         reasons["too few layers are alike"] = layout.layer_counts[0] < few
     if parallelism.pp > 1:
         reasons |= {
-            "a stage begins within a period of layers": any(count % period for count in layout.layer_counts),
+            "parallelism.prefetch_blocks spans most of a stage": (
+                parallelism.prefetch_blocks > 1 and min(layout.layer_counts) < 2 * sampled_edge(experiment)
+            ),
+            "a stage begins within a period of layers": any(
+                count % period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])
+            ),
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
             "the first and the last stage share the embedding": (
                 spec is not None and bool(spec.tied or spec.mtp_layers)
@@ -64,29 +61,22 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def repetition(experiment: Experiment) -> tuple[int, int]:
-    """Number of first layers that do not repeat, and of layers after which the others do."""
-    spec = model_spec(experiment.model)
-    return (0, 1) if spec is None else (spec.distinct_layers, spec.period)
-
-
 def sampled_edge(experiment: Experiment) -> int:
     """Blocks at each end of a sampled stage that are not repeated.
 
     An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts.
     """
-    spec = model_spec(experiment.model)
-    if experiment.parallelism.pp == 1 or spec is None:
-        return 2
-    if not spec.has_experts or not regroups_experts(experiment.parallelism):
-        return 1
-    return 1 + spec.period // max(1, sum(layer.router is not None for layer in spec.layers[-spec.period :]))
+    parallelism, spec, (_, period) = experiment.parallelism, model_spec(experiment.model), repetition(experiment)
+    edge = parallelism.prefetch_blocks + (parallelism.pp == 1)
+    if parallelism.pp == 1 or spec is None or not spec.has_experts or not regroups_experts(parallelism):
+        return edge
+    return edge + period // max(1, sum(layer.router is not None for layer in spec.layers[-period:]))
 
 
 def sampled_layers(experiment: Experiment) -> int:
     """Layers of the small model without a pipeline: its last one is of the same kind as the run's."""
     distinct, period = repetition(experiment)
-    few = distinct + SAMPLED_LAYERS - 1 + period
+    few = distinct + 2 * sampled_edge(experiment) + period
     return few + (experiment.model.layers - few) % period
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.eligibility import repetition
+from titan_exp.plan.extrapolate.layer_kinds import repetition
 from titan_exp.plan.extrapolate.small_run import small_run
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, WHOLE
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, WHOLE, ExtrapolationError
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
@@ -104,7 +104,11 @@ class OptimizerStepsByStage:
 
 
 def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerStepsByStage:
-    """Trace optimizer steps of small models: with one and two periods of layers, or of small pipeline ranks."""
+    """Trace optimizer steps of small models: with one and two periods of layers, or of small pipeline ranks.
+
+    Raises:
+        ExtrapolationError: totals are not a linear function of the number of layers.
+    """
     pp, spec = 3 if experiment.parallelism.pp > 1 else 1, model_spec(experiment.model)
     distinct, period = repetition(experiment)
     few = distinct + period
@@ -127,16 +131,21 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
     if pp == 1:
         few += (experiment.model.layers - few) % period
         one, two, none = totals(0, few), totals(0, few + period), _sum([])
-        block = _sum([(-1, one), (1, two)])
+        block = _difference(two, one)
+        if not experiment.optimizer.is_homogeneous:
+            _check_linear(experiment, block, _difference(totals(0, few + 2 * period), two))
         constant = _sum([(1, one), (-(few // period), block)])
         return OptimizerStepsByStage(constant, block, none, none, none, distinct, period)
     ends, one, tail = (totals(rank, few, period, period) for rank in range(pp))
-    block = _sum([(-1, one), (1, totals(1, few, 2 * period, period))])
+    two = totals(1, few, 2 * period, period)
+    block = _difference(two, one)
+    if not experiment.optimizer.is_homogeneous:
+        _check_linear(experiment, block, _difference(totals(1, few, 3 * period, period), two))
     has_experts = spec is not None and spec.has_experts
-    elsewhere = _sum([(-1, one), (1, totals(1, few, period, 2 * period))]) if has_experts else _sum([])
+    elsewhere = _difference(totals(1, few, period, 2 * period), one) if has_experts else _sum([])
     constant = _sum([(1, one), (-1, block), (-2, elsewhere)])
     first = _sum([(1, ends), (-1, constant), (-(few // period), block), (-2, elsewhere)])
-    return OptimizerStepsByStage(constant, block, first, _sum([(-1, one), (1, tail)]), elsewhere, distinct, period)
+    return OptimizerStepsByStage(constant, block, first, _difference(tail, one), elsewhere, distinct, period)
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
@@ -156,6 +165,18 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
     setup = [segment for segment in segments if segment.step < 0]
     kept, other = (category_bytes({name: trace.persistent[name] for name in of}) for of in (KEPT, ("other",)))
     return OptimizerStepTrace(setup, ends, names, others, kept, other, built.parameters, built.flops_per_token)
+
+
+def _check_linear(experiment: Experiment, one: OptimizerStepTotals, another: OptimizerStepTotals) -> None:
+    """Check that every period of layers adds the same totals."""
+    kept, others = ((*each.persistent, *each.other, *each.peak, each.costs) for each in (one, another))
+    if kept != others:
+        name = experiment.optimizer.name
+        raise ExtrapolationError(f"the step of optimizer.name={name} is no linear function of the number of layers")
+
+
+def _difference(more: OptimizerStepTotals, fewer: OptimizerStepTotals) -> OptimizerStepTotals:
+    return _sum([(-1, fewer), (1, more)])
 
 
 def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotals:

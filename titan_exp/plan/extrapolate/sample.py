@@ -22,11 +22,11 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
-    repetition,
     sampled_edge,
     sampled_layers,
     sampled_stages,
 )
+from titan_exp.plan.extrapolate.layer_kinds import repetition
 from titan_exp.plan.extrapolate.schedule_simulation import (
     KINDS,
     ScheduledAction,
@@ -53,6 +53,7 @@ from titan_exp.plan.extrapolate.stages import (
 from titan_exp.plan.trace import segments as labels
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
+from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.segments import (
     NOT_TRACKED,
     CategoryBytes,
@@ -220,6 +221,7 @@ def take_sample(
                 warmup_step=first,
                 preallocated=fake.preallocated,
                 cuda=cuda,
+                inductor=uses_inductor(experiment.compile),
                 segments=tracker,
             )
             segments, micro_batches = tracker.segments(), len(fake.batches)

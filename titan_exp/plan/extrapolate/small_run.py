@@ -6,6 +6,7 @@ from dataclasses import replace
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.plan.extrapolate.layer_kinds import with_layers
 
 
 def small_run(
@@ -31,10 +32,10 @@ def small_run(
             pp_first_stage_less=0,
             pp_last_stage_less=0,
         )
+    small = with_layers(experiment, sum(layers))
     return replace(
-        experiment,
-        model=replace(experiment.model, layers=sum(layers)),
-        training=replace(experiment.training, global_batch_size=batch, micro_batch_size=size),
+        small,
+        training=replace(small.training, global_batch_size=batch, micro_batch_size=size),
         activation_checkpoint=checkpointing,
         parallelism=parallelism,
     )

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.eligibility import recompute_modes, repetition, sampled_edge
+from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge
+from titan_exp.plan.extrapolate.layer_kinds import repetition
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""

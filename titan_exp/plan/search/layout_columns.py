@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.extrapolate.layer_kinds import repetition
 from titan_exp.plan.search.layouts import MODES, Candidate
 from titan_exp.plan.search.rank_load import RankLoad, rank_load
 from titan_exp.plan.time.roofline import axis_ranks, message_seconds
@@ -176,7 +177,7 @@ def _ends(candidate: Candidate) -> float:
 def block_parameters(candidate: Candidate) -> tuple[float, float]:
     """Parameters of a block's linears on a rank before they are sharded: dense ones and those of experts."""
     spec, parallelism = candidate.spec, candidate.parallelism
-    layers = () if spec is None else spec.layers[-spec.period :]
+    layers = () if spec is None else spec.layers[-repetition(candidate.experiment)[1] :]
     linears = [linear for layer in layers for linear in layer.linears]
     experts = sum(linear.parameters for linear in linears if linear.experts > 1)
     dense = sum(linear.parameters for linear in linears) - experts

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from titan_exp.plan.extrapolate.eligibility import repetition
+from titan_exp.plan.extrapolate.layer_kinds import repetition
 from titan_exp.plan.search.layouts import Candidate
 
 

@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import sampled_stages, unsupported_reason
+from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
@@ -352,7 +354,10 @@ def _start_worker() -> None:
 
 def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
     experiment = candidate.experiment
-    parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    try:
+        parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    except ExtrapolationError as error:
+        raise UserError(f"plan search: {error}. titan-exp plan predicts one layout.") from error
     _freeze_imports()
     return candidate, parts
 

@@ -1,0 +1,101 @@
+"""Kinds of layers: equal layers have the same spec, quantized linears and fp32 modules. Imports no torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+
+_REPETITIONS: dict[str, tuple[int, int]] = {}
+"""Memoized repetitions by the values that they depend on: a search asks for those of thousands of layouts."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Everything that distinguishes a layer from others."""
+
+    layer: LayerSpec
+    """Shapes and attention."""
+    unquantized: tuple[str, ...]
+    """Linears in high precision, by their name in the block."""
+    fp32: tuple[str, ...]
+    """Modules of `training.fp32_modules`, by their name in the block; empty for the block itself."""
+
+
+def repetition(experiment: Experiment) -> tuple[int, int]:
+    """Number of first layers that do not repeat, and of layers after which the others do; their sum is minimal."""
+    spec = model_spec(experiment.model)
+    if spec is None:
+        return 0, 1
+    key = repr((experiment.model, experiment.quantization, experiment.training.fp32_modules))
+    if key not in _REPETITIONS:
+        _REPETITIONS[key] = _repetition(_layer_kinds(experiment, spec)[: len(spec.layers)])
+    return _REPETITIONS[key]
+
+
+def with_layers(experiment: Experiment, layers: int) -> Experiment:
+    """Variant of a run with fewer layers of the same kinds, which quantizes and computes in fp32 the same modules."""
+    spec, (distinct, period) = model_spec(experiment.model), repetition(experiment)
+    small = replace(experiment, model=replace(experiment.model, layers=layers))
+    if spec is None:
+        return small
+    kinds, further = _layer_kinds(experiment, spec), len(spec.mtp_layers)
+    first = (number if number < distinct else distinct + (number - distinct) % period for number in range(layers))
+    numbered = list(enumerate([*(kinds[number] for number in first), *kinds[len(kinds) - further :]]))
+    quantization = replace(
+        experiment.quantization,
+        filter=[f"blocks.{number}.{name}" for number, kind in numbered for name in kind.unquantized],
+        high_precision_first=0,
+        high_precision_last=0,
+    )
+    outside = _modules(name for name in spec.shapes if not name.startswith("blocks."))
+    modules = [
+        *_matching(["blocks", *outside], "", experiment.training.fp32_modules),
+        *(f"blocks.{number}.{name}".rstrip(".") for number, kind in numbered for name in kind.fp32),
+    ]
+    return replace(small, quantization=quantization, training=replace(small.training, fp32_modules=tuple(modules)))
+
+
+def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
+    """Kind of each block, modules of multi-token prediction last."""
+    quantization, patterns = experiment.quantization, experiment.training.fp32_modules
+    kinds = []
+    for number, layer in enumerate(spec.blocks):
+        unquantized = tuple(
+            linear.name
+            for linear in (layer.linears if quantization.recipe != "none" else ())
+            if not quantization.quantizes(
+                f"blocks.{number}.{linear.name}", linear.inputs, linear.outputs, layers=len(spec.blocks)
+            )
+        )
+        fp32 = _matching(["", *_modules(layer.shapes)], f"blocks.{number}.", patterns)
+        kinds.append(LayerKind(layer, unquantized, fp32))
+    return kinds
+
+
+def _matching(names: Iterable[str], prefix: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Names that match a pattern after `prefix`."""
+    full = ((name, f"{prefix}{name}".rstrip(".")) for name in names if patterns)
+    return tuple(name for name, path in full if any(fnmatchcase(path, pattern) for pattern in patterns))
+
+
+def _modules(parameters: Iterable[str]) -> list[str]:
+    """Modules that hold these parameters, the modules around them included."""
+    paths = (accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}") for name in parameters)
+    return list(dict.fromkeys(module for path in paths for module in path))
+
+
+def _repetition(kinds: Sequence[LayerKind]) -> tuple[int, int]:
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    layers, found = [numbers[kind] for kind in kinds], (len(kinds), 1)
+    for period in range(1, len(layers) + 1):
+        if period >= sum(found):
+            break
+        differing = (
+            number for number in range(len(layers) - period, 0, -1) if layers[number - 1] != layers[number + period - 1]
+        )
+        found = min(found, (next(differing, 0), period), key=sum)
+    return found

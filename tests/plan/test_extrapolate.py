@@ -51,6 +51,7 @@ WHOLE = {
     "kinds in a period of four, full on CUDA": MASKED
     + "model=llama4_debug model.layers=13 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
     "activation_checkpoint=full",
+    "compiled, accumulated": BF16 + "model.layers=6 parallelism.dp_shard=2 training.micro_batch_size=1 compile=blocks",
     "compiled, float8 tensorwise but for a layer, accumulated on CUDA": CUDA
     + ACCUMULATED
     + "model.layers=7 parallelism.dp_shard=2 compile=all quantization=float8_tensorwise "

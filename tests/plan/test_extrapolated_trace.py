@@ -35,7 +35,7 @@ QUICK = (
     "experts x ep on CUDA, full",
     "hsdp, every third recomputed, bf16",
     "interleaved, every third recomputed",
-    "compiled, float8 rowwise, full, 1F1B x fsdp x tp on CUDA",
+    "compiled, accumulated",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}

@@ -28,14 +28,14 @@ class PipelineModel:
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run the schedule once per `microbatches` micro-batches; gradients are reduced once."""
-        sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.microbatches
+        sums, divisors = MetricSums(self.objective, self._mesh.device), loss_divisors(tokens, self._mesh.device)
+        size = self._pipeline.microbatches
         assert len(batches) % size == 0, "checked by the rules"
 
         def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch = shard_batch(batches[first + microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
-            divisors = loss_divisors(tokens, self._mesh.device)
             loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisors, hidden)
             sums.add(metrics)
             return loss

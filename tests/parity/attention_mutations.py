@@ -2,7 +2,7 @@
 
 One of FlexAttention's, which the comparison with the whole score matrix must.
 
-python -m pytest tests/parity/attention_mutations.py -m "night or not night"
+python -m pytest tests/parity/attention_mutations.py
 """
 
 from collections.abc import Callable

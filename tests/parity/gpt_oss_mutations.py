@@ -1,6 +1,6 @@
 """Mutations of GPT-OSS, each of which the comparison with `transformers` or the parity tests must notice.
 
-python -m pytest tests/parity/gpt_oss_mutations.py -m "night or not night"
+python -m pytest tests/parity/gpt_oss_mutations.py
 """
 
 from collections.abc import Callable

@@ -17,16 +17,17 @@ SHORT = "model=llama_debug training.seq_len=64 training.evaluate_every=0 cluster
 
 def test_make_hands_overrides_on():
     """In any order, those of make itself left out."""
-    words = ["model=qwen3_moe_laptop", "+optimizer.lr_scales.expert=0.5", "experiment.notes=two words"]
+    words = ["model=qwen3_moe_laptop", "+optimizer.lr_scales.expert=0.5", "experiment.notes=a b", "paths.runs=here"]
     found = run(
         ["make", "--dry-run", "train", *words, "PYTHON=python3", "ARGS=--cfg job 'data.paths=[a, b]'"],
         REPOSITORY,
         environment={"MAKEFLAGS": ""},
     )
-    (line,) = [line for line in found.stdout.splitlines() if "titan-exp train" in line]
-    typed = shlex.split(line)[2:]
+    *_, train, generate = found.stdout.splitlines()
+    typed = shlex.split(train)[2:]
     assert typed[-3:] == ["--cfg", "job", "data.paths=[a, b]"]
     assert sorted(typed[:-3]) == sorted(words)
+    assert generate.endswith(" generate runs=here")
 
 
 @pytest.mark.night  # two minutes of installing, which `make test` in a fresh clone does too

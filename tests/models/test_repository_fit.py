@@ -177,5 +177,5 @@ def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refu
     assert line.endswith("transformers has its class: model=huggingface model.repository=FOLDER trains it.")
     with pytest.raises(UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"):
         list(repository_lines({**written("olmo2"), "model_type": "unheard"}, "x"))
-    with pytest.raises(UserError, match=r"families here are .* config.json has no"):
+    with pytest.raises(UserError, match=r"families here are .*\n.*transformers has no class for its model_type, 'unheard'"):
         list(repository_lines({"model_type": "unheard"}, "x"))

@@ -125,7 +125,7 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("mixed", RING, parts_see_one_key_beyond_the_window),
     ("mixed", GATHERED, parts_see_one_key_beyond_the_window),
     ("mixed", RING, chunks_of_parts_end_one_key_later),
-    ("documents", GATHERED, chunks_of_parts_end_one_key_later),
+    ("mixed", GATHERED, chunks_of_parts_end_one_key_later),
     ("mixed", RING, attention_knows_no_cuts),
     ("positions restart", RING, chunks_begin_with_the_part),
     ("mixed", RING, temperatures_are_those_of_the_part),

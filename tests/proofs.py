@@ -1,6 +1,7 @@
 """Proofs: tests declare by markers what they prove of a model family, and `docs/models.md` is the table of them.
 
-`@pytest.mark.proves(FAMILY, COLUMN, ...)` declares columns; `layout` stands for the axes and options that a case's parameters name.
+`@pytest.mark.proves(FAMILY, COLUMN, ...)` declares columns; `layout` stands for the axes and
+options that a case's parameters name.
 `@pytest.mark.counts("total" | "active")` declares that `count` is that of the preset `name`. While a test runs, its
 columns are held against what it builds and trains: a test that declares more than it did fails.
 """

@@ -111,7 +111,10 @@ def supported_type(values: Mapping[str, Any]) -> str:
         if "auto_map" in values:
             reason += "; the repository brings code of its own, which is never executed"
         raise _refusal(
-            "model.repository", kind, reason, did_you_mean(str(kind), list(CONFIG_MAPPING)) or "pip install -U transformers"
+            "model.repository",
+            kind,
+            reason,
+            did_you_mean(str(kind), list(CONFIG_MAPPING)) or "pip install -U transformers",
         )
     return str(kind)
 

@@ -6,7 +6,7 @@ segment is shared head-tail.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ Pieces = tuple[range, ...]
 """Positions in the sequence of a rank's tokens, in order."""
 
 
-def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Collection[int] = ()) -> Pieces:
+def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ()) -> Pieces:
     """A rank's piece from the head and from the tail of every segment between cuts."""
     found = list[range]()
     edges = (0, *cuts, seq)

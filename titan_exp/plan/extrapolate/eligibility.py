@@ -51,9 +51,6 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         reasons |= {
             "a stage begins within a period of layers": any(count % period for count in layout.layer_counts),
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
-            "the first and the last stage share the embedding": (
-                spec is not None and bool(spec.tied or spec.mtp_layers)
-            ),
             "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
             "a step has several passes through the pipeline": (
                 layout.pipeline_microbatches != layout.gradient_accumulation

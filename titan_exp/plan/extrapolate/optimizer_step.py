@@ -16,7 +16,9 @@ from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
     OPTIMIZER_STEP,
+    TIED_SUM,
     CategoryBytes,
+    GradientKey,
     Segment,
     SegmentTracker,
     category_bytes,
@@ -39,8 +41,8 @@ class OptimizerStepTrace:
     """Before the first step."""
     ends: Sequence[Sequence[Segment]]
     """Each optimizer step, from reduced gradients to the next step."""
-    gradients: Sequence[Mapping[int, str]]
-    """Parameter names by the allocations of their placeholder gradients, for each step."""
+    gradients: Sequence[Mapping[int, GradientKey]]
+    """Parameters by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Sequence[int]]
     """Other prior allocations in order, for each step: placeholder metrics, and everything else that the step reads."""
     persistent: CategoryBytes
@@ -148,7 +150,7 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.step == step]
-        first = next(place for place, segment in enumerate(own) if segment.label == OPTIMIZER_STEP)
+        first = next(place for place, segment in enumerate(own) if segment.label in (TIED_SUM, OPTIMIZER_STEP))
         made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
         others.append(sorted(made - set(gradients.values())))
         ends.append(own[first:])

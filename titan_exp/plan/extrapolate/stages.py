@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.plan.extrapolate.eligibility import recompute_modes, repetition, sampled_edge
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
@@ -67,7 +67,7 @@ class StageShape:
     edge: int = 2
     """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
     mtp: int = 0
-    """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
+    """Number of last blocks that are modules of multi-token prediction."""
 
     @property
     def alike(self) -> int:
@@ -97,14 +97,14 @@ class SampledPart(NamedTuple):
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """Stages of a pipeline rank."""
-    layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
+    layout, mtp = ResolvedLayout.of(experiment), mtp_depth(experiment.model)
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
-    mtp = 0 if spec is None else len(spec.mtp_layers)
     _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers + mtp)
-    if layout.parallelism.pp == 1:
-        return [StageShape(0, WHOLE, tuple(range(layout.layers + mtp)), tuple(modes), distinct, period, edge, mtp)]
-    layers = layout.stage_layers
-    kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
+    pipeline = layout.parallelism.pp > 1
+    *layers, last = layout.stage_layers if pipeline else [[*range(layout.layers)]]
+    layers = [*layers, [*last, *range(layout.layers, layout.layers + mtp)]]
+    kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST] if pipeline else [WHOLE]
+    placement = layout.stage_placement if pipeline else [0]
     return [
         StageShape(
             stage,
@@ -114,8 +114,9 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             0 if stage else distinct,
             period,
             edge,
+            0 if stage < len(layers) - 1 else mtp,
         )
-        for stage, rank in enumerate(layout.stage_placement)
+        for stage, rank in enumerate(placement)
         if rank == pipeline_rank
     ]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 
 from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.kernel_classes import EMBEDDING, GRADIENTS, LOSS, NORM
@@ -20,11 +21,11 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Stora
 
 STEP = "the step"
 """Label of the first segment of a step."""
-MICRO_BATCH, OPTIMIZER_STEP = "micro-batch", "optimizer step"
+MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "tied sum", "optimizer step"
 ACTION, BETWEEN_ACTIONS = "action", "between actions"
 REDUCE, GROUP, FINAL = "reduce", "group", "final"
-"""Labels of segments: of a micro-batch without a pipeline; from reduced gradients to the next step; of a pipeline
-action, and after it; of a stage's gradient reduction, of each FSDP parameter group in it, and of its end."""
+"""Labels of segments: of a micro-batch without a pipeline; of the sum of tied gradients between stages; from summed
+gradients to the next step; of a pipeline action, and after it; of a stage's gradient reduction, of each FSDP parameter group in it, and of its end."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
 
@@ -53,6 +54,17 @@ FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
 """First matmul of a segment in each thread; the matmul library allocates a workspace on its first call."""
 NOT_TRACKED = -3
 """Allocation number of a tensor that is not tracked."""
+
+
+class GradientKey(NamedTuple):
+    """Parameter of a rank, whichever layers it holds."""
+
+    part: int
+    """Index of its pipeline stage on this rank."""
+    block: int | None
+    """Index of its block in the stage; None outside blocks."""
+    name: str
+    """Name within the block, or in the model."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,8 @@ class SegmentTracker(MemoryTracker):
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
         self._recorded: list[tuple[Storage | None, AllocationEvent]] = []
-        self.reduced_gradients: list[dict[str, int]] = []
-        """Allocations of reduced gradients by parameter name, for each step; set by `SegmentObserver`."""
+        self.reduced_gradients: list[dict[GradientKey, int]] = []
+        """Allocations of reduced gradients, for each step; set by `SegmentObserver`."""
         self.action_results: list[int] = []
         """Allocations of the results of pipeline actions, in order; set by `SegmentObserver`."""
         self.block_outputs: set[int] = set()
@@ -228,6 +240,10 @@ class PhaseObserver(StepObserver):
         """Begin the gradient reduction of a stage."""
         self._tracker.outside_passes = GRADIENTS
 
+    def tied_sum_begin(self) -> None:
+        """Begin the sum of tied gradients."""
+        self._tracker.outside_passes = GRADIENTS
+
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """End the passes of the step."""
         self._tracker.outside_passes = NORM
@@ -268,6 +284,11 @@ class SegmentObserver(PhaseObserver):
         """Begin the wait for the reductions of a stage."""
         self._tracker.cut(FINAL)
 
+    def tied_sum_begin(self) -> None:
+        """Begin the sum of tied gradients."""
+        super().tied_sum_begin()
+        self._tracker.cut(TIED_SUM)
+
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
@@ -275,9 +296,18 @@ class SegmentObserver(PhaseObserver):
         super().gradients_ready(parts)
 
 
-def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[str, int]:
-    named = [pair for part in parts for pair in part.named_parameters()]
-    return {name: tracker.allocation_of(weight.grad) for name, weight in named if weight.grad is not None}
+def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[GradientKey, int]:
+    found = dict[GradientKey, int]()
+    for place, part in enumerate(parts):
+        blocks = {str(number): block for block, (number, _) in enumerate(iter_numbered_blocks(part))}
+        for name, weight in part.named_parameters():
+            if weight.grad is not None:
+                before, _, after = name.partition("blocks.")
+                number, _, rest = after.partition(".")
+                block = blocks.get(number)
+                key = GradientKey(place, block, name if block is None else f"{before}{rest}")
+                found[key] = tracker.allocation_of(weight.grad)
+    return found
 
 
 def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:

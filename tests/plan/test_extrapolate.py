@@ -46,7 +46,7 @@ WHOLE = {
     "windows in every second layer, ep on CUDA": MASKED
     + "model=gpt_oss_debug model.layers=9 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "kinds in a period of four, full on CUDA": MASKED
-    + "model=llama4_debug model.layers=13 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
+    + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
     "activation_checkpoint=full",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
@@ -88,6 +88,17 @@ PIPELINES = {
     "kinds in a period of four, 1F1B on CUDA": MASKED
     + "model=llama4_debug model.layers=24 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=2 "
     "activation_checkpoint=full",
+    "dense layers and layers with experts in turn, 1F1B x ep on CUDA": MASKED
+    + "model=llama4_debug model.layers=24 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_microbatches=2",
+    "multi-token prediction, 1F1B x ep on CUDA": CUDA
+    + "model=deepseek_debug model.mtp.depth=1 model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_last_stage_less=1 parallelism.pp_microbatches=2",
+    "tied, document mask, embedding alone in a stage, in passes": BF16
+    + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 parallelism.pp_layers=[0,8] data.document_mask=true "
+    "parallelism.pp_microbatches=2 training.micro_batch_size=1",
+    "tied, head alone in a stage, 1F1B x tp": "model.layers=8 model.tied_embeddings=true parallelism.pp=3 "
+    "parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_layers=[3,5,0] parallelism.pp_microbatches=4",
     "experts, 1F1B x ep on CUDA": CUDA
     + EXPERTS
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 parallelism.pp_microbatches=2",
@@ -95,7 +106,7 @@ PIPELINES = {
 """Overrides with a pipeline, by name."""
 
 QUICK = (
-    "a dense layer first, ep, multi-token prediction on CUDA",
+    "multi-token prediction, 1F1B x ep on CUDA",
     "1F1B x fsdp, full, bf16",
 )
 """Compared each time; the others by `make night`."""
@@ -177,12 +188,11 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
         ("training.fp32_modules=[blocks.0] training.mixed_precision=bf16", "single layers"),
         ("quantization=float8_rowwise training.mixed_precision=bf16", "treat layers differently"),
         ("optimizer.name=torch.optim.SGD optimizer.implementation=for_loop", "optimizer.name=torch.optim.SGD may"),
-        ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the embedding"),
         (
-            "model=deepseek_debug model.layers=8 model.mtp.depth=1 parallelism.pp=2 parallelism.pp_microbatches=2",
-            "share the embedding",
+            "parallelism.pp=2 parallelism.pp_microbatches=2 parallelism.reshard_after_forward=always "
+            "parallelism.dp_shard=2",
+            "gathered again",
         ),
-        ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
     ],
 )
 def test_unsupported_runs_have_a_reason(overrides: str, reason: str):

@@ -35,6 +35,7 @@ QUICK = (
     "experts x ep on CUDA, full",
     "hsdp, every third recomputed, bf16",
     "interleaved, every third recomputed",
+    "tied, document mask, embedding alone in a stage, in passes",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}

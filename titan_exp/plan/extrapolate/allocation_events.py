@@ -107,7 +107,11 @@ class EventComposer:
             self._replay(segment, {})
 
     def add_optimizer_step(
-        self, optimizer_step: OptimizerStepTrace, step: int, gradients: Mapping[GradientKey, int], metrics: Sequence[int]
+        self,
+        optimizer_step: OptimizerStepTrace,
+        step: int,
+        gradients: Mapping[GradientKey, int],
+        metrics: Sequence[int],
     ) -> int:
         """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
 

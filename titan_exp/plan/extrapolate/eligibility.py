@@ -45,18 +45,18 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     }
     layout, (distinct, period) = ResolvedLayout.of(experiment), repetition(experiment)
     if distinct or period > 1:
-        few = sampled_layers(experiment) if parallelism.pp == 1 else distinct + period
+        few = sampled_layers(experiment) if parallelism.pp == 1 else distinct
         reasons["too few layers are alike"] = layout.layer_counts[0] < few
     if parallelism.pp > 1:
         reasons |= {
             "a stage begins within a period of layers": any(count % period for count in layout.layer_counts),
-            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
-            "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
-            "a step has several passes through the pipeline": (
-                layout.pipeline_microbatches != layout.gradient_accumulation
+            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": layout.splits_backward,
+            "a rank has both copies of the embedding": (
+                spec is not None
+                and bool(spec.pipeline.copied)
+                and layout.stage_placement[0] == layout.stage_placement[-1]
             ),
-            "a stage has no layers": min(layout.layer_counts) < 1,
-            "every stage reads document ids": experiment.data.document_mask,
+            "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
         }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -70,32 +70,44 @@ def repetition(experiment: Experiment) -> tuple[int, int]:
 def sampled_edge(experiment: Experiment) -> int:
     """Blocks at each end of a sampled stage that are not repeated.
 
+    Blocks prefetch and reduce for their neighbours; a tensor that all blocks of one kind save is released by the first.
     An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts.
     """
-    spec = model_spec(experiment.model)
-    if experiment.parallelism.pp == 1 or spec is None:
-        return 2
-    if not spec.has_experts or not regroups_experts(experiment.parallelism):
-        return 1
-    return 1 + spec.period // max(1, sum(layer.router is not None for layer in spec.layers[-spec.period :]))
+    spec, (_, period) = model_spec(experiment.model), repetition(experiment)
+    # Without a pipeline, gradients are reduced in the blocks of the last micro-batch.
+    least = 2 if experiment.parallelism.pp == 1 else 1
+    if spec is not None and spec.has_experts and regroups_experts(experiment.parallelism):
+        least = max(least, 1 + period // max(1, sum(layer.router is not None for layer in spec.layers[-period:])))
+    return max(least, period)
 
 
 def sampled_layers(experiment: Experiment) -> int:
     """Layers of the small model without a pipeline: its last one is of the same kind as the run's."""
     distinct, period = repetition(experiment)
-    few = distinct + SAMPLED_LAYERS - 1 + period
+    few = distinct + 2 * sampled_edge(experiment) + period
     return few + (experiment.model.layers - few) % period
 
 
-def sampled_stages(experiment: Experiment) -> tuple[int, int, int]:
+def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
     """Layers of a sampled pipeline's first, middle and last stage, in whole periods.
 
-    A first stage with fewer layers is sampled as it is.
+    `size` is as in `stage_sizes`.
     """
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    if size is not None:
+        return distinct + size, max(size, period), size
     ends, middle = (-(-few // period) * period for few in (2 * edge, 2 * edge + period))
-    first = ResolvedLayout.of(experiment).layer_counts[0]
-    return min(distinct + ends, first) if distinct else ends, middle, ends
+    return distinct + ends, middle, ends
+
+
+def stage_sizes(experiment: Experiment) -> list[int | None]:
+    """Size of each pipeline stage: its like layers if they are too few to be sampled by a larger stage, else None."""
+    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    if experiment.parallelism.pp == 1:
+        return [None]
+    first, *others = ResolvedLayout.of(experiment).layer_counts
+    fewest = 2 if period == 1 else 2 * edge
+    return [alike if alike < fewest else None for alike in (first - distinct, *others)]
 
 
 def recompute_modes(
@@ -119,7 +131,7 @@ def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointCon
     if layout.parallelism.pp == 1:
         few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
-    lone = len({count == 1 for count in layout.layer_counts})
+    lone = len({min(count, 2) for count in layout.layer_counts})
     per_rank = layers / layout.parallelism.pp
     # Each of its steps has two passes.
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

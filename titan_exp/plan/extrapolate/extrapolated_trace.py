@@ -43,7 +43,7 @@ class TraceExtrapolator:
         simulation = simulate_rank(layout, pipeline_rank, samples)
         schedules = [simulation, simulation]
         if layout.parallelism.pp == 1:
-            sample, number = samples[False][0], layout.gradient_accumulation
+            sample, number = samples[None][0], layout.gradient_accumulation
             composed = microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
             # The first step, which creates the optimizer state, has one micro-batch.
             schedules = [microbatch_loop(1, 1), composed]

@@ -207,19 +207,19 @@ def take_sample(
     experiment: Experiment,
     checkpointing: ActivationCheckpointConfig,
     *,
-    lone: bool,
+    size: int | None,
     cuda: bool,
     record_events: bool = False,
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks.
 
-    `lone` is True for pipeline stages of a single block.
+    `size` is that of pipeline stages, as in `eligibility.stage_sizes`.
     """
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
     (distinct, period), mtp = repetition(experiment), mtp_depth(experiment.model)
     # Events include the first step, which runs in full with a pipeline.
     with temporary_folder() as folder:
-        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", lone=lone)
+        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", size)
         with fake_rank(small, 0) as fake:
             # Blocks choose their saved calls in their first forward pass.
             passes = record_events or checkpointing.automatic is not None
@@ -273,21 +273,19 @@ def take_sample(
 
 
 def _small_model(
-    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, *, lone: bool
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, size: int | None
 ) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
     """Small variant of a run, its number of blocks by kind of stage, and its simulation.
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
-    distinct, period = repetition(experiment)
+    _, period = repetition(experiment)
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
         number = sampled_layers(experiment)
         small = small_run(experiment, [number], few, checkpointing)
         return small, {WHOLE: number + mtp_depth(experiment.model)}, lambda _: microbatch_loop(few, few)
-    first = min(distinct + 1, ResolvedLayout.of(experiment).layer_counts[0])
-    numbers = (first, 1, 1) if lone else sampled_stages(experiment)
-    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), numbers, strict=True))
+    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, size), strict=True))
     counts, placement = [layers[FIRST], layers[MIDDLE], period, layers[LAST]], [0, 0, 1, 0]
     orders: Schedule = []
     for rank in (0, 1):

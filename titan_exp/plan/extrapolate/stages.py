@@ -10,7 +10,7 @@ from typing import NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import mtp_depth
-from titan_exp.plan.extrapolate.eligibility import recompute_modes, repetition, sampled_edge
+from titan_exp.plan.extrapolate.eligibility import recompute_modes, repetition, sampled_edge, stage_sizes
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""
@@ -68,6 +68,8 @@ class StageShape:
     """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
     mtp: int = 0
     """Number of last blocks that are modules of multi-token prediction."""
+    size: int | None = None
+    """Size of the stages of its sample, as in `eligibility.stage_sizes`."""
 
     @property
     def alike(self) -> int:
@@ -115,8 +117,9 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             period,
             edge,
             0 if stage < len(layers) - 1 else mtp,
+            size,
         )
-        for stage, rank in enumerate(placement)
+        for stage, (rank, size) in enumerate(zip(placement, stage_sizes(experiment), strict=True))
         if rank == pipeline_rank
     ]
 
@@ -125,11 +128,12 @@ def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Ite
     """Parts of a stage's action in execution order. `blocks` has the number of blocks of each sampled stage."""
     places = range(len(stage.modes))
     order = list(places if kind == "F" else reversed(places))
-    yield SampledPart(stage.modes[order[0]], stage.sampled, None, f"{kind} before", None)
+    before, after = (stage.modes[order[0]], stage.modes[order[-1]]) if order else (0, 0)
+    yield SampledPart(before, stage.sampled, None, f"{kind} before", None)
     for place in order:
         sampled, block = sampled_block(stage, place, blocks)
         yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
-    yield SampledPart(stage.modes[order[-1]], stage.sampled, None, f"{kind} after", None)
+    yield SampledPart(after, stage.sampled, None, f"{kind} after", None)
 
 
 def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:

@@ -25,7 +25,8 @@ MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "tied sum", "optimizer st
 ACTION, BETWEEN_ACTIONS = "action", "between actions"
 REDUCE, GROUP, FINAL = "reduce", "group", "final"
 """Labels of segments: of a micro-batch without a pipeline; of the sum of tied gradients between stages; from summed
-gradients to the next step; of a pipeline action, and after it; of a stage's gradient reduction, of each FSDP parameter group in it, and of its end."""
+gradients to the next step; of a pipeline action, and after it; of a stage's gradient reduction, of each FSDP parameter
+group in it, and of its end."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
 

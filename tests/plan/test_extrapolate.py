@@ -45,9 +45,8 @@ WHOLE = {
     "training.micro_batch_size=1",
     "windows in every second layer, ep on CUDA": MASKED
     + "model=gpt_oss_debug model.layers=9 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
-    "kinds in a period of four, full on CUDA": MASKED
-    + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
-    "activation_checkpoint=full",
+    "kinds in a period of four on CUDA": MASKED
+    + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS

@@ -57,8 +57,12 @@ class OptimizerStepTrace:
     @property
     def totals(self) -> "OptimizerStepTotals":
         """Totals of the second optimizer step."""
-        step = join_segments(OPTIMIZER_STEP, self.ends[1])
-        return OptimizerStepTotals(self.persistent, self.other, step.peak, step.where, step.costs)
+        tied, step = (
+            join_segments(label, [segment for segment in self.ends[1] if (segment.label == TIED_SUM) is is_tied])
+            for label, is_tied in ((TIED_SUM, True), (OPTIMIZER_STEP, False))
+        )
+        costs = sum_costs([tied.costs, step.costs])
+        return OptimizerStepTotals(self.persistent, self.other, tied.peak, step.peak, step.where, costs)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class OptimizerStepTotals:
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
     """Other bytes between steps."""
+    tied: CategoryBytes
+    """Bytes added by the sum of tied gradients before it."""
     peak: CategoryBytes
     """Bytes added at its peak."""
     where: str
@@ -165,6 +171,7 @@ def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotal
     return OptimizerStepTotals(
         sum((times * totals.persistent for times, totals in terms), category_bytes({})),
         sum((times * totals.other for times, totals in terms), category_bytes({})),
+        sum((times * totals.tied for times, totals in terms), category_bytes({})),
         sum((times * totals.peak for times, totals in terms), category_bytes({})),
         terms[0][1].where if terms else "",
         sum_costs([sum_costs([totals.costs], times) for times, totals in terms]),

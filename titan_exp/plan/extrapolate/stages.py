@@ -76,6 +76,10 @@ class StageShape:
         """Number of blocks without modules of multi-token prediction."""
         return len(self.modes) - self.mtp
 
+    def mode(self, place: int) -> int:
+        """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
+        return self.modes[place] if self.modes else 0
+
     @property
     def sampled(self) -> int:
         """Stage number in a sample."""
@@ -127,13 +131,12 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
 def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
     """Parts of a stage's action in execution order. `blocks` has the number of blocks of each sampled stage."""
     places = range(len(stage.modes))
-    order = list(places if kind == "F" else reversed(places))
-    before, after = (stage.modes[order[0]], stage.modes[order[-1]]) if order else (0, 0)
-    yield SampledPart(before, stage.sampled, None, f"{kind} before", None)
-    for place in order:
+    first, last = (0, -1) if kind == "F" else (-1, 0)
+    yield SampledPart(stage.mode(first), stage.sampled, None, f"{kind} before", None)
+    for place in places if kind == "F" else reversed(places):
         sampled, block = sampled_block(stage, place, blocks)
         yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
-    yield SampledPart(after, stage.sampled, None, f"{kind} after", None)
+    yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
 
 
 def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:

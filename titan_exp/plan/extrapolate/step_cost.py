@@ -27,7 +27,7 @@ from titan_exp.plan.extrapolate.stages import (
 from titan_exp.plan.time.roofline import schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
-from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+from titan_exp.plan.trace.segments import TIED_SUM, CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
 Samples = Mapping[int | None, Sequence[Sample]]
 """One sample per activation checkpointing mode, by size of stages as in `eligibility.stage_sizes`."""
@@ -83,7 +83,8 @@ def step_cost(
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
     base = sample.base + kept + len(stages) * sample.buffers + layout.gradient_accumulation * sample.batch
     held = base + passes.net
-    moments = (base + passes.peak, passes.where), (held + optimizer_step.peak, optimizer_step.where)
+    moments = [(base + passes.peak, passes.where), (held + optimizer_step.tied, TIED_SUM)]
+    moments.append((held + optimizer_step.peak, optimizer_step.where))
     peak, where = max(moments, key=lambda moment: moment[0].sum())
     return StepCost(
         Moment(int(peak.sum()), _by_category(peak), where),
@@ -115,13 +116,15 @@ def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
     return samples[stage.size]
 
 
-def simulate_rank(layout: ResolvedLayout, pipeline_rank: int, samples: Samples) -> ScheduleSimulation:
-    """Simulate a rank's schedule."""
+def simulate_rank(
+    layout: ResolvedLayout, pipeline_rank: int, samples: Samples, passes: int | None = None
+) -> ScheduleSimulation:
+    """Simulate a rank's schedule; `passes` through the pipeline are by default those of a step."""
     parallelism, sample = layout.parallelism, next(iter(samples.values()))[0]
     if parallelism.pp == 1:
         return microbatch_loop(layout.gradient_accumulation, sample.micro_batches)
     schedule = parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches
-    passes = layout.gradient_accumulation // layout.pipeline_microbatches
+    passes = passes or layout.gradient_accumulation // layout.pipeline_microbatches
     return _simulate(schedule, tuple(layout.stage_placement), pipeline_rank, passes, sample.sends_complete)
 
 

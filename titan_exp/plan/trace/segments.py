@@ -21,7 +21,7 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Stora
 
 STEP = "the step"
 """Label of the first segment of a step."""
-MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "tied sum", "optimizer step"
+MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "sum of tied gradients", "optimizer step"
 ACTION, BETWEEN_ACTIONS = "action", "between actions"
 REDUCE, GROUP, FINAL = "reduce", "group", "final"
 """Labels of segments: of a micro-batch without a pipeline; of the sum of tied gradients between stages; from summed
@@ -300,13 +300,15 @@ class SegmentObserver(PhaseObserver):
 def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[GradientKey, int]:
     found = dict[GradientKey, int]()
     for place, part in enumerate(parts):
-        blocks = {str(number): block for block, (number, _) in enumerate(iter_numbered_blocks(part))}
+        blocks = [block for _, block in iter_numbered_blocks(part)]
+        in_blocks = {
+            id(weight): (number, name)
+            for number, block in enumerate(blocks)
+            for name, weight in block.named_parameters()
+        }
         for name, weight in part.named_parameters():
             if weight.grad is not None:
-                before, _, after = name.partition("blocks.")
-                number, _, rest = after.partition(".")
-                block = blocks.get(number)
-                key = GradientKey(place, block, name if block is None else f"{before}{rest}")
+                key = GradientKey(place, *in_blocks.get(id(weight), (None, name)))
                 found[key] = tracker.allocation_of(weight.grad)
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_estimates, test_extrapolate, test_extrapolated_trace, test_kernel_classes, test_rates
+from tests.plan import test_estimates, test_extrapolated_trace, test_kernel_classes, test_rates
 from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
@@ -87,7 +87,7 @@ def pipeline_of_kinds_in_turn() -> None:
 def _compare(name: str) -> None:
     """Compare the allocations of every rank in this process."""
     with temporary_folder() as folder:
-        (folder / "config.yaml").write_text(to_yaml(experiment_of(test_extrapolate.PIPELINES[name])))
+        (folder / "config.yaml").write_text(to_yaml(experiment_of(test_extrapolated_trace.EVERY[name])))
         try:
             found = test_extrapolated_trace.both_ways(str(folder / "config.yaml"), False)
         except ExtrapolationError as error:

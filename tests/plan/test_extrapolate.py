@@ -93,11 +93,9 @@ PIPELINES = {
     "multi-token prediction, 1F1B x ep on CUDA": CUDA
     + "model=deepseek_debug model.mtp.depth=1 model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
     "parallelism.pp_last_stage_less=1 parallelism.pp_microbatches=2",
-    "tied, document mask, embedding alone in a stage, in passes": BF16
-    + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 parallelism.pp_layers=[0,8] data.document_mask=true "
+    "tied, document mask, in passes": BF16
+    + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 data.document_mask=true "
     "parallelism.pp_microbatches=2 training.micro_batch_size=1",
-    "tied, head alone in a stage, 1F1B x tp": "model.layers=8 model.tied_embeddings=true parallelism.pp=3 "
-    "parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_layers=[3,5,0] parallelism.pp_microbatches=4",
     "experts, 1F1B x ep on CUDA": CUDA
     + EXPERTS
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 parallelism.pp_microbatches=2",

@@ -190,6 +190,7 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
             "parallelism.dp_shard=2",
             "gathered again",
         ),
+        ("parallelism.pp=2 parallelism.pp_layers=[4,0] parallelism.pp_microbatches=2", "behind the first"),
     ],
 )
 def test_unsupported_runs_have_a_reason(overrides: str, reason: str):

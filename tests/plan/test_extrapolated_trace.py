@@ -32,8 +32,6 @@ MANY = {
     "tied, document mask, embedding alone in a stage, in passes": BF16
     + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 parallelism.pp_layers=[0,8] data.document_mask=true "
     "parallelism.pp_microbatches=2 training.micro_batch_size=1",
-    "tied, head alone in a stage, 1F1B x tp": "model.layers=8 model.tied_embeddings=true parallelism.pp=3 "
-    "parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_layers=[3,5,0] parallelism.pp_microbatches=4",
     "uneven stages": "model.layers=8 parallelism.pp=3 parallelism.pp_layers=[2,5,1] parallelism.pp_microbatches=4",
 }
 QUICK = (

@@ -51,6 +51,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         reasons |= {
             "a stage begins within a period of layers": any(count % period for count in layout.layer_counts),
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": layout.splits_backward,
+            "a stage behind the first has no layers": min(layout.layer_counts[1:]) < 1,
             "a rank has both copies of the embedding": (
                 spec is not None
                 and bool(spec.pipeline.copied)

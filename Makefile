@@ -5,12 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-for-tests
 
+# Overrides that are typed as variables of make, in quotes where they have spaces: make train model=qwen3_moe_laptop
+# Words with quotes of their own, parentheses, semicolons or dollars go into ARGS, as do options.
+SPACE := $() $()
+WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
+OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
+
 .PHONY: train test quick night tools peer gpu gpu-wheels check slurm golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
-	$(BIN)/titan-exp train $(ARGS)
-	$(BIN)/titan-exp generate
+	$(BIN)/titan-exp train $(OVERRIDES) $(ARGS)
+	$(BIN)/titan-exp generate $(patsubst paths.%,%,$(filter paths.runs=%,$(OVERRIDES)))
 
 # A test for every core, and one more: ranks wait for each other much of their time. Those that share a SLURM, and wait
 # for it, stay together in one process.

@@ -54,7 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.startswith(TIMED_BY_THE_MACHINE):
             item.add_marker(pytest.mark.flaky(reruns=1))
         # Every layout is trained by night; by day about a seventh, with a compiler half as many, the same each time.
-        fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
+        # Mutations run only where their file is named, and then all of them.
+        fixed = item.nodeid.startswith("tests/parity/test_") and item.name.endswith("]")
+        fixed = fixed and "test_drawn" not in item.nodeid
         share = 28 if "compile=" in item.name else 14
         # `make gpu` runs every test for a GPU; they skip themselves elsewhere.
         by_day = any(item.get_closest_marker(marker) is not None for marker in ("day", "cuda"))

@@ -1,6 +1,7 @@
 """Proofs: tests declare by markers what they prove of a model family, and `docs/models.md` is the table of them.
 
-`@pytest.mark.proves(FAMILY, COLUMN, ...)` declares columns; `layout` stands for the axes that a case's parameters name.
+`@pytest.mark.proves(FAMILY, COLUMN, ...)` declares columns; `layout` stands for the axes and
+options that a case's parameters name.
 `@pytest.mark.counts("total" | "active")` declares that `count` is that of the preset `name`. While a test runs, its
 columns are held against what it builds and trains: a test that declares more than it did fails.
 """
@@ -35,7 +36,13 @@ BUILT = ("logits", "gradients", "import", "export", "generate")
 """Columns whose tests build a model of the family."""
 PLANNED = ("predicted", "measured")
 """Parts of the column `plan`: by the planner, and on ranks that run it."""
-COLUMNS = ("counts", *BUILT, *AXES, "fp8", "plan")
+OPTIONS = {
+    "recompute": r"activation_checkpoint=(full|every_n|selective|budget)",
+    "compile": r"compile=blocks",
+    "fp8": r"quantization=(float8|mxfp8)",
+}
+"""Columns of options that overrides set."""
+COLUMNS = ("counts", *BUILT, *AXES, *OPTIONS, "plan")
 
 
 class Proof(NamedTuple):
@@ -64,7 +71,7 @@ class Proofs(NamedTuple):
 
 COLLECTED = pytest.StashKey[Proofs]()
 noted: list[tuple[str, set[str]]] = []
-"""Families that a test trained, with axes of more than one rank and fp8, planned or measured."""
+"""Families that a test trained, with axes of more than one rank and options, planned or measured."""
 
 
 def family_of(preset: str) -> str:
@@ -98,9 +105,10 @@ def proves(words: str, *columns: str) -> pytest.MarkDecorator:
 
 
 def axes_of(words: str) -> set[str]:
-    """Axes of more than one rank, and fp8, in overrides."""
+    """Axes of more than one rank, and options of `OPTIONS`, in overrides."""
     found = {axis for axis, degree in re.findall(r"parallelism\.(\w+)=(\d+)", words) if int(degree) > 1}
-    return (found & {*AXES}) | ({"fp8"} if re.search(r"(?<!\S)quantization=(float8|mxfp8)", words) else set())
+    options = {name for name, pattern in OPTIONS.items() if re.search(rf"(?<!\S){pattern}", words)}
+    return (found & {*AXES}) | options
 
 
 def columns_of(item: pytest.Item) -> Iterator[tuple[str, str]]:
@@ -163,8 +171,12 @@ def collected(config: pytest.Config, folder: Path) -> Proofs:
 def note_training(experiment: Experiment) -> None:
     """Note what a parity test trains."""
     degrees = {axis for axis in AXES if getattr(experiment.parallelism, axis) > 1}
-    recipe = {"fp8"} if experiment.quantization.recipe not in ("none", "nvfp4") else set()
-    note(experiment, degrees | recipe)
+    options = {
+        "recompute": experiment.activation_checkpoint.mode != "none",
+        "compile": experiment.compile.compiles("blocks"),
+        "fp8": experiment.quantization.recipe not in ("none", "nvfp4"),
+    }
+    note(experiment, degrees | {name for name, is_set in options.items() if is_set})
 
 
 def note(experiment: Experiment, columns: set[str]) -> None:

@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import re
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,3 +186,12 @@ def test_tests_of_a_group_share_a_worker(request: pytest.FixtureRequest):
     if not getattr(request.config.option, "loadgroup", False):
         pytest.skip("groups are for several workers: pytest -n 3 --dist loadgroup")
     assert request.node.nodeid.endswith("@house")
+
+
+@pytest.mark.night
+def test_every_mutation_runs_where_its_file_is_named():
+    """`make night` names them."""
+    named = ("tests/parity/rope_mutations.py", "tests/parity/kernel_mutations.py")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", *named]
+    found = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=True)
+    assert "deselected" not in found.stdout

@@ -43,6 +43,8 @@ run on a GPU yet.
 - import, export: folders of Hugging Face, read and written bitwise
 - generate: greedy text, with the cache: that of `transformers` or without it, or on ranks that of one device
 - tp, cp, pp, ep: tensor, context, pipeline and expert parallelism, each with the curve and weights of one device
+- recompute, compile: the same curve and weights with activation checkpointing, and with every block compiled into one
+  graph (`fullgraph`, by `aot_eager`)
 - fp8: a recipe of 8 bits, trained on several ranks as on one
 - plan: predicted memory and FLOPs are those of ranks that run it
 """
@@ -99,5 +101,6 @@ def test_a_test_that_declares_more_than_it_did_fails(declared: tuple[str, str], 
 
 def test_a_case_declares_the_axes_of_its_words():
     assert axes_of("parallelism.tp=2 parallelism.cp=1 parallelism.dp_shard=2 quantization=mxfp8") == {"tp", "fp8"}
+    assert axes_of("compile=blocks activation_checkpoint=full compile.backend=eager") == {"compile", "recompute"}
     assert proves("model=kimi_k2_1t parallelism.tp=2", "plan").args == ("deepseek", "plan")
     assert proves("parallelism.tp=2", "plan").args == ("llama", "plan")

@@ -82,3 +82,28 @@ def test_linears_of_experts_are_listed(capsys: pytest.CaptureFixture[str], monke
     assert float(rows["blocks.0.experts.gate_up"][2]) == float(rows["blocks.0.experts.gate_up"][1])
     assert rows["blocks.2.experts.down"][2] == "routed"
     assert "'routed': rounding before it made a router send tokens to other experts." in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "high"),
+    [
+        (["model=qwen3_moe_debug", "model.layers=2"], set()),
+        # Latent attention, a dense layer first, shared experts; of the experts one linear has no recipe.
+        (["model=deepseek_debug", "model.layers=2", "quantization.filter=[*.experts.down]"], {"experts.down"}),
+        # Biases of experts, and experts whose inputs are weighted.
+        pytest.param(["model=gpt_oss_debug", "model.layers=2"], set(), marks=pytest.mark.night),
+        pytest.param(["model=llama4_debug"], set(), marks=pytest.mark.night),
+    ],
+)
+def test_experts_of_every_family_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], high: set[str]
+):
+    """Weights of experts' outputs, which without a recipe go into the down projection, are no part of its error."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert doctor_command(["--numerics", *SMALL[1:], "quantization=mxfp8", *words]) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:6]] for line in capsys.readouterr().out.splitlines()]
+    experts = [row for row in rows if row and ".feed_forward.experts." in row[0]]
+    assert {row[0].partition("feed_forward.")[2] for row in experts} == {"experts.gate_up", "experts.down"}
+    for name, recipe, own, *_ in experts:
+        exact = name.partition("feed_forward.")[2] in high
+        assert (recipe, own) == ("high", "exact") if exact else recipe == "yes" and 25 < float(own) < 32, name

@@ -140,9 +140,10 @@ def test_evaluate_prints_the_experts(trained: Path, tmp_path: Path, capsys: pyte
     for layer in alone["experts"]:
         tokens = sum(expert["tokens"] for expert in layer["experts"])
         assert 3 * alone["tokens"] - 50 * layer["unused"] <= tokens <= 3 * alone["tokens"]
-    shared = run_ranks(2, evaluate_on_rank, str(trained), [*words, "parallelism.dp_shard=2"])
+    shared = run_ranks(2, evaluate_on_rank, str(trained), [*words, "parallelism.dp_shard=2", "parallelism.ep=2"])
     for rank in shared:
         assert rank["experts"] == alone["experts"]
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert evaluate_command([str(trained), *words, "--experts"]) == 0
     assert "layer 3: the choice of experts tells" in capsys.readouterr().out
 
@@ -158,10 +159,11 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict:
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
     asked = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
-        found = evaluate_source(source, asked, build_mesh(asked.parallelism, device), observed=Observed(experts=True))
+        mesh = build_mesh(asked.parallelism, device, experts=True)
+        found = evaluate_source(source, asked, mesh, observed=Observed(experts=True))
     read = Evaluation.from_json(json.loads(json.dumps(dataclasses.asdict(found))))
     assert read == found
-    return {"experts": [dataclasses.asdict(layer) for layer in read.layers]}
+    return {"loss": read.result.loss, "experts": [dataclasses.asdict(layer) for layer in read.layers]}
 
 
 def test_a_run_ends_with_a_summary(trained: Path):

@@ -1,6 +1,7 @@
 """The README's commands in a fresh clone, and a wheel away from the checkout."""
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,21 @@ import pytest
 from tests.journeys.command import REPOSITORY, run
 
 SHORT = "model=llama_debug training.seq_len=64 training.evaluate_every=0 cluster.device=cpu"
+
+
+def test_make_hands_overrides_on():
+    """In any order, those of make itself left out."""
+    words = ["model=qwen3_moe_laptop", "+optimizer.lr_scales.expert=0.5", "experiment.notes=a b", "paths.runs=here"]
+    found = run(
+        ["make", "--dry-run", "train", *words, "PYTHON=python3", "ARGS=--cfg job 'data.paths=[a, b]'"],
+        REPOSITORY,
+        environment={"MAKEFLAGS": ""},
+    )
+    *_, train, generate = found.stdout.splitlines()
+    typed = shlex.split(train)[2:]
+    assert typed[-3:] == ["--cfg", "job", "data.paths=[a, b]"]
+    assert sorted(typed[:-3]) == sorted(words)
+    assert generate.endswith(" generate runs=here")
 
 
 @pytest.mark.night  # two minutes of installing, which `make test` in a fresh clone does too
@@ -30,7 +46,7 @@ def test_make_train_in_a_fresh_clone(tmp_path):
             (clone / name).unlink(missing_ok=True)
     environment = {"PYTHONPATH": "", "VIRTUAL_ENV": "", "MAKEFLAGS": ""}
     first = run(
-        ["make", "--no-print-directory", "train", f"ARGS={SHORT} training.steps=30"],
+        ["make", "--no-print-directory", "train", *SHORT.split(), "training.steps=30"],
         clone,
         limit=800,
         environment=environment,
@@ -39,7 +55,7 @@ def test_make_train_in_a_fresh_clone(tmp_path):
     (folder,) = (clone / "runs" / "first").iterdir()
     assert (folder / "loss.png").stat().st_size > 10_000
     assert first.stdout.splitlines()[-1].endswith(f"of {folder.relative_to(clone)}")
-    again = run(["make", "train", f"ARGS={SHORT} training.steps=30"], clone, limit=60, environment=environment)
+    again = run(["make", "train", *SHORT.split(), "training.steps=30"], clone, limit=60, environment=environment)
     assert again.returncode == 0
     assert "nothing was started" in again.stdout
 

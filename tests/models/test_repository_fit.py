@@ -175,7 +175,8 @@ def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refu
     (line,) = repository_lines(written("olmo2"), "x")
     assert line.startswith("model_type 'olmo2' is of no family here; families are deepseek_v3, ")
     assert line.endswith("transformers has its class: model=huggingface model.repository=FOLDER trains it.")
-    with pytest.raises(UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"):
-        list(repository_lines({**written("olmo2"), "model_type": "unheard"}, "x"))
-    with pytest.raises(UserError, match=r"families here are .* config.json has no"):
-        list(repository_lines({"model_type": "unheard"}, "x"))
+    for values in (written("olmo2"), {}):
+        with pytest.raises(
+            UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"
+        ):
+            list(repository_lines({**values, "model_type": "unheard"}, "x"))

@@ -143,9 +143,9 @@ def test_tiles_cover_visible_pairs_once(window: int | None, chunk: int | None):
         }
         assert len(pairs) == len(set(pairs))
         assert set(pairs) == wanted
-        assert pattern.visible_pairs(queries, keys) == len(wanted)
-    whole = range(29)
-    assert pattern.visible_per_query(29) * 29 == pytest.approx(pattern.visible_pairs(whole, whole))
+    for queries in (range(29), range(8, 17)):
+        wanted = sum(pattern.visible(query, key) for query in queries for key in range(29))
+        assert pattern.visible_keys(queries) == wanted
 
 
 def _sees(tile: Tile, row: int, column: int, is_visible: bool) -> bool:

@@ -2,7 +2,7 @@
 
 One of FlexAttention's, which the comparison with the whole score matrix must.
 
-python -m pytest tests/parity/attention_mutations.py -m "night or not night"
+python -m pytest tests/parity/attention_mutations.py
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ops.test_attention_patterns import test_attention_is_softmax_over_visible_keys as assert_softmax
 from tests.parity.runs import mutation_test
@@ -60,32 +61,49 @@ def sinks_are_left_out_of_the_merged_lse() -> None:
     )
 
 
-def parts_see_one_key_beyond_the_window() -> None:
+def sinks_get_the_gradient_of_the_first_part() -> None:
+    patch(f"{CONTEXT}.attention.sinks_grad", lambda original: lambda *given: original(*given) * (dist.get_rank() == 0))
+
+
+def sinks_of_later_heads_get_no_gradient() -> None:
     def make(original: Any) -> Any:
-        def tiles(pattern: Any, *blocks: Any) -> Any:
-            return original(MaskPattern(pattern.window and pattern.window + 1, pattern.chunk), *blocks)
+        def forward(self: Any) -> Any:
+            sinks = original(self)
+            return sinks if dist.get_rank() == 0 else sinks.detach() + 0 * sinks
 
-        return tiles
+        return forward
 
-    patch(f"{CONTEXT}.attention._tiles", make)
-    patch(
-        f"{CONTEXT}.attention._bias",
-        lambda original: (
-            lambda pattern, *rest, **how: original(
-                type(pattern)(pattern.window and pattern.window + 1, pattern.chunk), *rest, **how
-            )
-        ),
-    )
+    patch("titan_exp.models.blocks.transformer.AttentionSinks.forward", make)
+
+
+def _with_pattern(change: Callable[[MaskPattern], MaskPattern]) -> None:
+    for name in ("_tiles", "_bias"):
+        patch(
+            f"{CONTEXT}.attention.{name}",
+            lambda original: lambda pattern, *rest, **how: original(change(pattern), *rest, **how),
+        )
+
+
+def parts_see_one_key_beyond_the_window() -> None:
+    _with_pattern(lambda pattern: MaskPattern(pattern.window and pattern.window + 1, pattern.chunk))
+
+
+def chunks_of_parts_end_one_key_later() -> None:
+    _with_pattern(lambda pattern: MaskPattern(pattern.window, pattern.chunk and pattern.chunk + 1))
 
 
 def chunks_begin_with_the_part() -> None:
-    def make(_: Any) -> Any:
-        def places(rank: int, degree: int, length: int, device: Any) -> Any:
-            return torch.arange(length, device=device)
+    patch(
+        f"{CONTEXT}.attention._places",
+        lambda _: lambda pieces, device: torch.arange(sum(map(len, pieces)), device=device),
+    )
 
-        return places
 
-    patch(f"{CONTEXT}.attention._places", make)
+def attention_knows_no_cuts() -> None:
+    patch(
+        f"{CONTEXT}.apply.ContextAttention",
+        lambda original: lambda *given: original(*given[:-1], ()),
+    )
 
 
 def temperatures_are_those_of_the_part() -> None:
@@ -96,12 +114,19 @@ def temperatures_are_those_of_the_part() -> None:
 
 
 RING = "parallelism.cp=2 parallelism.cp_method=ring"
+GATHERED = "parallelism.cp=2 parallelism.cp_method=allgather"
 NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("mixed", "parallelism.tp=2 parallelism.sequence_parallel=false", biases_are_added_by_every_tensor_parallel_rank),
     ("mixed", "parallelism.tp=2", gradients_of_rowwise_biases_are_taken_for_whole_ones),
     ("mixed", "parallelism.cp=2 parallelism.cp_method=ulysses", sinks_are_those_of_the_first_rank),
     ("mixed", RING, sinks_are_left_out_of_the_merged_lse),
+    ("mixed", GATHERED, sinks_get_the_gradient_of_the_first_part),
+    ("mixed", "parallelism.tp=2", sinks_of_later_heads_get_no_gradient),
     ("mixed", RING, parts_see_one_key_beyond_the_window),
+    ("mixed", GATHERED, parts_see_one_key_beyond_the_window),
+    ("mixed", RING, chunks_of_parts_end_one_key_later),
+    ("mixed", GATHERED, chunks_of_parts_end_one_key_later),
+    ("mixed", RING, attention_knows_no_cuts),
     ("positions restart", RING, chunks_begin_with_the_part),
     ("mixed", RING, temperatures_are_those_of_the_part),
 ]

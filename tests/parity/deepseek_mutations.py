@@ -1,6 +1,6 @@
 """Mutations of latent attention in tensor and context parallelism, each of which the parity tests must notice.
 
-python -m pytest tests/parity/deepseek_mutations.py -m "night or not night"
+python -m pytest tests/parity/deepseek_mutations.py
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Mutations of routing and balance, each of which the parity tests must notice: bugs that trainers of others had.
 
-python -m pytest tests/parity/expert_mutations.py -m "night or not night"
+python -m pytest tests/parity/expert_mutations.py
 """
 
 from collections.abc import Callable
@@ -48,6 +48,13 @@ def counts_stay_on_their_rank() -> None:
     patch("titan_exp.trainer.experts.global_counts.dist", lambda _: _OneRank)
 
 
+def counts_of_sequences_are_one_tensor_ranks() -> None:
+    patch(
+        "titan_exp.trainer.experts.global_counts._sum",
+        lambda original: lambda counts, groups: original(counts, groups[:-1]),
+    )
+
+
 def counts_are_of_all_steps() -> None:
     def make(original: Any) -> Any:
         def finish(self: Any, counts: torch.Tensor) -> None:
@@ -81,6 +88,36 @@ def the_router_gets_no_gradient_of_the_balance() -> None:
     patch(f"{ROUTER}.attach_loss", lambda _: lambda x, loss: x)
 
 
+def routers_stop_at_a_layer_without_experts() -> None:
+    """Only those before the first such layer are updated."""
+
+    def make(original: Any) -> Any:
+        def routers_of(model: Any) -> Any:
+            dense = [name for name, _ in model.named_modules() if name.endswith("feed_forward.down")]
+            return [found for found in original(model) if not dense or found[0] < dense[0]]
+
+        return routers_of
+
+    patch("titan_exp.trainer.experts.global_counts.routers_of", make)
+
+
+def tokens_are_joined_as_those_of_one_sequence() -> None:
+    """Right for micro-batches of one sequence only."""
+
+    def make(original: Any) -> Any:
+        def joined(part: Any, region: Any, length: int) -> Any:
+            batch, _, dim = part.shape
+            return original(part.reshape(1, -1, dim), region, batch * length).reshape(batch, length, dim)
+
+        return joined
+
+    patch("titan_exp.parallel.expert_parallel.token_groups._joined", make)
+
+
+def gradients_of_routers_are_one_tensor_ranks() -> None:
+    patch("titan_exp.parallel.expert_parallel.apply.mark_partial", lambda _: lambda module, *names: None)
+
+
 def the_norm_leaves_experts_out() -> None:
     def make(original: Any) -> Any:
         return lambda parameters, group: original([weight for weight in parameters if weight.ndim != 3], group)
@@ -95,8 +132,12 @@ class _OneRank:
 
 
 TWO_PARTS = "parallelism.cp=2"
+TENSOR = "parallelism.tp=2"
+WHOLE_TOKENS = f"{TENSOR} parallelism.sequence_parallel=false"
 MICRO = "training.micro_batch_size=2"
 SHARDS = "parallelism.dp_shard=2"
+
+DENSE_FIRST = "model=deepseek_debug optimizer.lr=1e-3"
 
 NOTICED: list[tuple[str, str, Mutation]] = [
     ("sequence", TWO_PARTS, the_balance_is_that_of_a_ranks_tokens),
@@ -105,13 +146,20 @@ NOTICED: list[tuple[str, str, Mutation]] = [
     ("global", TWO_PARTS, z_loss_is_that_of_a_ranks_tokens),
     ("sequence", SHARDS, counts_stay_on_their_rank),
     ("global", SHARDS, counts_stay_on_their_rank),
+    ("sequence", TENSOR, counts_stay_on_their_rank),
+    ("sequence", TENSOR, counts_of_sequences_are_one_tensor_ranks),
     ("global", SHARDS, counts_are_of_all_steps),
     ("sequence", "activation_checkpoint=full", recomputation_counts_again),
     ("sequence", SHARDS, biases_never_change),
     ("sequence", SHARDS, the_bias_weighs_too),
     ("global", SHARDS, the_router_gets_no_gradient_of_the_balance),
+    ("global", TENSOR, gradients_of_routers_are_one_tensor_ranks),
+    ("global", WHOLE_TOKENS, gradients_of_routers_are_one_tensor_ranks),
+    ("global", WHOLE_TOKENS, tokens_are_joined_as_those_of_one_sequence),
+    ("dense first", SHARDS, routers_stop_at_a_layer_without_experts),
     ("global", SHARDS, the_norm_leaves_experts_out),
+    ("global", f"{TENSOR} parallelism.ep=2", the_norm_leaves_experts_out),
 ]
 """Experiment, layout and mutation."""
 
-test_mutation_is_noticed = mutation_test(EXPERIMENTS, NOTICED)
+test_mutation_is_noticed = mutation_test({**EXPERIMENTS, "dense first": DENSE_FIRST}, NOTICED)

@@ -1,6 +1,6 @@
 """Mutations of GPT-OSS, each of which the comparison with `transformers` or the parity tests must notice.
 
-python -m pytest tests/parity/gpt_oss_mutations.py -m "night or not night"
+python -m pytest tests/parity/gpt_oss_mutations.py
 """
 
 from collections.abc import Callable
@@ -179,6 +179,16 @@ def biases_of_all_channels_are_added_at_the_front() -> None:
     patch("titan_exp.parallel.expert_parallel.apply._shard", make)
 
 
+def every_rank_adds_the_whole_bias_of_the_down_projection() -> None:
+    """Where two ranks' outputs are summed."""
+    patch(
+        "titan_exp.models.blocks.grouped_linear.add_expert_bias",
+        lambda original: (
+            lambda rows, bias, ends, weights=None: original(rows, bias if weights is None else 2 * bias, ends, weights)
+        ),
+    )
+
+
 def gradients_of_the_routers_bias_are_one_ranks() -> None:
     patch(
         "titan_exp.parallel.expert_parallel.apply.mark_partial",
@@ -189,6 +199,7 @@ def gradients_of_the_routers_bias_are_one_ranks() -> None:
 ETP = "parallelism.tp=2 parallelism.etp=2"
 NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("limited", ETP, biases_of_all_channels_are_added_at_the_front),
+    ("limited", ETP, every_rank_adds_the_whole_bias_of_the_down_projection),
     ("limited", ETP, gradients_of_the_routers_bias_are_one_ranks),
 ]
 """Experiment, layout and mutation."""

@@ -1,6 +1,6 @@
 """Mutations of classes of transformers in parallel, each of which the parity tests must notice.
 
-python -m pytest tests/parity/huggingface_mutations.py -m "night or not night"
+python -m pytest tests/parity/huggingface_mutations.py
 """
 
 from collections.abc import Callable

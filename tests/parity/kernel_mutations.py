@@ -1,6 +1,6 @@
 """Mutations of Triton kernels, each of which the comparison with torch's operators must notice.
 
-python -m pytest tests/parity/kernel_mutations.py -m "night or not night"
+python -m pytest tests/parity/kernel_mutations.py
 """
 
 import importlib

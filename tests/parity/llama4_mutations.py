@@ -1,6 +1,6 @@
 """Mutations of Llama 4, each of which the comparison with `transformers` or the parity tests must notice.
 
-python -m pytest tests/parity/llama4_mutations.py -m "night or not night"
+python -m pytest tests/parity/llama4_mutations.py
 """
 
 from collections.abc import Callable

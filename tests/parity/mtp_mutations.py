@@ -1,6 +1,6 @@
 """Mutations of multi-token prediction, each of which a test must notice.
 
-python -m pytest tests/parity/mtp_mutations.py -m "night or not night"
+python -m pytest tests/parity/mtp_mutations.py
 """
 
 from collections.abc import Callable

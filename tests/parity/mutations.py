@@ -1,6 +1,6 @@
 """Mutations of the trainer, each of which the parity tests must notice. Run on demand:
 
-python -m pytest tests/parity/mutations.py -m "night or not night"
+python -m pytest tests/parity/mutations.py
 """
 
 import itertools

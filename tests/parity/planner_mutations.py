@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_estimates, test_extrapolate, test_kernel_classes, test_rates
+from tests.plan import test_estimates, test_extrapolate, test_extrapolated_trace, test_kernel_classes, test_rates
+from tests.plan.layouts import experiment_of
+from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import layer_kinds
+from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, stages, step_cost
+from titan_exp.plan.extrapolate.sample import Sample
+from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.search.layout_columns import LayoutColumns
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace.dispatch_mode import CostMode
+from titan_exp.plan.trace.segments import SegmentObserver
+from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
 
 def attention_has_the_rate_of_the_other_direction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +62,47 @@ def modules_in_fp32_are_matched_as_in_the_first_layer(monkeypatch: pytest.Monkey
     )
 
 
+def tied_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SegmentObserver, "tied_sum_begin", lambda self: None)
+
+
+def a_step_has_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Any = step_cost._simulate
+    monkeypatch.setattr(step_cost, "_simulate", lambda *args: plain(*args[:3], 1, *args[4:]))
+
+
+def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sample, "mtp_of", lambda self, stage: 0)
+
+
+def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (eligibility, stages, sample):
+        monkeypatch.setattr(module, "sampled_edge", lambda experiment: 3)
+
+
+def tied_pipeline_in_passes() -> None:
+    _compare("tied, document mask, embedding alone in a stage, in passes")
+
+
+def pipeline_with_modules() -> None:
+    _compare("multi-token prediction, 1F1B x ep on CUDA")
+
+
+def pipeline_of_kinds_in_turn() -> None:
+    _compare("dense layers and layers with experts in turn, 1F1B x ep on CUDA")
+
+
+def _compare(name: str) -> None:
+    """Compare the allocations of every rank in this process."""
+    with temporary_folder() as folder:
+        (folder / "config.yaml").write_text(to_yaml(experiment_of(test_extrapolated_trace.EVERY[name])))
+        try:
+            found = test_extrapolated_trace.both_ways(str(folder / "config.yaml"), False)
+        except ExtrapolationError as error:
+            raise AssertionError from error
+    assert all(short[quantity] == value for whole, short in found for quantity, value in whole.items())
+
+
 def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
@@ -71,6 +118,10 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     ),
     (bytes_of_kernels, views_are_launches),
     (test_estimates.test_estimates_are_near_the_exact_costs, messages_have_no_rate),
+    (tied_pipeline_in_passes, tied_gradients_are_not_summed),
+    (tied_pipeline_in_passes, a_step_has_one_pass),
+    (pipeline_with_modules, the_last_stage_has_no_modules),
+    (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
 ]
 
 

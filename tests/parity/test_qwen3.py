@@ -21,9 +21,10 @@ def one_device(tmp_path_factory):
 @pytest.mark.parametrize(
     ("experiment", "layout"),
     [
-        ("plain", "parallelism.dp_shard=2 training.micro_batch_size=2"),
+        ("plain", "parallelism.dp_shard=2 training.micro_batch_size=2 activation_checkpoint=full"),
         ("plain", "parallelism.tp=2"),
         ("plain", "parallelism.cp=2"),
+        ("documents", "parallelism.cp=4 parallelism.cp_method=allgather"),
         ("plain", "parallelism.pp=2 parallelism.pp_schedule=Interleaved1F1B"),
         # More ranks than key and value heads, every token on each.
         ("documents", "parallelism.tp=4 parallelism.sequence_parallel=false"),

@@ -32,7 +32,8 @@ def one_device(tmp_path_factory):
         ("sequence", "training.micro_batch_size=2 activation_checkpoint=full"),
         ("sequence", "parallelism.cp=2 activation_checkpoint=selective"),
         ("switch", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble training.micro_batch_size=1"),
-        ("switch", "parallelism.cp=2 parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager"),
+        ("switch", "parallelism.cp=2 parallelism.cp_method=allgather compile=blocks compile.backend=aot_eager"),
+        ("global", "parallelism.cp=2 parallelism.dp_shard=2 parallelism.cp_method=ulysses"),
         ("global", "parallelism.dp_replicate=2 parallelism.dp_shard=2 activation_checkpoint=full"),
     ],
 )

@@ -48,9 +48,8 @@ WHOLE = {
     "training.micro_batch_size=1",
     "windows in every second layer, ep on CUDA": MASKED
     + "model=gpt_oss_debug model.layers=9 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
-    "kinds in a period of four, full on CUDA": MASKED
-    + "model=llama4_debug model.layers=13 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1 "
-    "activation_checkpoint=full",
+    "kinds in a period of four on CUDA": MASKED
+    + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "compiled, accumulated": BF16 + "model.layers=6 parallelism.dp_shard=2 training.micro_batch_size=1 compile=blocks",
     "compiled, float8 tensorwise but for a layer, accumulated on CUDA": CUDA
     + ACCUMULATED
@@ -116,6 +115,15 @@ PIPELINES = {
     "kinds in a period of four, 1F1B on CUDA": MASKED
     + "model=llama4_debug model.layers=24 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=2 "
     "activation_checkpoint=full",
+    "dense layers and layers with experts in turn, 1F1B x ep on CUDA": MASKED
+    + "model=llama4_debug model.layers=24 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_microbatches=2",
+    "multi-token prediction, 1F1B x ep on CUDA": CUDA
+    + "model=deepseek_debug model.mtp.depth=1 model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_last_stage_less=1 parallelism.pp_microbatches=2",
+    "tied, document mask, in passes": BF16
+    + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 data.document_mask=true "
+    "parallelism.pp_microbatches=2 training.micro_batch_size=1",
     "experts, 1F1B x ep on CUDA": CUDA
     + EXPERTS
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 parallelism.pp_microbatches=2",
@@ -123,7 +131,7 @@ PIPELINES = {
 """Overrides with a pipeline, by name."""
 
 QUICK = (
-    "a dense layer first, ep, multi-token prediction on CUDA",
+    "multi-token prediction, 1F1B x ep on CUDA",
     "1F1B x fsdp, full, bf16",
     "modules in fp32, SGD by its import path",
 )
@@ -211,12 +219,12 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
             "layers differ beyond the first 4 and periods of 4",
         ),
         ("model.layers=5 parallelism.prefetch_blocks=2", "too few layers are alike"),
-        ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the embedding"),
         (
-            "model=deepseek_debug model.layers=8 model.mtp.depth=1 parallelism.pp=2 parallelism.pp_microbatches=2",
-            "share the embedding",
+            "parallelism.pp=2 parallelism.pp_microbatches=2 parallelism.reshard_after_forward=always "
+            "parallelism.dp_shard=2",
+            "gathered again",
         ),
-        ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
+        ("parallelism.pp=2 parallelism.pp_layers=[4,0] parallelism.pp_microbatches=2", "behind the first"),
     ],
 )
 def test_unsupported_runs_have_a_reason(overrides: str, reason: str):

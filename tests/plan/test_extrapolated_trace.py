@@ -29,6 +29,9 @@ MANY = {
     + "model.layers=14 parallelism.pp=2 parallelism.tp=2 parallelism.cp=2 parallelism.pp_schedule=Interleaved1F1B "
     "parallelism.pp_microbatches=8 activation_checkpoint=selective training.loss_chunk_tokens=37",
     "SGD with momentum": ACCUMULATED + BF16 + "optimizer=sgd model.layers=6 parallelism.dp_shard=2",
+    "tied, document mask, embedding alone in a stage, in passes": BF16
+    + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 parallelism.pp_layers=[0,8] data.document_mask=true "
+    "parallelism.pp_microbatches=2 training.micro_batch_size=1",
     "uneven stages": "model.layers=8 parallelism.pp=3 parallelism.pp_layers=[2,5,1] parallelism.pp_microbatches=4",
 }
 QUICK = (
@@ -36,6 +39,7 @@ QUICK = (
     "hsdp, every third recomputed, bf16",
     "interleaved, every third recomputed",
     "compiled, accumulated",
+    "tied, document mask, embedding alone in a stage, in passes",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}

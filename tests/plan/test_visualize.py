@@ -146,7 +146,7 @@ def _parts(layouts: list[str]) -> list[Any]:
 @pytest.mark.parametrize("overrides", ["", "parallelism.cp=4", "parallelism.cp=4 parallelism.cp_ulysses=2"])
 def test_every_token_is_computed_once(overrides: str):
     experiment = experiment_of(f"{overrides} training.seq_len=64")
-    parts = token_ranges(ResolvedLayout.of(experiment))
+    parts = token_ranges(experiment)
     assert len(parts) == experiment.parallelism.cp
     tokens = [token for pieces in parts for first, last in pieces for token in range(first, last + 1)]
     assert sorted(tokens) == list(range(64))

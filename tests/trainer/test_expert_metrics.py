@@ -109,6 +109,14 @@ def test_the_logged_loss_is_the_cross_entropy(tmp_path: Path):
     }
 
 
+def test_every_bias_moves_beside_a_layer_without_experts(tmp_path: Path):
+    (row,) = train(tmp_path, "model=deepseek_debug", "training.steps=1").rows
+    assert "experts/layer_0/bias_range" not in row
+    # Up or down by the rate, or not at all.
+    rate = 1e-3
+    assert all(rate <= row[f"experts/layer_{layer}/bias_range"] <= 2.001 * rate for layer in (1, 2, 3))
+
+
 def test_a_dense_model_has_none(tmp_path: Path):
     assert of_experts(train(tmp_path, "training.steps=1").rows[0]) == {}
     assert not (tmp_path / "expert_load.jsonl").exists()

@@ -15,6 +15,7 @@ from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.data.batch import Batch
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.quantization.quantize import quantize
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
@@ -47,6 +48,10 @@ class NumericsReport:
     """All linear layers, worst weight gradient first."""
 
 
+class HighPrecision(GroupedLinearImpl):
+    """Grouped matmul as it is, in the place of a recipe's: experts whose outputs are weighted, not their inputs."""
+
+
 @dataclass
 class _Pass:
     inputs: dict[str, tuple[Tensor, ...]]
@@ -60,6 +65,9 @@ def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, b
     device."""
     config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
+    for linear in linears.values():
+        if isinstance(linear, GroupedLinear):
+            linear.linear_impl = HighPrecision()
     plain = {name: linear.linear_impl for name, linear in linears.items()}
     exact = _run(model, linears, batch)
     quantize(model, config, layers=layers, device=batch.tokens.device)

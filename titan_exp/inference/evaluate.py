@@ -35,6 +35,7 @@ from titan_exp.models.spec.context import exceeds_context, longest_sequence
 from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
 from titan_exp.models.spec.rope import ROPE
 from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
@@ -239,7 +240,8 @@ def rank_main(run_folder: str) -> None:
 
 
 def _mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    return build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model))
+    cuts = sequence_cuts(model_spec(experiment.model), experiment.parallelism, experiment.training.seq_len)
+    return build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model), cuts=cuts)
 
 
 def evaluation_experiment(

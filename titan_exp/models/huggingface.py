@@ -94,6 +94,9 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
+    from titan_exp.models.hf_class.load_class import class_config, supported_type
+
+    supported_type(values)
     try:
         sizes = {size: config_size(values, size) for size in CONFIG_KEYS}
     except ValueError as error:
@@ -107,8 +110,6 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
         attention_backend="auto",
         **sizes,
     )
-    from titan_exp.models.hf_class.load_class import class_config
-
     class_config(config)
     return config
 

@@ -84,10 +84,12 @@ class Mesh:
         return [self.sharding.get_group(axis) for axis in ("fsdp", "tp") if self.sharding[axis].size() > 1]
 
 
-def build_mesh(config: ParallelismConfig, device: torch.device, *, experts: bool = False) -> Mesh:
+def build_mesh(
+    config: ParallelismConfig, device: torch.device, *, experts: bool = False, cuts: tuple[int, ...] = ()
+) -> Mesh:
     """Build the mesh over the default process group; the product of the degrees is the world size.
 
-    `experts` says that the model has some.
+    `experts` says that the model has some, `cuts` where segments of context-parallel sequences end.
     """
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}
@@ -98,10 +100,8 @@ def build_mesh(config: ParallelismConfig, device: torch.device, *, experts: bool
     world, sharding = _device_mesh(degrees, device), _device_mesh(folded, device)
     regrouped = {axis.name: axis.degree(config) for axis in EXPERT_AXES}
     of_experts = _device_mesh(regrouped, device) if experts and regroups_experts(config) else None
-    across, within = (
-        SequenceShard(degrees[name], world[name].get_local_rank(), zigzag=name == "cp_across")
-        for name in ("cp_across", "cp_within")
-    )
+    across = SequenceShard(degrees["cp_across"], world["cp_across"].get_local_rank(), zigzag=True, cuts=cuts)
+    within = SequenceShard(degrees["cp_within"], world["cp_within"].get_local_rank(), zigzag=False)
     return Mesh(world, sharding, of_experts, device, new_cpu_group(), ShardedSequence(across, within))
 
 

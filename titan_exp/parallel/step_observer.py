@@ -30,6 +30,9 @@ class StepObserver:
     def stage_reduction_end(self) -> None:
         """After all parameter groups of the stage have started their reduction; FSDP waits for them next."""
 
+    def tied_sum_begin(self) -> None:
+        """Before the gradients of tied weights are summed, after all reductions of a pipeline rank."""
+
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """After all backward passes, with gradients in `weight.grad`; before clipping and the optimizer."""
 

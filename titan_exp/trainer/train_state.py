@@ -15,6 +15,7 @@ from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
 from titan_exp.parallel.compute_weights import ComputeWeights
+from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp.apply import uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
@@ -57,10 +58,11 @@ def assemble(
     Raises:
         UserError: an import path cannot be imported, or a named module does not exist.
     """
-    mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model))
+    spec = model_spec(experiment.model)
+    cuts = sequence_cuts(spec, layout.parallelism, layout.training.seq_len)
+    mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model), cuts=cuts)
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
-    spec = model_spec(experiment.model)
     chunk = layout.loss_chunk_tokens if computes_loss(built.module, spec) else None
     objective = build_objective(experiment.training, experiment.compile, shard, chunk, spec)
     parts = [built.module] if built.pipeline is None else [stage.module for stage in built.pipeline.stages]

@@ -66,8 +66,9 @@ class ParallelismConfig:
     memory for two parts. `allgather` gathers them in one collective behind the attention to the own part: fewer and
     larger messages, memory for the keys and values of the whole sequence. `ulysses` exchanges heads for sequence in
     two all-to-alls that nothing hides: the least to send and every kernel, but cp must divide query heads and kv heads.
-    Sequences are cut into 2 · cp chunks, one from the head and one from the tail for each rank, so that causal work is
-    even; for `ulysses` into cp parts. The backward pass of ring and allgather sends gradients in fp32."""
+    Sequences are cut into 2 · cp pieces, one from the head and one from the tail for each rank, so that causal work is
+    even; where windows or chunks of the model's layers leave it uneven, into segments first, and each of them into
+    2 · cp pieces; for `ulysses` into cp parts. The backward pass of ring and allgather sends gradients in fp32."""
     cp_ulysses: Degree
     """With ring or allgather: size of groups of neighbours among the ranks of a sequence that exchange heads,
     as in `ulysses`, while the groups exchange keys and values; divides cp and the kv heads of a rank. Neighbours

@@ -28,11 +28,10 @@ def class_config(config: "Config") -> Any:
     Raises:
         UserError: transformers is missing, or has no such causal language model.
     """
-    require_transformers()
+    kind = supported_type(config.config_json)
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     values = {key: value for key, value in config.config_json.items() if key not in NOT_READ}
-    kind = _supported_type(config.config_json, CONFIG_MAPPING)
     for key in ("layers", "vocab_size", "context"):
         names = CONFIG_KEYS[key]
         values[next((name for name in names if name in values), names[0])] = getattr(config, key)
@@ -91,8 +90,15 @@ def require_transformers() -> None:
         importlib.import_module("transformers.modeling_utils")
 
 
-def _supported_type(values: Mapping[str, Any], known: Any) -> str:
-    """The `model_type` of a decoder that transformers knows."""
+def supported_type(values: Mapping[str, Any]) -> str:
+    """The `model_type` of a decoder that transformers knows.
+
+    Raises:
+        UserError: transformers is missing, or does not know it.
+    """
+    require_transformers()
+    from transformers import CONFIG_MAPPING
+
     kind = values.get("model_type")
     if values.get("is_encoder_decoder"):
         reason = f"its config.json is that of an encoder-decoder ({kind}), which predicts from a second sequence"
@@ -100,12 +106,15 @@ def _supported_type(values: Mapping[str, Any], known: Any) -> str:
     if isinstance(values.get("text_config"), Mapping):
         reason = f"its config.json is that of a model of images or sound and text ({kind})"
         raise _refusal("model.repository", kind, reason, "the repository of its text model")
-    if kind not in known:
+    if kind not in CONFIG_MAPPING:
         reason = f"transformers has no class for its model_type, {kind!r}"
         if "auto_map" in values:
             reason += "; the repository brings code of its own, which is never executed"
         raise _refusal(
-            "model.repository", kind, reason, did_you_mean(str(kind), list(known)) or "pip install -U transformers"
+            "model.repository",
+            kind,
+            reason,
+            did_you_mean(str(kind), list(CONFIG_MAPPING)) or "pip install -U transformers",
         )
     return str(kind)
 

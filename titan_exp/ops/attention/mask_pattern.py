@@ -4,6 +4,7 @@ Visible keys of a query are one interval that ends at the query, so a block of t
 or in need of a mask by arithmetic on its corners.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,22 +73,21 @@ class MaskPattern:
         of_window = 0 if self.window is None else query - self.window + 1
         return max(0, of_window, 0 if self.chunk is None else query - query % self.chunk)
 
-    def visible_pairs(self, queries: range, keys: range) -> int:
-        """Number of visible pairs of these consecutive queries and keys."""
-        return sum(max(0, min(query + 1, keys.stop) - max(self.first_visible(query), keys.start)) for query in queries)
+    def visible_keys(self, queries: range) -> float:
+        """Number of keys that these consecutive queries see, over all of them."""
+        first, end = (_pairs(place, self.window, self.chunk) for place in (queries.start, queries.stop))
+        return end - first
 
     def visible_per_query(self, seq: int) -> float:
         """Mean number of visible keys in a sequence."""
-        return _pairs(seq, self.window, self.chunk) / seq
+        return self.visible_keys(range(seq)) / seq
 
     def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
         """Tiles of the block of these consecutive queries and keys, which cover every visible pair once."""
         for first, end in self._row_tiles(queries):
             low, high = max(keys.start, self.first_visible(first)), min(keys.stop, end)
             # Later rows see later keys first: rows before the first visible key and after the last are left out.
-            row, last = max(first, low), end
-            while last > row and self.first_visible(last - 1) >= high:
-                last -= 1
+            row, last = max(first, low), min(end, self._first_beyond(high))
             if low >= high or row >= last:
                 continue
             kind = "masked"
@@ -98,16 +98,23 @@ class MaskPattern:
                     kind = "causal"
             yield Tile(row - queries.start, last - queries.start, low - keys.start, high - keys.start, kind)
 
+    def _first_beyond(self, place: int) -> int:
+        """First query that sees no key before a position, for queries from there on."""
+        of_window = sys.maxsize if self.window is None else place + self.window - 1
+        return min(of_window, sys.maxsize if self.chunk is None else -(-place // self.chunk) * self.chunk)
+
     def _row_tiles(self, queries: range) -> Iterator[tuple[int, int]]:
-        """First and end of consecutive rows, cut at multiples of a number that chunks divide."""
-        step = len(queries)
+        """First and end of consecutive rows, of one length; with chunks cut at multiples of theirs."""
+        step, origin = len(queries), queries.start
         if self.chunk is not None:
-            step = self.chunk * max(1, -(-len(queries) // (2 * TILES * self.chunk)))
+            step, origin = self.chunk * max(1, -(-len(queries) // (2 * TILES * self.chunk))), 0
         if self.window is not None:
             step = min(step, max(self.window, -(-len(queries) // TILES)))
+        if self.chunk is None:
+            step = -(-len(queries) // -(-len(queries) // step))
         first = queries.start
         while first < queries.stop:
-            end = min(queries.stop, (first // step + 1) * step)
+            end = min(queries.stop, first + step - (first - origin) % step)
             yield first, end
             first = end
 

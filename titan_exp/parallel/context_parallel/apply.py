@@ -30,5 +30,6 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring",
             backend, exchange = cast("PartialBackend", core.backend), method
             if method == "allgather" and within.size() == 1 and hasattr(attention, "latent_gather"):
                 attention.latent_gather, exchange = GatheredLatents(across.get_group()), "whole"
-            core = ContextAttention(backend, exchange, across.get_group(), mesh.device, core.scale, core.pattern)
+            group, cuts = across.get_group(), mesh.sequence_shard.across.cuts
+            core = ContextAttention(backend, exchange, group, mesh.device, core.scale, core.pattern, cuts)
         attention.core = UlyssesAttention(core, within.get_group()) if within.size() > 1 else core

@@ -1,12 +1,14 @@
 """Causal attention over a zigzag-sharded sequence; keys and values move by ring or all-gather.
 
-A rank's queries attend causally to the own block, to the head chunk of every earlier rank, and with their tail chunk to
-the whole block of every later rank. So no kernel computes hidden scores, and without documents no mask is needed.
-A window or chunks are computed by tiles of the ranks' head and tail chunks; a block without visible keys is skipped.
+A rank's queries attend causally to the own block and, piece by piece, to all tokens of another block that are earlier:
+of one segment, to the head of every earlier rank, and with their tail to the whole block of every later rank. So no
+kernel computes hidden scores, and without documents no mask is needed.
+A window or chunks are computed by tiles of the ranks' pieces; a block without visible keys is skipped.
 Partial outputs are merged by log-sum-exp, and sinks after all of them.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -25,6 +27,7 @@ from titan_exp.ops.attention.sdpa import segment_ids
 from titan_exp.ops.attention.sinks import additive, merge_sinks, sinks_grad
 from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
 from titan_exp.parallel.context_parallel.latents import WholeKV
+from titan_exp.parallel.context_parallel.load_balance import Pieces, head_tail_pieces
 from titan_exp.parallel.context_parallel.ring import RingKV
 from titan_exp.parallel.process_groups import gather_documents, group_named
 
@@ -52,10 +55,11 @@ class ContextAttention(nn.Module):
         device: torch.device,
         scale: float | None = None,
         pattern: MaskPattern = CAUSAL,
+        cuts: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.backend: PartialBackend = backend
-        self.scale, self.pattern = scale, pattern
+        self.scale, self.pattern, self.cuts = scale, pattern, list(cuts)
         self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
         """The kernel that runs."""
@@ -76,7 +80,8 @@ class ContextAttention(nn.Module):
         part = seq if documents is None else documents.shape[1]
         pattern, index = self.pattern.within(part * ranks.size()), None
         if positions is not None:
-            index = _places(ranks.rank(), ranks.size(), part, positions.device)
+            pieces = head_tail_pieces(ranks.rank(), ranks.size(), part * ranks.size(), self.cuts)
+            index = _places(pieces, positions.device)
         segments, pattern = segment_ids(pattern, documents, positions, index)
         if segments is None and pattern.is_causal:
             return None
@@ -99,6 +104,7 @@ class ContextAttention(nn.Module):
             self.scale,
             pattern.window,
             pattern.chunk,
+            self.cuts,
         )
         return out
 
@@ -117,17 +123,19 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     scale: float | None,
     window: int | None,
     chunk: int | None,
+    cuts: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32, sinks included."""
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk)
-    out = lse = None
+    own, out, lse = _pieces(exchange, exchange.rank, query, cuts), None, None
     for rank, k, v in _blocks(exchange, key, value):
-        for tile in _tiles(pattern, exchange.rank, rank, exchange.degree, query.shape[2]):
+        other = _pieces(exchange, rank, query, cuts)
+        for tile in _tiles(pattern, own, other):
             part, part_lse = attention_forward(
                 query[:, :, tile.rows],
                 k[:, :, tile.keys],
                 v[:, :, tile.keys],
-                bias=_bias(pattern, segments, tile, exchange=exchange, other=rank, query=query),
+                bias=_bias(pattern, _segments(segments, exchange, rank), tile, own=own, other=other, query=query),
                 causal=tile.kind == "causal" and segments is None,
                 backend=cast("PartialBackend", backend),
                 scale=scale,
@@ -162,14 +170,17 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
     scale: float | None,
     window: int | None,
     chunk: int | None,
+    cuts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, summed in fp32 over blocks and ranks, and of sinks by these queries."""
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk)
     query_grad = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    own = _pieces(exchange, exchange.rank, query, cuts)
     for rank, k, v in _blocks(exchange, key, value):
         block_grad = key.new_zeros((*k.shape[:-1], k.shape[-1] + v.shape[-1]), dtype=torch.float32)
         key_grad, value_grad = _split(block_grad, key)
-        for tile in _tiles(pattern, exchange.rank, rank, exchange.degree, query.shape[2]):
+        other = _pieces(exchange, rank, query, cuts)
+        for tile in _tiles(pattern, own, other):
             dq, dk, dv = attention_backward(
                 gradient[:, :, tile.rows],
                 query[:, :, tile.rows],
@@ -177,7 +188,7 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
                 v[:, :, tile.keys],
                 out=out[:, :, tile.rows],
                 lse=lse[:, :, tile.rows],
-                bias=_bias(pattern, segments, tile, exchange=exchange, other=rank, query=query),
+                bias=_bias(pattern, _segments(segments, exchange, rank), tile, own=own, other=other, query=query),
                 causal=tile.kind == "causal" and segments is None,
                 backend=cast("PartialBackend", backend),
                 scale=scale,
@@ -214,7 +225,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing hands them out once
     *of_heads, of_sinks = context_attention_backward(gradient, *saved, *ctx.how)
-    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 6)
+    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 7)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)
@@ -236,56 +247,63 @@ def _blocks(
         yield rank, *_split(block, key)
 
 
-def _tiles(pattern: MaskPattern, rank: int, other: int, degree: int, length: int) -> Iterator[Tile]:
-    """Tiles with visible pairs of the queries and the keys of two ranks' blocks of `length` tokens."""
-    half = length // 2
-    if pattern.is_causal:
-        # A rank whose head chunk is earlier has a later tail chunk.
-        if other == rank:
-            yield Tile(0, length, 0, length, "causal")
-        else:
-            yield Tile(0, length, 0, half, "whole") if other < rank else Tile(half, length, 0, length, "whole")
-        return
-    for row, queries in zip((0, half), _chunks(rank, degree, half), strict=True):
-        for key, keys in zip((0, half), _chunks(other, degree, half), strict=True):
-            for tile in pattern.tiles(queries, keys):
-                yield Tile(
-                    row + tile.first_row, row + tile.end_row, key + tile.first_key, key + tile.end_key, tile.kind
-                )
+def _pieces(exchange: RingKV | AllGatherKV | WholeKV, rank: int, query: Tensor, cuts: list[int]) -> Pieces:
+    return head_tail_pieces(rank, exchange.degree, exchange.degree * query.shape[2], cuts)
 
 
-def _chunks(rank: int, degree: int, half: int) -> tuple[range, range]:
-    """Places in the sequence of a rank's head chunk and tail chunk."""
-    tail = (2 * degree - 1 - rank) * half
-    return range(rank * half, (rank + 1) * half), range(tail, tail + half)
+def _tiles(pattern: MaskPattern, own: Pieces, other: Pieces) -> Iterator[Tile]:
+    """Tiles with visible pairs of the queries and the keys of two ranks' blocks."""
+    if not pattern.is_causal:
+        for row, queries in zip(_offsets(own), own, strict=False):
+            for key, keys in zip(_offsets(other), other, strict=False):
+                for tile in pattern.tiles(queries, keys):
+                    yield Tile(
+                        row + tile.first_row, row + tile.end_row, key + tile.first_key, key + tile.end_key, tile.kind
+                    )
+    elif own == other:
+        length = sum(map(len, own))
+        yield Tile(0, length, 0, length, "causal")
+    else:
+        earlier = [sum(len(keys) for keys in other if keys.stop <= queries.start) for queries in own]
+        for count, rows in groupby(zip(earlier, _offsets(own), own, strict=False), key=lambda row: row[0]):
+            starts, pieces = zip(*((start, piece) for _, start, piece in rows), strict=True)
+            if count:
+                yield Tile(starts[0], starts[-1] + len(pieces[-1]), 0, count, "whole")
 
 
-def _places(rank: int, degree: int, length: int, device: torch.device) -> Tensor:
-    """Places in the sequence of a rank's tokens [length]."""
-    chunks = _chunks(rank, degree, length // 2)
-    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+def _offsets(pieces: Pieces) -> list[int]:
+    """Index in the block of each piece's first token, and at last the length of the block."""
+    return list(accumulate(map(len, pieces), initial=0))
+
+
+def _places(pieces: Pieces, device: torch.device) -> Tensor:
+    """Positions in the sequence of a block's tokens [length]."""
+    return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
+
+
+def _segments(
+    segments: Tensor | None, exchange: RingKV | AllGatherKV | WholeKV, other: int
+) -> tuple[Tensor, Tensor] | None:
+    """Segment ids [batch, part] of the own tokens, and of another rank's."""
+    return None if segments is None else (segments[exchange.rank], segments[other])
 
 
 def _bias(
     pattern: MaskPattern,
-    segments: Tensor | None,
+    segments: tuple[Tensor, Tensor] | None,
     tile: Tile,
     *,
-    exchange: RingKV | AllGatherKV | WholeKV,
-    other: int,
+    own: Pieces,
+    other: Pieces,
     query: Tensor,
 ) -> Tensor | None:
     """Additive mask [batch_or_1, 1, rows, keys] of a tile, in the dtype of `query`; None if its kind says it."""
     if segments is None and tile.kind != "masked":
         return None
-    length = query.shape[2]
-    rows, keys = (
-        _places(rank, exchange.degree, length, query.device)[part]
-        for rank, part in ((exchange.rank, tile.rows), (other, tile.keys))
-    )
+    rows, keys = _places(own, query.device)[tile.rows], _places(other, query.device)[tile.keys]
     visible = pattern.visible(rows[:, None], keys)[None]
     if segments is not None:
-        visible = visible & (segments[exchange.rank][:, tile.rows, None] == segments[other][:, None, tile.keys])
+        visible = visible & (segments[0][:, tile.rows, None] == segments[1][:, None, tile.keys])
     return additive(visible[:, None], query)
 
 

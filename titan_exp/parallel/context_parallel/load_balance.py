@@ -1,13 +1,71 @@
 """Context-parallel sequence sharding with head-tail (zigzag) load balancing.
 
-Later tokens attend to more keys, so contiguous parts are unequal work. Of 2 · degree chunks, rank r takes the r-th from
-the head and the r-th from the tail.
+Later tokens attend to more keys, so contiguous parts are unequal work. Of 2 · degree pieces, rank r takes the r-th from
+the head and the r-th from the tail. Windows and chunks bend this line: the sequence is cut where they do, and every
+segment is shared head-tail.
 """
 
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.ops.attention.mask_pattern import MaskPattern
+
+EVEN = 0.02
+"""Maximum excess of the busiest rank over the mean, in visible keys, that needs no cut."""
+GRANULES = (128, 16, 1)
+"""Multiples of tokens that pieces have, the first that is even enough."""
+
+Pieces = tuple[range, ...]
+"""Positions in the sequence of a rank's tokens, in order."""
+
+
+def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ()) -> Pieces:
+    """A rank's piece from the head and from the tail of every segment between cuts."""
+    found = list[range]()
+    edges = (0, *cuts, seq)
+    for first, end in itertools.pairwise(edges):
+        length, rest = divmod(end - first, 2 * degree)
+        assert rest == 0, "checked by the rules"
+        found += [range(at, at + length) for at in (first + rank * length, end - (rank + 1) * length)]
+    return tuple(found)
+
+
+def sequence_cuts(spec: ModelSpec | None, parallelism: ParallelismConfig, seq: int) -> tuple[int, ...]:
+    """Cuts that make attention even work for the ranks that exchange keys and values."""
+    degree = parallelism.cp // parallelism.ulysses_degree
+    return () if spec is None or degree == 1 else even_cuts(spec.patterns, seq, degree)
+
+
+def even_cuts(patterns: Collection[MaskPattern], seq: int, degree: int) -> tuple[int, ...]:
+    """The fewest cuts, and the coarsest pieces, after which every layer's mask leaves ranks as many visible keys.
+
+    A token sees one key more than the one before, up to the window. Within chunks it does, too, and over whole chunks
+    head and tail are even by symmetry, so that one cut, before the last part of a chunk, is enough.
+    """
+    patterns = [pattern.within(seq) for pattern in patterns]
+    places = {pattern.window for pattern in patterns if pattern.window is not None}
+    places |= {seq - seq % pattern.chunk for pattern in patterns if pattern.chunk is not None}
+    candidates = [()] + [_rounded(places, seq, 2 * degree * granule) for granule in GRANULES]
+    excess = {cuts: _excess(patterns, seq, degree, cuts) for cuts in candidates}
+    return next((cuts for cuts in candidates if excess[cuts] <= EVEN), min(candidates, key=lambda cuts: excess[cuts]))
+
+
+def _rounded(places: Collection[int], seq: int, multiple: int) -> tuple[int, ...]:
+    cuts = {round(place / multiple) * multiple for place in places}
+    return tuple(sorted(cut for cut in cuts if 0 < cut < seq))
+
+
+def _excess(patterns: Collection[MaskPattern], seq: int, degree: int, cuts: tuple[int, ...]) -> float:
+    """Visible keys of each layer's busiest rank beyond the mean, as a part of the mean, for one layer of each mask."""
+    shares = [head_tail_pieces(rank, degree, seq, cuts) for rank in range(degree)]
+    busiest = sum(max(sum(map(pattern.visible_keys, pieces)) for pieces in shares) for pattern in patterns)
+    return busiest * degree / sum(pattern.visible_keys(range(seq)) for pattern in patterns) - 1
 
 
 @dataclass(frozen=True)
@@ -19,7 +77,9 @@ class SequenceShard:
     rank: int
     """Index of this part."""
     zigzag: bool
-    """True if the part is a chunk from the head and one from the tail; else it is contiguous."""
+    """True if the part is a piece from the head and one from the tail of each segment; else it is contiguous."""
+    cuts: tuple[int, ...] = ()
+    """Positions at which segments end, besides the end of the sequence."""
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's tokens of a tensor [rows, seq, ...]."""
@@ -28,9 +88,8 @@ class SequenceShard:
         if not self.zigzag:
             assert whole.shape[1] % self.degree == 0, "checked by the rules"
             return whole.chunk(self.degree, dim=1)[self.rank].contiguous()
-        assert whole.shape[1] % (2 * self.degree) == 0, "checked by the rules"
-        chunks = whole.chunk(2 * self.degree, dim=1)
-        return torch.cat((chunks[self.rank], chunks[2 * self.degree - 1 - self.rank]), dim=1)
+        pieces = head_tail_pieces(self.rank, self.degree, whole.shape[1], self.cuts)
+        return torch.cat([whole[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Pipeline:
 
     def sum_tied_gradients(self) -> None:
         """Give the copies of tied weights the sum of their reduced gradients; called by all ranks after `train`."""
+        step_observer().tied_sum_begin()
         self._tied.sum_gradients()
 
     def forward_only(self, microbatches: int, compute: Forward) -> None:

@@ -13,7 +13,7 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import Sample, StorageKey
 from titan_exp.plan.extrapolate.stages import NOWHERE, ExtrapolationError, StepPosition
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
-from titan_exp.plan.trace.segments import Segment
+from titan_exp.plan.trace.segments import GradientKey, Segment
 
 
 class EventComposer:
@@ -107,11 +107,15 @@ class EventComposer:
             self._replay(segment, {})
 
     def add_optimizer_step(
-        self, optimizer_step: OptimizerStepTrace, step: int, gradients: Mapping[str, int], metrics: Sequence[int]
+        self,
+        optimizer_step: OptimizerStepTrace,
+        step: int,
+        gradients: Mapping[GradientKey, int],
+        metrics: Sequence[int],
     ) -> int:
         """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
 
-        `gradients` has the storages of gradients by parameter name, which parameters may share; `metrics` those of the
+        `gradients` has the storages of gradients, which parameters may share; `metrics` those of the
         step's metrics in order.
 
         Raises:
@@ -177,7 +181,7 @@ class EventComposer:
         if source.block is not None and at.block is not None and at.block >= 0:
             return at.block + there.block - source.block
         distinct, blocks = 0 if there.stage else sample.distinct, sample.blocks[there.stage]
-        few, alike = blocks - distinct - sample.mtp, there.block - distinct
+        few, alike = blocks - distinct - sample.mtp_of(there.stage), there.block - distinct
         if alike < sample.edge or blocks == self._blocks[at.stage]:
             return there.block
         if alike < few - sample.edge:

@@ -37,7 +37,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
     if distinct or period > 1 or parallelism.prefetch_blocks > 1:
-        few = sampled_layers(experiment) if parallelism.pp == 1 else distinct + period
+        few = sampled_layers(experiment) if parallelism.pp == 1 else distinct
         reasons["too few layers are alike"] = layout.layer_counts[0] < few
     if parallelism.pp > 1:
         reasons |= {
@@ -47,16 +47,14 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             "a stage begins within a period of layers": any(
                 count % period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])
             ),
-            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
-            "the first and the last stage share the embedding": (
-                spec is not None and bool(spec.tied or spec.mtp_layers)
+            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": layout.splits_backward,
+            "a stage behind the first has no layers": min(layout.layer_counts[1:]) < 1,
+            "a rank has both copies of the embedding": (
+                spec is not None
+                and bool(spec.pipeline.copied)
+                and layout.stage_placement[0] == layout.stage_placement[-1]
             ),
             "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
-            "a step has several passes through the pipeline": (
-                layout.pipeline_microbatches != layout.gradient_accumulation
-            ),
-            "a stage has no layers": min(layout.layer_counts) < 1,
-            "every stage reads document ids": experiment.data.document_mask,
         }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -64,13 +62,16 @@ def unsupported_reason(experiment: Experiment) -> str | None:
 def sampled_edge(experiment: Experiment) -> int:
     """Blocks at each end of a sampled stage that are not repeated.
 
+    Blocks prefetch and reduce for their neighbours; a tensor that all blocks of one kind save is released by the first.
     An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts.
     """
     parallelism, spec, (_, period) = experiment.parallelism, model_spec(experiment.model), repetition(experiment)
+    # Without a pipeline, gradients are reduced in the blocks of the last micro-batch.
     edge = parallelism.prefetch_blocks + (parallelism.pp == 1)
-    if parallelism.pp == 1 or spec is None or not spec.has_experts or not regroups_experts(parallelism):
-        return edge
-    return edge + period // max(1, sum(layer.router is not None for layer in spec.layers[-period:]))
+    if spec is not None and spec.has_experts and regroups_experts(parallelism):
+        with_experts = sum(layer.router is not None for layer in spec.layers[-period:])
+        edge = max(edge, parallelism.prefetch_blocks + period // max(1, with_experts))
+    return max(edge, period)
 
 
 def sampled_layers(experiment: Experiment) -> int:
@@ -80,15 +81,26 @@ def sampled_layers(experiment: Experiment) -> int:
     return few + (experiment.model.layers - few) % period
 
 
-def sampled_stages(experiment: Experiment) -> tuple[int, int, int]:
+def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
     """Layers of a sampled pipeline's first, middle and last stage, in whole periods.
 
-    A first stage with fewer layers is sampled as it is.
+    `size` is as in `stage_sizes`.
     """
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    if size is not None:
+        return distinct + size, max(size, period), size
     ends, middle = (-(-few // period) * period for few in (2 * edge, 2 * edge + period))
-    first = ResolvedLayout.of(experiment).layer_counts[0]
-    return min(distinct + ends, first) if distinct else ends, middle, ends
+    return distinct + ends, middle, ends
+
+
+def stage_sizes(experiment: Experiment) -> list[int | None]:
+    """Size of each pipeline stage: its like layers if they are too few to be sampled by a larger stage, else None."""
+    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    if experiment.parallelism.pp == 1:
+        return [None]
+    first, *others = ResolvedLayout.of(experiment).layer_counts
+    fewest = 2 if period == 1 else 2 * edge
+    return [alike if alike < fewest else None for alike in (first - distinct, *others)]
 
 
 def recompute_modes(
@@ -112,7 +124,7 @@ def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointCon
     if layout.parallelism.pp == 1:
         few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
-    lone = len({count == 1 for count in layout.layer_counts})
+    lone = len({min(count, 2) for count in layout.layer_counts})
     per_rank = layers / layout.parallelism.pp
     # Each of its steps has two passes.
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

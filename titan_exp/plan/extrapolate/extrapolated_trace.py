@@ -41,11 +41,11 @@ class TraceExtrapolator:
         layout, stages = ResolvedLayout.of(self.experiment), self._stages(pipeline_rank)
         samples, optimizer_step = self._samples, self.optimizer_step(pipeline_rank)
         simulation = simulate_rank(layout, pipeline_rank, samples)
-        schedules = [simulation, simulation]
+        # The first step, which creates the optimizer state, has as few micro-batches as possible.
+        schedules = [simulate_rank(layout, pipeline_rank, samples, passes=1), simulation]
         if layout.parallelism.pp == 1:
-            sample, number = samples[False][0], layout.gradient_accumulation
+            sample, number = samples[None][0], layout.gradient_accumulation
             composed = microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
-            # The first step, which creates the optimizer state, has one micro-batch.
             schedules = [microbatch_loop(1, 1), composed]
         tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, workspace=self.matmul_workspace)
         costs = sum_costs([sum_passes(samples, stages, simulation).costs, optimizer_step.totals.costs])

@@ -16,7 +16,9 @@ from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
     OPTIMIZER_STEP,
+    TIED_SUM,
     CategoryBytes,
+    GradientKey,
     Segment,
     SegmentTracker,
     category_bytes,
@@ -39,8 +41,8 @@ class OptimizerStepTrace:
     """Before the first step."""
     ends: Sequence[Sequence[Segment]]
     """Each optimizer step, from reduced gradients to the next step."""
-    gradients: Sequence[Mapping[int, str]]
-    """Parameter names by the allocations of their placeholder gradients, for each step."""
+    gradients: Sequence[Mapping[int, GradientKey]]
+    """Parameters by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Sequence[int]]
     """Other prior allocations in order, for each step: placeholder metrics, and everything else that the step reads."""
     persistent: CategoryBytes
@@ -55,8 +57,12 @@ class OptimizerStepTrace:
     @property
     def totals(self) -> "OptimizerStepTotals":
         """Totals of the second optimizer step."""
-        step = join_segments(OPTIMIZER_STEP, self.ends[1])
-        return OptimizerStepTotals(self.persistent, self.other, step.peak, step.where, step.costs)
+        tied, step = (
+            join_segments(label, [segment for segment in self.ends[1] if (segment.label == TIED_SUM) is is_tied])
+            for label, is_tied in ((TIED_SUM, True), (OPTIMIZER_STEP, False))
+        )
+        costs = sum_costs([tied.costs, step.costs])
+        return OptimizerStepTotals(self.persistent, self.other, tied.peak, step.peak, step.where, costs)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class OptimizerStepTotals:
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
     """Other bytes between steps."""
+    tied: CategoryBytes
+    """Bytes added by the sum of tied gradients before it."""
     peak: CategoryBytes
     """Bytes added at its peak."""
     where: str
@@ -157,7 +165,7 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.step == step]
-        first = next(place for place, segment in enumerate(own) if segment.label == OPTIMIZER_STEP)
+        first = next(place for place, segment in enumerate(own) if segment.label in (TIED_SUM, OPTIMIZER_STEP))
         made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
         others.append(sorted(made - set(gradients.values())))
         ends.append(own[first:])
@@ -184,6 +192,7 @@ def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotal
     return OptimizerStepTotals(
         sum((times * totals.persistent for times, totals in terms), category_bytes({})),
         sum((times * totals.other for times, totals in terms), category_bytes({})),
+        sum((times * totals.tied for times, totals in terms), category_bytes({})),
         sum((times * totals.peak for times, totals in terms), category_bytes({})),
         terms[0][1].where if terms else "",
         sum_costs([sum_costs([totals.costs], times) for times, totals in terms]),

@@ -3,7 +3,7 @@
 Without a pipeline, the schedule is the loop over micro-batches on one stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
@@ -17,13 +17,12 @@ from titan_exp.plan.extrapolate.stages import (
     StageShape,
     StepPosition,
     action_parts,
-    first_layer,
     reduction_parts,
     sampled_block,
 )
 from titan_exp.plan.extrapolate.step_cost import Samples, samples_of
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
-from titan_exp.plan.trace.segments import NOT_TRACKED
+from titan_exp.plan.trace.segments import NOT_TRACKED, GradientKey
 
 
 def compose_rank(
@@ -82,12 +81,7 @@ class _Rank:
         for stage in self._stages.values():
             for part in reduction_parts(stage, self._samples[stage.number][0].blocks):
                 self._replay(StepPosition(step, stage.number, None, part.part, part.place), part, None)
-        names = optimizer_step.gradients[step].values()
-        # The optimizer step may be another rank's with equal layer counts.
-        traced = sorted({layer for name in names if (layer := _split_layer_number(name)[0]) is not None})
-        own = [layer for stage in self._stages.values() for layer in stage.layers]
-        layers = dict(zip(traced, own, strict=True))
-        gradients = {name: self._gradient(step, name, layers) for name in names}
+        gradients = {key: self._gradient(step, key) for key in optimizer_step.gradients[step].values()}
         at = PROLOGUES[step]
         metrics = [composer.locate(self._first, number, at, at) for number in self._first.metrics(step)]
         return composer.add_optimizer_step(optimizer_step, step, gradients, metrics)
@@ -107,38 +101,23 @@ class _Rank:
         """Storage of an action's result."""
         number, kind, micro = scheduled.action
         stage = self._stages[number]
-        sample = self._samples[number][stage.modes[-1]]
+        sample = self._samples[number][stage.mode(-1)]
         source = StepPosition(step, stage.sampled, scheduled.sampled, kind + RESULT, None)
         if source not in sample.results:
             raise ExtrapolationError("an action has no result in the sample")
         at = StepPosition(step, number, micro, kind + RESULT, None)
         return self._composer.locate(sample, sample.results[source], source, at)
 
-    def _gradient(self, step: int, name: str, layers: Mapping[int, int]) -> int:
-        """Storage of a parameter's reduced gradient. `layers` maps layer numbers in names to the rank's layers."""
-        layer, pattern = _split_layer_number(name)
-        for stage in self._stages.values():
-            place, sampled, block, sample = None, stage.sampled, None, self._samples[stage.number][0]
-            if layer is not None:
-                if layers[layer] not in stage.layers:
-                    continue
-                place = stage.layers.index(layers[layer])
-                sample = self._samples[stage.number][stage.modes[place]]
-                sampled, block = sampled_block(stage, place, sample.blocks)
-                pattern = pattern.format(first_layer(sample.blocks, sampled) + block)
-            site = sample.sites.get(sample.gradients[step].get(pattern, NOT_TRACKED))
-            # Parameters outside blocks belong to exactly one stage.
-            if site is not None and (layer is not None or site.position.stage == sampled):
-                source = StepPosition(step, sampled, None, END, block)
-                at = StepPosition(step, stage.number, None, END, place)
-                return self._composer.locate(sample, sample.gradients[step][pattern], source, at)
-        raise ExtrapolationError(f"{name} has no gradient in the sample")
-
-
-def _split_layer_number(name: str) -> tuple[int | None, str]:
-    """Layer number in a parameter's name, and the name with `{}` in its place."""
-    words = name.split(".")
-    if "blocks" not in words:
-        return None, name
-    place = words.index("blocks") + 1
-    return int(words[place]), ".".join([*words[:place], "{}", *words[place + 1 :]])
+    def _gradient(self, step: int, key: GradientKey) -> int:
+        """Storage of a parameter's reduced gradient."""
+        stage = [*self._stages.values()][key.part]
+        samples, sampled, block = self._samples[stage.number], stage.sampled, None
+        sample = samples[0 if key.block is None else stage.modes[key.block]]
+        if key.block is not None:
+            sampled, block = sampled_block(stage, key.block, sample.blocks)
+        allocation = sample.gradients[step].get(GradientKey(sample.stages.index(sampled), block, key.name), NOT_TRACKED)
+        if allocation not in sample.sites:
+            raise ExtrapolationError(f"{key.name} has no gradient in the sample")
+        source = StepPosition(step, sampled, None, END, block)
+        at = StepPosition(step, stage.number, None, END, key.block)
+        return self._composer.locate(sample, allocation, source, at)

@@ -18,7 +18,7 @@ from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointCo
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
@@ -57,6 +57,7 @@ from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.segments import (
     NOT_TRACKED,
     CategoryBytes,
+    GradientKey,
     Segment,
     SegmentTracker,
     category_bytes,
@@ -106,7 +107,7 @@ class Sample:
     edge: int
     """Blocks at each end of a stage that are not repeated."""
     mtp: int
-    """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
+    """Number of last blocks of the model that are modules of multi-token prediction."""
     micro_batches: int
     """Sampled micro-batches."""
     base: CategoryBytes
@@ -123,8 +124,8 @@ class Sample:
     """Costs of one send and one receive."""
     handed_over: Mapping[tuple[int, str, int], CategoryBytes]
     """Net bytes of hidden states allocated by an action, by stage, kind of action and sampled micro-batch."""
-    gradients: Sequence[Mapping[str, int]]
-    """Allocations of reduced gradients by parameter name, for each step."""
+    gradients: Sequence[Mapping[GradientKey, int]]
+    """Allocations of reduced gradients, for each step."""
     hidden_states: frozenset[int]
     """Allocations of hidden states passed between stages."""
     results: Mapping[StepPosition, int]
@@ -137,10 +138,19 @@ class Sample:
         """Number of blocks by stage number."""
         return _blocks(self.layers, self.period)
 
+    @cached_property
+    def stages(self) -> list[int]:
+        """Stage numbers of the sampled rank."""
+        return [stage for stage in self.blocks if stage != OTHER_RANK]
+
+    def mtp_of(self, stage: int) -> int:
+        """Number of modules of multi-token prediction in a stage."""
+        return self.mtp if stage == self.stages[-1] else 0
+
     @property
     def layers_alike(self) -> dict[str, int]:
         """Number of blocks by kind of stage, without modules of multi-token prediction."""
-        return {kind: count - self.mtp for kind, count in self.layers.items()}
+        return {kind: count - self.mtp_of(SAMPLED_STAGES[kind]) for kind, count in self.layers.items()}
 
     @property
     def model_layers(self) -> int:
@@ -198,19 +208,19 @@ def take_sample(
     experiment: Experiment,
     checkpointing: ActivationCheckpointConfig,
     *,
-    lone: bool,
+    size: int | None,
     cuda: bool,
     record_events: bool = False,
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks.
 
-    `lone` is True for pipeline stages of a single block.
+    `size` is that of pipeline stages, as in `eligibility.stage_sizes`.
     """
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    (distinct, period), mtp = repetition(experiment), _mtp_layers(experiment)
+    (distinct, period), mtp = repetition(experiment), mtp_depth(experiment.model)
     # Events include the first step, which runs in full with a pipeline.
     with temporary_folder() as folder:
-        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", lone=lone)
+        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", size)
         with fake_rank(small, 0) as fake:
             # Blocks choose their saved calls in their first forward pass.
             passes = record_events or checkpointing.automatic is not None
@@ -265,21 +275,19 @@ def take_sample(
 
 
 def _small_model(
-    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, *, lone: bool
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, size: int | None
 ) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
     """Small variant of a run, its number of blocks by kind of stage, and its simulation.
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
-    distinct, period = repetition(experiment)
+    _, period = repetition(experiment)
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
         number = sampled_layers(experiment)
         small = small_run(experiment, [number], few, checkpointing)
-        return small, {WHOLE: number + _mtp_layers(experiment)}, lambda _: microbatch_loop(few, few)
-    first = min(distinct + 1, ResolvedLayout.of(experiment).layer_counts[0])
-    numbers = (first, 1, 1) if lone else sampled_stages(experiment)
-    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), numbers, strict=True))
+        return small, {WHOLE: number + mtp_depth(experiment.model)}, lambda _: microbatch_loop(few, few)
+    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, size), strict=True))
     counts, placement = [layers[FIRST], layers[MIDDLE], period, layers[LAST]], [0, 0, 1, 0]
     orders: Schedule = []
     for rank in (0, 1):
@@ -287,13 +295,8 @@ def _small_model(
         orders.append([*(Action(stage, "F", 0) for stage in own), *(Action(stage, "B", 0) for stage in reversed(own))])
     schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
     small = small_run(experiment, counts, PASSES, checkpointing, pp=2, schedule=str(schedule))
+    layers[LAST] += mtp_depth(experiment.model)
     return small, layers, partial(simulate_schedule, orders, placement, 0, PASSES)
-
-
-def _mtp_layers(experiment: Experiment) -> int:
-    """Number of modules of multi-token prediction."""
-    spec = model_spec(experiment.model)
-    return 0 if spec is None else len(spec.mtp_layers)
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
@@ -322,7 +325,7 @@ class _PositionFinder:
         """Assign positions to a step's segments, in order."""
         at = PROLOGUES[segments[0].step] if segments else PROLOGUES[0]
         for segment in segments:
-            if segment.label == labels.OPTIMIZER_STEP:
+            if segment.label in (labels.TIED_SUM, labels.OPTIMIZER_STEP):
                 return
             at = self._next(at, segment.label, actions)
             if at.part == labels.BETWEEN_ACTIONS:

@@ -3,12 +3,13 @@
 It records the lifetimes of hidden states, which depend only on the schedule.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titan_exp.config.layout.pipeline_schedules import Action, Schedule
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 
 KINDS = ("received", "made", "objective")
@@ -61,7 +62,7 @@ class _Recorder:
     peak: tuple[int, ...] = (0,) * len(KINDS)
     sent: int = 0
     actions: list[ScheduledAction] = field(default_factory=list)
-    seen: set[tuple[int, str]] = field(default_factory=set)
+    seen: Counter[tuple[int, str]] = field(default_factory=Counter)
     events: list[SimulationEvent] = field(default_factory=list)
     count: int = 0
 
@@ -95,8 +96,8 @@ class _Stage:
     copied: tuple[str, ...] = ()
     module = None
 
-    def __init__(self, number: int, last: bool, recorder: _Recorder) -> None:
-        self.number, self.last, self._recorder = number, last, recorder
+    def __init__(self, number: int, last: bool, microbatches: int, recorder: _Recorder) -> None:
+        self.number, self.last, self._microbatches, self._recorder = number, last, microbatches, recorder
         self._passes: dict[int, list[Any]] = {}
 
     def forward(self, microbatch: int, hidden: Any, _: Any) -> Any:
@@ -121,10 +122,12 @@ class _Stage:
         recorder.events.append(SimulationEvent("begin", len(recorder.actions)))
         yield
         recorder.events.append(SimulationEvent("end", len(recorder.actions)))
-        sampled = int((self.number, kind) in recorder.seen)
-        recorder.seen.add((self.number, kind))
+        seen = recorder.seen[self.number, kind]
+        recorder.seen[self.number, kind] += 1
         after = recorder.peak = tuple(recorder.held)
-        recorder.actions.append(ScheduledAction(Action(self.number, kind, microbatch), sampled, waiting, before, after))
+        # Micro-batches are numbered through all passes.
+        action = Action(self.number, kind, microbatch + seen // self._microbatches * self._microbatches)
+        recorder.actions.append(ScheduledAction(action, min(seen, 1), waiting, before, after))
 
 
 @dataclass
@@ -163,7 +166,7 @@ def simulate_schedule(
     """
     recorder = _Recorder()
     stages: Any = [
-        _Stage(number, number == len(placement) - 1, recorder)
+        _Stage(number, number == len(placement) - 1, microbatches_of(orders), recorder)
         for number, owner in enumerate(placement)
         if owner == rank
     ]

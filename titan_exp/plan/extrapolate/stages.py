@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge
+from titan_exp.models.spec.lookup import mtp_depth
+from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge, stage_sizes
 from titan_exp.plan.extrapolate.layer_kinds import repetition
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
@@ -68,12 +68,18 @@ class StageShape:
     edge: int = 2
     """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
     mtp: int = 0
-    """Number of last blocks that are modules of multi-token prediction; none in a pipeline."""
+    """Number of last blocks that are modules of multi-token prediction."""
+    size: int | None = None
+    """Size of the stages of its sample, as in `eligibility.stage_sizes`."""
 
     @property
     def alike(self) -> int:
         """Number of blocks without modules of multi-token prediction."""
         return len(self.modes) - self.mtp
+
+    def mode(self, place: int) -> int:
+        """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
+        return self.modes[place] if self.modes else 0
 
     @property
     def sampled(self) -> int:
@@ -98,14 +104,14 @@ class SampledPart(NamedTuple):
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """Stages of a pipeline rank."""
-    layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
+    layout, mtp = ResolvedLayout.of(experiment), mtp_depth(experiment.model)
     (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
-    mtp = 0 if spec is None else len(spec.mtp_layers)
     _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers + mtp)
-    if layout.parallelism.pp == 1:
-        return [StageShape(0, WHOLE, tuple(range(layout.layers + mtp)), tuple(modes), distinct, period, edge, mtp)]
-    layers = layout.stage_layers
-    kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
+    pipeline = layout.parallelism.pp > 1
+    *layers, last = layout.stage_layers if pipeline else [[*range(layout.layers)]]
+    layers = [*layers, [*last, *range(layout.layers, layout.layers + mtp)]]
+    kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST] if pipeline else [WHOLE]
+    placement = layout.stage_placement if pipeline else [0]
     return [
         StageShape(
             stage,
@@ -115,8 +121,10 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             0 if stage else distinct,
             period,
             edge,
+            0 if stage < len(layers) - 1 else mtp,
+            size,
         )
-        for stage, rank in enumerate(layout.stage_placement)
+        for stage, (rank, size) in enumerate(zip(placement, stage_sizes(experiment), strict=True))
         if rank == pipeline_rank
     ]
 
@@ -124,12 +132,12 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
 def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
     """Parts of a stage's action in execution order. `blocks` has the number of blocks of each sampled stage."""
     places = range(len(stage.modes))
-    order = list(places if kind == "F" else reversed(places))
-    yield SampledPart(stage.modes[order[0]], stage.sampled, None, f"{kind} before", None)
-    for place in order:
+    first, last = (0, -1) if kind == "F" else (-1, 0)
+    yield SampledPart(stage.mode(first), stage.sampled, None, f"{kind} before", None)
+    for place in places if kind == "F" else reversed(places):
         sampled, block = sampled_block(stage, place, blocks)
         yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
-    yield SampledPart(stage.modes[order[-1]], stage.sampled, None, f"{kind} after", None)
+    yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
 
 
 def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:

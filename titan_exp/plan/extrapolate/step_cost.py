@@ -12,13 +12,12 @@ import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.plan.extrapolate.eligibility import recompute_modes
+from titan_exp.plan.extrapolate.eligibility import recompute_modes, stage_sizes
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, trace_optimizer_steps
 from titan_exp.plan.extrapolate.sample import Sample, take_sample
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_schedule
 from titan_exp.plan.extrapolate.stages import (
     PROLOGUES,
-    WHOLE,
     SampledPart,
     StageShape,
     StepPosition,
@@ -28,10 +27,10 @@ from titan_exp.plan.extrapolate.stages import (
 from titan_exp.plan.time.roofline import schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
-from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+from titan_exp.plan.trace.segments import TIED_SUM, CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
-Samples = Mapping[bool, Sequence[Sample]]
-"""One sample per activation checkpointing mode; with a pipeline, for stages of several blocks (False) or one."""
+Samples = Mapping[int | None, Sequence[Sample]]
+"""One sample per activation checkpointing mode, by size of stages as in `eligibility.stage_sizes`."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,9 @@ def trace_parts(experiment: Experiment, *, cuda: bool) -> TracedParts:
 def trace_samples(experiment: Experiment, *, cuda: bool, record_events: bool = False) -> Samples:
     """Trace the samples of a run."""
     modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
-    pipeline = experiment.parallelism.pp > 1
-    lone = {count == 1 for count in ResolvedLayout.of(experiment).layer_counts} if pipeline else {False}
     return {
-        alone: [take_sample(experiment, mode, lone=alone, cuda=cuda, record_events=record_events) for mode in modes]
-        for alone in lone
+        size: [take_sample(experiment, mode, size=size, cuda=cuda, record_events=record_events) for mode in modes]
+        for size in set(stage_sizes(experiment))
     }
 
 
@@ -86,7 +83,8 @@ def step_cost(
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
     base = sample.base + kept + len(stages) * sample.buffers + layout.gradient_accumulation * sample.batch
     held = base + passes.net
-    moments = (base + passes.peak, passes.where), (held + optimizer_step.peak, optimizer_step.where)
+    moments = [(base + passes.peak, passes.where), (held + optimizer_step.tied, TIED_SUM)]
+    moments.append((held + optimizer_step.peak, optimizer_step.where))
     peak, where = max(moments, key=lambda moment: moment[0].sum())
     return StepCost(
         Moment(int(peak.sum()), _by_category(peak), where),
@@ -115,24 +113,27 @@ def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: Sched
 
 def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
     """Samples of a stage, by activation checkpointing mode."""
-    return samples[stage.kind != WHOLE and stage.alike == 1]
+    return samples[stage.size]
 
 
-def simulate_rank(layout: ResolvedLayout, pipeline_rank: int, samples: Samples) -> ScheduleSimulation:
-    """Simulate a rank's schedule."""
+def simulate_rank(
+    layout: ResolvedLayout, pipeline_rank: int, samples: Samples, passes: int | None = None
+) -> ScheduleSimulation:
+    """Simulate a rank's schedule; `passes` through the pipeline are by default those of a step."""
     parallelism, sample = layout.parallelism, next(iter(samples.values()))[0]
     if parallelism.pp == 1:
         return microbatch_loop(layout.gradient_accumulation, sample.micro_batches)
     schedule = parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches
-    return _simulate(schedule, tuple(layout.stage_placement), pipeline_rank, sample.sends_complete)
+    passes = passes or layout.gradient_accumulation // layout.pipeline_microbatches
+    return _simulate(schedule, tuple(layout.stage_placement), pipeline_rank, passes, sample.sends_complete)
 
 
 @cache
 def _simulate(
-    schedule: tuple[str, int, int, int], placement: Sequence[int], rank: int, sends_complete: bool
+    schedule: tuple[str, int, int, int], placement: Sequence[int], rank: int, passes: int, sends_complete: bool
 ) -> ScheduleSimulation:
     orders, _ = schedule_and_bubble(*schedule)
-    return simulate_schedule(orders, placement, rank, 1, sends_complete)
+    return simulate_schedule(orders, placement, rank, passes, sends_complete)
 
 
 def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -> Sequence[Segment]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
 from titan_exp.plan.extrapolate.sample import Sample
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, SAMPLED_STAGES, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -31,7 +31,7 @@ class Profile:
     summed_bytes: int
     """Bytes moved by the sum of a block's gradients with those of earlier micro-batches."""
     ends: OpCosts
-    """Costs of head and loss on the last rank, and of the embedding if it is on the same rank."""
+    """Costs of head, modules of multi-token prediction and loss on the last rank, and of an embedding there."""
     left: CategoryBytes
     """Bytes saved by a block's forward pass for backward."""
     passing: CategoryBytes
@@ -60,9 +60,9 @@ class Profile:
 
 def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
     """Profile of a traced layout; None without a representative block."""
-    if False not in parts.samples:
+    if None not in parts.samples:
         return None
-    sample, optimizer_steps = parts.samples[False][0], parts.optimizer_steps
+    sample, optimizer_steps = parts.samples[None][0], parts.optimizer_steps
     whole = WHOLE in sample.layers
     steady = min(1, sample.micro_batches - 1)
     forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
@@ -83,7 +83,7 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         token_bytes=least_forward + least_backward,
         gathered_bytes=min(sum(map(_streamed_bytes, pair)) for pair in by_micro),
         summed_bytes=outside_streams[steady][1] - least_backward,
-        ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
+        ends=_ends(sample, head, steady),
         left=forward.net,
         passing=backward.peak,
         ending=sample.joined(head, steady, "F after", "B before").peak,
@@ -119,6 +119,15 @@ def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
 
 def _outside(kind: str) -> tuple[str, str]:
     return f"{kind} before", f"{kind} after"
+
+
+def _ends(sample: Sample, stage: str, micro: int) -> OpCosts:
+    """Costs of a stage outside of its layers, with modules of multi-token prediction."""
+    blocks = sample.layers[stage]
+    modules = range(blocks - sample.mtp_of(SAMPLED_STAGES[stage]), blocks)
+    parts = [sample.joined(stage, micro, *_outside(kind)) for kind in "FB"]
+    parts += [sample.joined(stage, micro, f"{kind} block", block=block) for kind in "FB" for block in modules]
+    return sum_costs(part.costs for part in parts)
 
 
 def _reduced(sample: Sample) -> OpCosts:

@@ -28,7 +28,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import sampled_stages, unsupported_reason
+from titan_exp.plan.extrapolate.eligibility import stage_sizes, unsupported_reason
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
@@ -303,8 +303,7 @@ def _key(candidate: Candidate) -> Key:
         candidate.mode,
         layout.micro_batch_size,
         pipeline,
-        frozenset(count == 1 for count in layout.layer_counts) if pipeline else None,
-        sampled_stages(candidate.experiment)[0] if pipeline else None,
+        frozenset(stage_sizes(candidate.experiment)),
         None if pipeline else min(layout.gradient_accumulation, 3),
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,

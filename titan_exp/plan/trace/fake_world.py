@@ -63,9 +63,12 @@ class FakeRank:
         model = self.state.model
 
         def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
+            sums = MetricSums(model.objective, self.state.mesh.device)
             for weight in model.parameters():
                 weight.grad = torch.empty_like(weight, dtype=model.weights.gradient_dtype(weight))
-            return MetricSums(model.objective, self.state.mesh.device).values
+            if (pipeline := self.state.built.pipeline) is not None:
+                pipeline.sum_tied_gradients()
+            return sums.values
 
         without_passes: Any = SimpleNamespace(
             parts=model.parts,

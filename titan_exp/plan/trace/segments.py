@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 
 from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.kernel_classes import EMBEDDING, GRADIENTS, LOSS, NORM
@@ -20,11 +21,12 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Stora
 
 STEP = "the step"
 """Label of the first segment of a step."""
-MICRO_BATCH, OPTIMIZER_STEP = "micro-batch", "optimizer step"
+MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "sum of tied gradients", "optimizer step"
 ACTION, BETWEEN_ACTIONS = "action", "between actions"
 REDUCE, GROUP, FINAL = "reduce", "group", "final"
-"""Labels of segments: of a micro-batch without a pipeline; from reduced gradients to the next step; of a pipeline
-action, and after it; of a stage's gradient reduction, of each FSDP parameter group in it, and of its end."""
+"""Labels of segments: of a micro-batch without a pipeline; of the sum of tied gradients between stages; from summed
+gradients to the next step; of a pipeline action, and after it; of a stage's gradient reduction, of each FSDP parameter
+group in it, and of its end."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
 
@@ -53,6 +55,17 @@ FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
 """First matmul of a segment in each thread; the matmul library allocates a workspace on its first call."""
 NOT_TRACKED = -3
 """Allocation number of a tensor that is not tracked."""
+
+
+class GradientKey(NamedTuple):
+    """Parameter of a rank, whichever layers it holds."""
+
+    part: int
+    """Index of its pipeline stage on this rank."""
+    block: int | None
+    """Index of its block in the stage; None outside blocks."""
+    name: str
+    """Name within the block, or in the model."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,8 @@ class SegmentTracker(MemoryTracker):
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
         self._recorded: list[tuple[Storage | None, AllocationEvent]] = []
-        self.reduced_gradients: list[dict[str, int]] = []
-        """Allocations of reduced gradients by parameter name, for each step; set by `SegmentObserver`."""
+        self.reduced_gradients: list[dict[GradientKey, int]] = []
+        """Allocations of reduced gradients, for each step; set by `SegmentObserver`."""
         self.action_results: list[int] = []
         """Allocations of the results of pipeline actions, in order; set by `SegmentObserver`."""
         self.block_outputs: set[int] = set()
@@ -212,7 +225,7 @@ class _Cut(NamedTuple):
 
 
 class PhaseObserver(StepObserver):
-    """Sets the class of kernels outside passes on a tracker."""
+    """Sets the class of kernels outside passes on a tracker, and the category of batches."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
@@ -220,9 +233,16 @@ class PhaseObserver(StepObserver):
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
         self._tracker.outside_passes = {"F": EMBEDDING, "W": ""}.get(action.kind, LOSS)
+        if action.kind == "F":
+            # And not that of the action before, which depends on the schedule.
+            self._tracker.category = "activations"
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""
+        self._tracker.outside_passes = GRADIENTS
+
+    def tied_sum_begin(self) -> None:
+        """Begin the sum of tied gradients."""
         self._tracker.outside_passes = GRADIENTS
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
@@ -265,6 +285,11 @@ class SegmentObserver(PhaseObserver):
         """Begin the wait for the reductions of a stage."""
         self._tracker.cut(FINAL)
 
+    def tied_sum_begin(self) -> None:
+        """Begin the sum of tied gradients."""
+        super().tied_sum_begin()
+        self._tracker.cut(TIED_SUM)
+
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
@@ -272,9 +297,20 @@ class SegmentObserver(PhaseObserver):
         super().gradients_ready(parts)
 
 
-def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[str, int]:
-    named = [pair for part in parts for pair in part.named_parameters()]
-    return {name: tracker.allocation_of(weight.grad) for name, weight in named if weight.grad is not None}
+def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[GradientKey, int]:
+    found = dict[GradientKey, int]()
+    for place, part in enumerate(parts):
+        blocks = [block for _, block in iter_numbered_blocks(part)]
+        in_blocks = {
+            id(weight): (number, name)
+            for number, block in enumerate(blocks)
+            for name, weight in block.named_parameters()
+        }
+        for name, weight in part.named_parameters():
+            if weight.grad is not None:
+                key = GradientKey(place, *in_blocks.get(id(weight), (None, name)))
+                found[key] = tracker.allocation_of(weight.grad)
+    return found
 
 
 def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.visualize.glossary import device_noun
@@ -34,7 +36,7 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
         },
         "stages": [_ranges(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
-        "batch": _batch(layout),
+        "batch": _batch(layout) | {"pieces": token_ranges(plan.experiment)},
         "passes": schedule_data(plan),
         "categories": CATEGORIES,
         "room": None if plan.device is None else plan.device.memory,
@@ -44,15 +46,16 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
     }
 
 
-def token_ranges(layout: ResolvedLayout) -> list[list[tuple[int, int]]]:
+def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     """Token ranges of each context-parallel rank: first and last of every piece."""
-    parallelism, whole = layout.parallelism, torch.arange(layout.training.seq_len)[None]
+    parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
+    whole, cuts = torch.arange(seq_len)[None], sequence_cuts(model_spec(experiment.model), parallelism, seq_len)
     within = parallelism.ulysses_degree
     across = parallelism.cp // within
     return [
         _pieces(
             ShardedSequence(
-                SequenceShard(across, rank // within, zigzag=True),
+                SequenceShard(across, rank // within, zigzag=True, cuts=cuts),
                 SequenceShard(within, rank % within, zigzag=False),
             )
             .take(whole)[0]
@@ -69,7 +72,6 @@ def _batch(layout: ResolvedLayout) -> dict[str, Any]:
         "shares": layout.dp_degree,
         "micro": layout.micro_batch_size,
         "microbatches": layout.gradient_accumulation,
-        "pieces": token_ranges(layout),
         "divided": layout.parallelism.tp > 1 and layout.parallelism.sequence_parallel,
     }
 

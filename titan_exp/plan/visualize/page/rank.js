@@ -67,7 +67,7 @@ function drawRank() {
     draw(svg, "text", { x: width, y: rows * high + 14, "text-anchor": "end" }, `${whole(tokens)} tokens →`);
     const own = Array.from({ length: Math.ceil((sequences - share) / shares) }, (_, k) => share + k * shares);
     const which = shares > 1 ? `Sequences ${listed(own)} of each batch (one in ${shares}, so ${own.length} of ${whole(sequences)})` : `All ${counted(sequences, "sequence")} of each batch`;
-    const where = pieces.length > 1 ? `, of which it computes tokens ${runs(mine)}${mine.length > 1 ? ": one piece from the head and one from the tail, so that all have as many tokens to attend to" : ""}` : "";
+    const where = pieces.length > 1 ? `, of which it computes tokens ${runs(mine)}${mine.length > 1 ? `: one piece from the head and one from the tail${mine.length > 2 ? " of each segment" : ""}, so that all have as many tokens to attend to` : ""}` : "";
     const others = shares * pieces.length > 1 && shares * pieces.length < WORLD ? " Ranks that differ in tp or pp alone see the same." : "";
     const tp = divided ? " Between matrices its tokens are divided among the tp ranks once more (sequence parallelism)." : "";
     part("batch").querySelector("p").textContent = `${which}, in ${counted(microbatches, "micro-batch")} of ${micro}${where}.${others}${tp}`;

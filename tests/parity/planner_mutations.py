@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_estimates, test_kernel_classes, test_rates
+from tests.plan import test_estimates, test_kernel_classes, test_rates, test_search
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.search.layout_columns import LayoutColumns
+from titan_exp.plan.search.search import LayoutSearch
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace.dispatch_mode import CostMode
 
@@ -37,6 +38,10 @@ def messages_have_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayoutColumns, "message_seconds", lambda self, *_: 0 * self.tp)
 
 
+def the_descent_moves_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayoutSearch, "_near", lambda *_: iter(()))
+
+
 def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     count = CostMode._count
 
@@ -58,6 +63,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (test_rates.test_messages_have_latency, a_ring_has_one_hop),
     (bytes_of_kernels, views_are_launches),
     (test_estimates.test_estimates_are_near_the_exact_costs, messages_have_no_rate),
+    (test_search.test_no_neighbour_of_the_best_layout_is_better, the_descent_moves_nowhere),
 ]
 
 

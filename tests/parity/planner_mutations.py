@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_estimates, test_kernel_classes, test_rates, test_search
+from tests.plan import test_descent, test_estimates, test_kernel_classes, test_rates
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.search.layout_columns import LayoutColumns
 from titan_exp.plan.search.search import LayoutSearch
@@ -52,6 +52,11 @@ def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostMode, "_count", count_all)
 
 
+def descent() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_descent.test_no_neighbour_of_the_best_row_is_better(24, test_descent.use_formulas(patch))
+
+
 def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
@@ -63,7 +68,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (test_rates.test_messages_have_latency, a_ring_has_one_hop),
     (bytes_of_kernels, views_are_launches),
     (test_estimates.test_estimates_are_near_the_exact_costs, messages_have_no_rate),
-    (test_search.test_no_neighbour_of_the_best_layout_is_better, the_descent_moves_nowhere),
+    (descent, the_descent_moves_nowhere),
 ]
 
 

@@ -190,6 +190,7 @@ ONE_RANK = [*(f"parallelism.{degree}=1" for degree in ("dp_replicate", "tp", "cp
 
 
 # Torch warns of the embedding's view, which no operator changes in place.
+@pytest.mark.night
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_no_neighbour_of_the_best_layout_is_better():
     """On a device with memory for something between selective and no recomputation, which only refined keys reach."""

@@ -76,9 +76,9 @@ def main() -> None:
         began = time.perf_counter()
         (rank,) = predict(experiment, DEVICES["h200"]).ranks
         took = time.perf_counter() - began
-        assert rank.reserved is not None, "it is planned for CUDA"
-        segments, expandable = rank.reserved.segments, rank.reserved.expandable
-        planned = (segments.allocated, segments.reserved, expandable.reserved)
+        assert rank.allocator is not None, "it is planned for CUDA"
+        assert rank.expandable, "the default"
+        planned = (rank.allocator.allocated, rank.other_segments, rank.bytes)
         cells = [
             f"{guess / GIB:.2f} / {fact:.2f} ({guess / GIB / fact - 1:+.1%})"
             for guess, fact in zip(planned, anchor.measured, strict=True)

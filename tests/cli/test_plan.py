@@ -48,10 +48,10 @@ def test_json_adds_up():
     assert [rank["pipeline_rank"] for rank in found["ranks"]] == [1, 3]
     for rank in found["ranks"]:
         assert rank["peak_allocated_bytes"] == sum(rank["peak_by_category"].values()) > 0
-        segments, expandable = (rank["reserved"][way] for way in ("segments", "expandable"))
-        assert rank["peak_allocated_bytes"] <= segments["allocated"] <= segments["reserved"]
-        assert expandable["allocated"] <= expandable["reserved"]
-        assert rank["allocator_bytes"] == expandable["reserved"] - rank["peak_allocated_bytes"] > 0
+        allocator = rank["allocator"]
+        assert rank["expandable_segments"]
+        assert rank["peak_allocated_bytes"] <= allocator["allocated"] <= allocator["reserved"]
+        assert rank["allocator_bytes"] == allocator["reserved"] - rank["peak_allocated_bytes"] > 0
         # cuBLAS has one on Hopper for each thread: forward and backward.
         assert rank["peak_by_category"]["workspaces"] == 2 * 32 * 2**20
         assert rank["peak_by_category"]["optimizer"] > rank["peak_by_category"]["parameters"] > 0
@@ -118,18 +118,18 @@ def test_what_the_allocator_reserves_under_pressure_decides(segments: str):
     (rank,) = plan.ranks
     assert rank.allocator is not None
     tensors, reserved = rank.trace.peak.bytes, rank.allocator.reserved
-    assert (rank.bytes, rank.pressed) == (reserved, None)
+    assert (rank.bytes, rank.allocator.retries) == (reserved, 0)
     said = verdict(plan)
     assert said.startswith("Fits, ")
     assert f"in {segments} segments; " in said
     # Cached segments are given back as long as the tensors fit.
     tight = planned_here(*words, room=reserved - 1)
     (rank,) = tight.ranks
-    assert rank.pressed is not None
-    assert (rank.pressed.fits, rank.bytes < reserved, rank.pressed.retries > 0) == (True, True, True)
-    said = f"in 3 steps it finds the device full {rank.pressed.retries} times"
+    assert rank.allocator is not None
+    assert (rank.allocator.fits, rank.bytes < reserved, rank.allocator.retries > 0) == (True, True, True)
+    said = f"in 3 steps it finds the device full {rank.allocator.retries} times"
     assert verdict(tight).startswith(f"Fits with the allocator under pressure: {said}")
-    assert plan_to_json(tight)["ranks"][0]["allocation_retries"] == rank.pressed.retries
+    assert plan_to_json(tight)["ranks"][0]["allocation_retries"] == rank.allocator.retries
     small = planned_here(*words, room=tensors - MIB)
     assert small.ranks[0].bytes == reserved
     assert verdict(small).startswith("Does not fit: ")

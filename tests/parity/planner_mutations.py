@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.plan import test_estimates, test_extrapolate, test_extrapolated_trace, test_kernel_classes, test_rates
+from tests.plan import (
+    test_descent,
+    test_estimates,
+    test_extrapolate,
+    test_extrapolated_trace,
+    test_kernel_classes,
+    test_rates,
+)
 from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
@@ -16,6 +23,7 @@ from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, stages,
 from titan_exp.plan.extrapolate.sample import Sample
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.search.layout_columns import LayoutColumns
+from titan_exp.plan.search.search import LayoutSearch
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.segments import SegmentObserver
@@ -42,6 +50,10 @@ def a_ring_has_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def messages_have_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayoutColumns, "message_seconds", lambda self, *_: 0 * self.tp)
+
+
+def the_descent_moves_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayoutSearch, "_near", lambda *_: iter(()))
 
 
 def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +115,11 @@ def _compare(name: str) -> None:
     assert all(short[quantity] == value for whole, short in found for quantity, value in whole.items())
 
 
+def descent() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_descent.test_no_neighbour_of_the_best_row_is_better(24, test_descent.use_formulas(patch))
+
+
 def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
@@ -122,6 +139,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (tied_pipeline_in_passes, a_step_has_one_pass),
     (pipeline_with_modules, the_last_stage_has_no_modules),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
+    (descent, the_descent_moves_nowhere),
 ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from titan_exp.plan.cuda.caching_allocator import MIB, Block, CachingAllocator, Event, repeated, replay, reservations
+from titan_exp.plan.cuda.caching_allocator import MIB, Block, CachingAllocator, Event, repeated, replay, steady_reserved
 
 
 def story(*words: str) -> list[Event]:
@@ -142,7 +142,7 @@ def test_steps_repeat():
             del alive[event.storage]
     assert sorted(alive.values()) == [4 * MIB, 12 * MIB]
     # a and g share a segment and h takes g's place, in every step; t has one of its own.
-    assert reservations(before, step).segments.reserved == (20 + 16) * MIB
+    assert steady_reserved(before, step, expandable=False).reserved == (20 + 16) * MIB
 
 
 def test_leaking_step_is_not_repeated():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
 def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
     from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-    from titan_exp.plan.search.rank_load import in_flight
+    from titan_exp.plan.search.layout_columns import in_flight
 
     own = tuple(range(3, 3 + stages))
     for ranks, times in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 3)):
@@ -140,12 +140,13 @@ def described(row: "LayoutCost") -> tuple[object, ...]:
     """Layout and cost of a row."""
     parallelism, layout = row.candidate.parallelism, row.candidate.layout
     degrees = [getattr(parallelism, degree) for degree in (*DEGREES, "ep", "etp", "pp_schedule")]
-    return *degrees, layout.micro_batch_size, row.candidate.mode, row.step_seconds, row.peak_bytes
+    return *degrees, layout.micro_batch_size, row.candidate.mode, row.step_seconds, row.reserved
 
 
 def print_both(name: str) -> None:
-    """Rows of an exhaustive and of bounded searches on three devices, as JSON."""
+    """Rows of an exhaustive and of bounded searches on three devices, as JSON. Both have enumerated layouts only."""
     from titan_exp.plan.cuda.devices import device_named
+    from titan_exp.plan.search.layout_cost import room_of
     from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.search.search import LayoutSearch, _forkserver, _start_worker
 
@@ -155,18 +156,21 @@ def print_both(name: str) -> None:
     gpus, words = SEARCHED[name]
     space = search_space(composed(*words), gpus, fixed_keys(words))
     device = device_named("h100")
-    whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)
+    whole = LayoutSearch(space, device, 0, quiet, bounded=False)
     whole.run()
-    costs = whole._costs
-    peaks = sorted(cost.peak_bytes for cost in costs)
+    totals = whole._costs
+    peaks = sorted(cost.peak_bytes + device.memory - cost.room for cost in totals.values())
     rows, looked = [], []
     for place, limit in ((-1, 2), (len(peaks) // 2, 3), (len(peaks) // 8, 3)):
-        room = peaks[place] * 1.001  # with another number of shards, the same layout may have some bytes more
-        search = LayoutSearch(space, replace(device, memory=round(room / 0.88)), limit, quiet)
+        small = replace(device, memory=round(peaks[place] * 1.05))  # the allocator reserves more
+        search = LayoutSearch(space, small, limit, quiet)
+        near = search._near
+        search._near = lambda start, near=near: (moved for moved in near(start) if moved.number >= 0)  # type: ignore[method-assign]
         result = search.run()
-        # Rows of both are traced again with their own number of shards.
-        whole._room, whole._limit = room, limit
+        whole._device = small
+        whole._costs = {key: replace(cost, room=room_of(cost.candidate.layout, small)) for key, cost in totals.items()}
         with ProcessPoolExecutor(2, _forkserver(), _start_worker) as pool:
-            rows.append([[described(row) for row in found] for found in (whole._confirm(pool), result.rows)])
+            whole._confirm(pool, limit)
+        rows.append([[described(row) for row in found] for found in (whole._fastest()[:limit], result.rows)])
         looked.append(result.looked_at)
-    print(json.dumps({"rows": rows, "looked at": len(costs), "at least": min(looked)}))
+    print(json.dumps({"rows": rows, "looked at": len(totals), "at least": min(looked)}))

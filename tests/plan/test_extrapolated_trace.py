@@ -87,7 +87,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
 
 
 def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
-    from titan_exp.plan.cuda.caching_allocator import reservations
+    from titan_exp.plan.cuda.caching_allocator import steady_reserved
 
     costs = trace.costs
     found = {
@@ -102,7 +102,7 @@ def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
             dict(costs.messages),
             dict(costs.calls),
         ),
-        "reserved": reservations(trace.setup_events, trace.step_events),
+        "reserved": [steady_reserved(trace.setup_events, trace.step_events, expandable=way) for way in (False, True)],
     }
     if beyond_limit:
         return found

@@ -5,7 +5,10 @@ import math
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,11 +17,26 @@ from titan_exp.cli.plan_commands.search import search_options
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layouts import KEYS, _enumerate, fixed_keys, search_space, train_command
+from titan_exp.plan.search.layouts import (
+    KEYS,
+    REFINED,
+    Candidate,
+    SearchSpace,
+    _enumerate,
+    fixed_keys,
+    search_space,
+    train_command,
+)
+from titan_exp.plan.search.moves import moves
 from titan_exp.rules import EVERY_RULE, violations
 from titan_exp.rules.rule import find_violations
+
+if TYPE_CHECKING:
+    from titan_exp.plan.search.layout_cost import LayoutCost
 
 TYPED = [
     "model=llama_debug",
@@ -70,7 +88,8 @@ def test_a_rule_is_called_once_for_layouts_equal_to_it():
 def test_typed_keys_stay_fixed():
     typed = ["parallelism.tp=2", "activation_checkpoint=full", "training.micro_batch_size=1", "optimizer.lr=1e-3"]
     fixed = fixed_keys(typed)
-    assert fixed == {"parallelism.tp", "activation_checkpoint.mode", "training.micro_batch_size"} < set(KEYS)
+    chosen = {f"activation_checkpoint.{key}" for key in ("mode", "every", "budget")}
+    assert fixed == {"parallelism.tp", "training.micro_batch_size", *chosen} < {*KEYS, *REFINED}
     found = search_space(composed(*typed), 8, fixed)
     assert {(candidate.parallelism.tp, candidate.mode) for candidate in found.candidates} == {(2, "full")}
 
@@ -82,16 +101,54 @@ def test_an_empty_search_space_is_refused():
         search_space(composed(), 7, {"parallelism.dp_replicate"})
 
 
+def near(space: SearchSpace, **values: object) -> tuple[Candidate, dict[str, tuple[int, Candidate]]]:
+    """A layout of a space, and its neighbours with their directions, by what their commands change."""
+    own = next(each for each in space.candidates if all(each.values[key] == value for key, value in values.items()))
+    found = {}
+    for direction, moved in moves(own, space, device_named("h100")):
+        changed = {key: value for key, value in moved.values.items() if own.values.get(key, "") != value}
+        found[" ".join(f"{key.partition('.')[2]}={value}" for key, value in changed.items())] = direction, moved
+    return own, found
+
+
+LONG = ["training.seq_len=16384", "training.global_batch_size=16", "model.context=16384", "model.layers=8"]
+
+
+def test_neighbours_differ_in_one_key_or_factor():
+    own = {"parallelism.cp": 2, "parallelism.dp_shard": 4, "activation_checkpoint.mode": "selective"}
+    _, found = near(search_space(composed(*LONG), 8, frozenset()), **own)
+    assert {"micro_batch_size=2", "cp_method=ulysses", "cp=1 tp=2", "dp_replicate=2 dp_shard=2"} <= set(found)
+    signs = {name: (direction > 0) - (direction < 0) for name, (direction, _) in found.items()}
+    assert {name for name, sign in signs.items() if sign > 0} == {
+        "mode=none",
+        "budget=0.8",
+        "reshard_after_forward=never",
+    }
+    less = {"mode=full", "budget=0.4", "reshard_after_forward=always", "loss_chunk_tokens=4096"}
+    assert {name for name, sign in signs.items() if sign < 0} == less
+    assert all(not violations(moved.experiment) for _, moved in found.values())
+    pipeline = {"parallelism.pp": 2, "parallelism.pp_schedule": "Interleaved1F1B"}
+    _, found = near(search_space(composed(*LONG), 8, frozenset()), **pipeline)
+    assert {"pp_schedule=1F1B", "pp_layers_per_stage=1"} <= set(found)
+    assert not any("reshard" in name for name in found), "a pipeline that reshards cannot be extrapolated"
+    fixed = fixed_keys(["compile=none", "activation_checkpoint.budget=0.5", "training.loss_chunk_tokens=auto"])
+    _, found = near(search_space(composed(*LONG), 8, fixed), **{"activation_checkpoint.mode": "selective"})
+    assert "mode=full" in found
+    assert not any(key in name for name in found for key in ("budget", "chunk", "enabled"))
+
+
 def test_commands_compose_to_their_layouts():
-    found = search_space(composed(), 8, frozenset())
-    for candidate in found.candidates[:: len(found.candidates) // 5]:
+    found = search_space(composed(*LONG), 8, frozenset())
+    _, moved = near(found, **{"activation_checkpoint.mode": "selective", "parallelism.cp": 2})
+    assert len(moved) > 10
+    for candidate in (*found.candidates[:: len(found.candidates) // 5], *(each for _, each in moved.values())):
         each = candidate.experiment
-        program, verb, *words = shlex.split(train_command(candidate, TYPED, {"training.steps": 7}))
+        program, verb, *words = shlex.split(train_command(candidate, [*TYPED, *LONG], {"training.steps": 7}))
         assert (program, verb) == ("titan-exp", "train")
-        again = to_experiment(compose(words))
-        assert (again.parallelism, again.activation_checkpoint) == (each.parallelism, each.activation_checkpoint)
-        assert again.training.micro_batch_size == each.training.micro_batch_size
-        assert again.training.steps == 7
+        again = resolve_kernels(to_experiment(compose(words)))
+        # The schedule of learning rates follows the steps.
+        training = replace(each.training, steps=7)
+        assert again == replace(each, training=training, lr_schedule=again.lr_schedule)
 
 
 def test_options_are_split_from_overrides():
@@ -123,8 +180,62 @@ def test_the_ranking_is_what_plan_predicts():
     for row in rows[1:]:  # the first costs as much
         launched = shlex.split(row["command"])[2:]
         alone = json.loads(planned(*launched, "--json"))
-        assert max(rank["peak_allocated_bytes"] for rank in alone["ranks"]) == row["peak_allocated_bytes"]
+        assert max(rank["peak_reserved_bytes"] for rank in alone["ranks"]) == row["peak_reserved_bytes"]
+        assert alone["ranks"][row["peak_pipeline_rank"]]["peak_allocated_bytes"] == row["peak_allocated_bytes"]
         assert alone["step_seconds"] == pytest.approx(row["step_seconds"], rel=1e-9)
+
+
+WIDE = ["model.dim=512", "model.layers=8", "training.global_batch_size=16", "training.micro_batch_size=2"]
+ONE_RANK = [*(f"parallelism.{degree}=1" for degree in ("dp_replicate", "tp", "cp", "pp")), "data.tokenizer=bytes"]
+
+
+# Torch warns of the embedding's view, which no operator changes in place.
+@pytest.mark.night
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_no_neighbour_of_the_best_layout_is_better():
+    """On a device with memory for something between selective and no recomputation, which only refined keys reach."""
+    best = best_row(2, [*WIDE, *ONE_RANK], between=0.5)
+    assert best.candidate.refined or best.candidate.mode == "every_n"
+
+
+@pytest.mark.night
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(("gpus", "words"), [(4, [*WIDE, "compile=none"]), (4, [*LONG, "parallelism.cp=2"])])
+def test_no_neighbour_of_the_best_of_more_keys_is_better(gpus: int, words: list[str]):
+    best_row(gpus, words, between=0.3)
+
+
+def best_row(gpus: int, words: list[str], *, between: float) -> "LayoutCost":
+    """Best row of a search, which the gate admits with the row's numbers; no neighbour that it admits is faster.
+
+    The device has memory between what the first layout needs with selective and no recomputation.
+    """
+    from titan_exp.plan.gate.gate import check_plan
+    from titan_exp.plan.plan_table import plan_to_json
+    from titan_exp.plan.predict import predict
+    from titan_exp.plan.search.layout_cost import planned_cost
+    from titan_exp.plan.search.search import LayoutSearch
+
+    space, device = search_space(composed(*words), gpus, fixed_keys(words)), device_named("h100")
+    first = [next(each for each in space.candidates if each.mode == mode) for mode in ("selective", "none")]
+    less, more = (planned_cost(each, device) for each in first)
+    room = round(less.needed + between * (more.needed - less.needed))
+    device = replace(device, memory=room + device.memory - less.room)
+    best = LayoutSearch(space, device, 2, lambda _: None).run().rows[0]
+    neighbours = [moved for _, moved in moves(best.candidate, space, device)]
+    assert len(neighbours) > 3
+    for candidate in (best.candidate, *neighbours):
+        plan = predict(candidate.experiment, device)
+        admitted = check_plan(candidate.experiment, device, Path("runs"), plan_to_json(plan)).fits
+        assert plan.step_seconds is not None
+        if candidate is best.candidate:
+            assert admitted
+            assert plan.step_seconds == pytest.approx(best.step_seconds, rel=1e-9)
+            assert max(rank.bytes for rank in plan.ranks) == best.reserved
+        else:
+            assert not admitted or plan.step_seconds >= best.step_seconds * (1 - 1e-9), candidate.values
+    return best
 
 
 @pytest.mark.night
@@ -182,6 +293,11 @@ def test_an_interrupted_search_returns_the_best_so_far():
 def test_cpus_are_refused():
     assert "no speed model for CPUs" in planned("search", "model=llama_debug", "cluster.device=cpu", code=2)
     assert "unknown device" in planned("search", *TYPED, "--device", "h10", code=2)
+
+
+def test_unknown_recipes_are_refused():
+    said = planned("search", *TYPED, "--gpus", "8", "--recipes", "float9", code=2)
+    assert "--recipes float9: unknown recipe. Use float8_rowwise, " in said
 
 
 def test_fp32_is_refused():

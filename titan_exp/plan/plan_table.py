@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.plan.cuda.caching_allocator import STEPS, Reservations
+from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
@@ -100,13 +99,14 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "peak_allocated_bytes": trace.peak.bytes,
         "peak_by_category": trace.peak.by_category,
         "peak_during": trace.peak.where,
-        "peak_reserved_bytes": None if rank.reserved is None else rank.bytes,
-        "reserved": None if rank.reserved is None else asdict(rank.reserved),
+        "peak_reserved_bytes": None if rank.allocator is None else rank.bytes,
+        "allocator": None if rank.allocator is None else asdict(rank.allocator),
+        "expandable_segments": rank.expandable,
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
         "saved_bytes": rank.saved,
-        "allocation_retries": 0 if rank.pressed is None else rank.pressed.retries,
+        "allocation_retries": 0 if rank.allocator is None else rank.allocator.retries,
         "saved_calls": list(trace.saved_calls),
         "host": None if trace.host is None else _host_json(trace.host),
         "flops": trace.costs.flops,
@@ -132,7 +132,7 @@ def _memory(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
     table.add_column("pp")
-    reserving = any(rank.reserved is not None for rank in plan.ranks)
+    reserving = any(rank.allocator is not None for rank in plan.ranks)
     for name in (*shown, "in all", *(("reserved",) if reserving else ())):
         table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
     table.add_column("during")
@@ -146,12 +146,14 @@ def _memory(plan: Plan) -> Table:
 def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
     if plan.device is None or plan.layout.device_type == "cpu":
         return "Sizes are those of tensor storages on a CPU."
-    room, tensors, pressed = plan.device.memory, largest.trace.peak.bytes, largest.pressed
+    room, tensors, allocator = plan.device.memory, largest.trace.peak.bytes, largest.allocator
     overhead = plan.device.overhead(process_groups(plan.layout))
     needs = f"{_gib(tensors)} GiB of tensors"
-    if largest.reserved is not None and tensors <= room:
+    if allocator is not None and tensors <= room:
         way = "expandable" if largest.expandable else "fixed"
-        other = _other_segments(plan, largest.reserved)
+        key = FIXED if largest.expandable else EXPANDABLE
+        graphs = plan.experiment.compile.cuda_graphs
+        other = ", which CUDA graphs need" if graphs else f"; {_gib(largest.other_segments)} with {key}"
         needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments{other}"
     unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
     needs += f"; {_gib(overhead)} is taken for CUDA's context and code and NCCL's buffers{unknown}"
@@ -159,10 +161,10 @@ def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
         return f"Does not fit: {needs}; the device has {_gib(room)}."
     left = f"{_gib(room - largest.bytes - overhead)} of the device's {_gib(room)} GiB are left"
     notes = f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
-    if pressed is None:
+    if allocator is None or not allocator.retries:
         return f"Fits, {left}: {needs}.{notes}"
     return (
-        f"Fits with the allocator under pressure: in {STEPS} steps it finds the device full {pressed.retries} times, "
+        f"Fits with the allocator under pressure: in {STEPS} steps it finds the device full {allocator.retries} times, "
         f"gives cached memory back, and waits for the GPU each time. {needs}; {left}.{notes}"
     )
 
@@ -208,15 +210,6 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
             f"The host clips and updates: it reads {format_si(host.costs.bytes_moved, 'B')} for each rank while the "
             "GPU waits. The estimates below leave that out, since the host's speed is not known."
         )
-
-
-def _other_segments(plan: Plan, reserved: Reservations) -> str:
-    """Clause about the other kind of segments, where a key chooses it."""
-    if plan.experiment.compile.cuda_graphs:
-        return ", which CUDA graphs need"
-    expandable = uses_expandable_segments(plan.experiment.cluster, plan.experiment.compile)
-    other, key = (reserved.segments, FIXED) if expandable else (reserved.expandable, EXPANDABLE)
-    return f"; {_gib(other.reserved)} with {key}"
 
 
 def _messages(plan: Plan, largest: RankPlan) -> Table:

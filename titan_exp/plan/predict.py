@@ -13,7 +13,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.models.spec.lookup import with_attention_backend
-from titan_exp.plan.cuda.caching_allocator import Reservations, Reserved, reservations
+from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
@@ -39,10 +39,8 @@ class RankPlan:
     """Memory, operators and messages of the step."""
     time: RankTime | None
     """Step time; None if rates are unknown."""
-    reserved: Reservations | None = None
-    """Memory that the caching allocator reserves; None on a CPU."""
-    pressed: Reserved | None = None
-    """Memory that it reserves within the device, of which it asks for more; None if the device has that."""
+    allocator: Reserved | None = None
+    """Statistics of the caching allocator with the run's segments; within the device, if it fits; None on a CPU."""
     expandable: bool = False
     """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime] = ()
@@ -63,11 +61,10 @@ class RankPlan:
         return self.trace.peak.bytes if self.allocator is None else self.allocator.reserved
 
     @property
-    def allocator(self) -> Reserved | None:
-        """Statistics of the caching allocator with the run's segments; None on a CPU."""
-        if self.pressed is not None and self.pressed.fits:
-            return self.pressed
-        return self.reserved and (self.reserved.expandable if self.expandable else self.reserved.segments)
+    def other_segments(self) -> int:
+        """Bytes that the allocator reserves with the other kind of segments, and no limit."""
+        events = self.trace.setup_events, self.trace.step_events
+        return steady_reserved(*events, expandable=not self.expandable).reserved
 
     @property
     def saved(self) -> int:
@@ -193,12 +190,10 @@ def predict(
     def rank_plan(number: int, trace: Trace) -> RankPlan:
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
-        reserved = reservations(trace.setup_events, trace.step_events) if cuda else None
+        events = trace.setup_events, trace.step_events
+        allocator = steady_reserved(*events, expandable=expandable, capacity=room) if cuda else None
         kernels = class_times(trace.costs, None if seconds is None else device)
-        found = RankPlan(number, trace, seconds, reserved, None, expandable, kernels)
-        return (
-            found if room is None or found.bytes <= room else replace(found, pressed=_pressed(trace, room, expandable))
-        )
+        return RankPlan(number, trace, seconds, allocator, expandable, kernels)
 
     room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
     load, worst = experiment.plan.worst_expert_load, None
@@ -223,12 +218,6 @@ def predict(
     return Plan(
         experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst
     )
-
-
-def _pressed(trace: Trace, room: int, expandable: bool) -> Reserved:
-    """Replay of the caching allocator with `room` bytes."""
-    found = reservations(trace.setup_events, trace.step_events, room)
-    return found.expandable if expandable else found.segments
 
 
 @dataclass

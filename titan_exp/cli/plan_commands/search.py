@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
@@ -22,17 +23,19 @@ from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.tracking.number_format import format_bytes
 
 if TYPE_CHECKING:
+    from titan_exp.config.groups.quantization import QuantizationConfig
     from titan_exp.plan.cuda.devices import Device
     from titan_exp.plan.search.search import SearchResult
 
 USAGE = """\
 titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--seconds N] [--device NAME]
-             [--json] ...
+             [--recipes LIST] [--json] ...
   for example: titan-exp plan search model=llama3_405b cluster=slurm_h100 --gpus 512 --global-batch-size 512 \\
       training.seq_len=8192 training.mixed_precision=bf16 --tokens 15e12
 
   Ranks every layout that fits by predicted speed: parallel degrees, pipeline schedules, micro-batch sizes and
-  activation checkpointing. Typed keys stay fixed, as in parallelism.tp=8; all other overrides are as in train."""
+  activation checkpointing; near the fastest also chunks of the loss, resharding, stages per rank, the method of context
+  parallelism and compile. Typed keys stay fixed, as in parallelism.tp=8; all other overrides are as in train."""
 
 
 def run_search(argv: Sequence[str]) -> int:
@@ -79,7 +82,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
             "(training.mixed_precision=fp32). Use bf16; titan-exp plan predicts one fp32 layout."
         )
     _check_homogeneous(experiment)
-    space = search_space(experiment, gpus, fixed_keys(typed))
+    space = search_space(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
     from titan_exp.plan.search.search import LayoutSearch
     from titan_exp.plan.search.search_table import print_search, search_json, steps_for
@@ -95,6 +98,20 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     else:
         print_search(result, space, device, typed=typed, more=more, tokens=tokens)
     return 0
+
+
+def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, QuantizationConfig]":
+    """Options of the group `quantization` by name, with typed keys of it. Raises UserError if there is none."""
+    from titan_exp.config.hydra.compose import CONF_DIR, compose
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.search.layouts import RECIPE
+
+    known = sorted(path.stem for path in (Path(CONF_DIR) / RECIPE).glob("*.yaml"))
+    for name in names:
+        if name not in known:
+            raise UserError(f"--recipes {name}: unknown recipe. Use {listed(known)}.")
+    keys = [word for word in typed if word.startswith(f"{RECIPE}.")]
+    return {name: to_experiment(compose([f"{RECIPE}={name}", *keys])).quantization for name in names}
 
 
 def _check_homogeneous(experiment: Experiment) -> None:
@@ -136,7 +153,7 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
         fixes.append("optimizer.state_precision=bf16")
     return (
         f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest of {result.looked_at} "
-        f"layouts needs {format_bytes(result.smallest.peak_bytes)} in {result.smallest.peak_where} ({degrees}, "
+        f"layouts needs {format_bytes(result.smallest.needed)} in {result.smallest.peak_where} ({degrees}, "
         f"training.micro_batch_size={smallest.training.micro_batch_size}, "
         f"activation_checkpoint.mode={smallest.activation_checkpoint.mode}). "
         f"Use {listed([*fixes, 'a shorter training.seq_len'])}."
@@ -145,9 +162,16 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Progress line on a terminal; yields the function that updates it."""
+    """Progress line on a terminal, or a line for every best layout so far; yields the function that updates it."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        best = dict[str, None]()
+
+        def show(line: str) -> None:
+            _, found, layout = line.partition("; ")
+            if found and layout not in best:
+                best[layout] = print(layout, file=sys.stderr, flush=True)
+
+        yield show
         return
     from rich.console import Console
 

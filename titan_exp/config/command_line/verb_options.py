@@ -215,10 +215,17 @@ class PlanSearchOptions:
     can be faster."""
     device: str | None = None
     """Device: a100, h100, h100_500w, h200, b200, mi300x; by default cluster.gpu_type."""
+    recipes: str | None = None
+    """Recipes to choose from beside the run's, as in float8_rowwise,mxfp8. By default the run's stays."""
     json: bool = False
     """Print JSON, in bytes and seconds."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
+
+    @property
+    def recipe_names(self) -> list[str]:
+        """Names in `recipes`."""
+        return [] if self.recipes is None else self.recipes.split(",")
 
 
 @dataclass(frozen=True)

@@ -54,26 +54,16 @@ class Reserved:
     """False if a retry failed: out of memory."""
 
 
-@dataclass(frozen=True)
-class Reservations:
-    """Steady-state reserved memory with both kinds of segments."""
-
-    segments: Reserved
-    """With fixed-size segments, torch's default."""
-    expandable: Reserved
-    """With `PYTORCH_ALLOC_CONF=expandable_segments:True`, the default of launched ranks."""
-
-
 STEPS = 3
 """Number of replayed steps; block addresses are stable afterwards."""
 
 
-def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int | None = None) -> Reservations:
-    """Replay setup and `STEPS` steps with both kinds of segments; `capacity` is device memory, None for unlimited."""
-    return Reservations(
-        replay(repeated(before, step, STEPS), expandable=False, capacity=capacity),
-        replay(repeated(before, step, STEPS), expandable=True, capacity=capacity),
-    )
+def steady_reserved(
+    before: Sequence[Event], step: Sequence[Event], *, expandable: bool, capacity: int | None = None
+) -> Reserved:
+    """Replay setup and `STEPS` steps; if they do not fit in `capacity`, without that limit, to tell what they need."""
+    found = replay(repeated(before, step, STEPS), expandable=expandable, capacity=capacity)
+    return found if found.fits else replay(repeated(before, step, STEPS), expandable=expandable)
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
@@ -132,7 +122,7 @@ def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int 
                 return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, False)
             blocks[event.storage] = block
         left = ([block.address for _, block in sorted(blocks.items())], allocator.layout())
-        if left == found and capacity is None:
+        if left == found and not allocator.retries:
             break
         found = left
     return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, True)

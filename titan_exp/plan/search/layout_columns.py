@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,6 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.layer_kinds import repetition
 from titan_exp.plan.search.layouts import MODES, Candidate
-from titan_exp.plan.search.rank_load import RankLoad, rank_load
 from titan_exp.plan.time.roofline import axis_ranks, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 
@@ -38,14 +38,6 @@ class LayoutColumns:
     cp: Column
     pp: Column
     ep: Column
-    sequences: Column
-    """Sequences of a micro-batch."""
-    tokens: Column
-    """Tokens of a micro-batch on a rank of cp."""
-    loss_tokens: Column
-    """Tokens whose logits are in memory at once."""
-    micro_batches: Column
-    stages: Column
     shards: Column
     """FSDP shards of parameters."""
     dense: Column
@@ -54,12 +46,22 @@ class LayoutColumns:
     """The same of experts."""
     ends: Column
     """The same of embedding and head together; 0 with a pipeline."""
+    sequences: Column
+    """Sequences of a micro-batch."""
+    tokens: Column
+    """Tokens of a micro-batch on a rank of cp."""
+    loss_tokens: Column
+    """Tokens whose logits are in memory at once."""
+    micro_batches: Column
+    stages: Column
+    """Pipeline stages of all ranks."""
     gathers: Column
-    """Gathers of a block's weights in a step."""
+    """Gathers of a block's weights in a step: freed ones are gathered again for backward."""
     layers: Column
-    """Blocks of the first, second and last pipeline rank; shape (layouts, 3), as of `sends`."""
+    """Like blocks of the first, second and last pipeline rank; shape (layouts, 3), as of the following. A period of
+    blocks counts as one; first ones that differ from the rest are left out."""
     sends: Column
-    """Hidden states that these ranks send per micro-batch."""
+    """Hidden states and their gradients that these ranks send per micro-batch."""
     in_flight: Column
     """Blocks of these ranks with simultaneous activations."""
     kind: npt.NDArray[np.int64]
@@ -74,7 +76,7 @@ class LayoutColumns:
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> "LayoutColumns":
         """Columns of layouts, in order."""
-        loads, sizes, rows = dict[object, RankLoad](), dict[object, tuple[float, float]](), list[tuple[float, ...]]()
+        loads, sizes, rows = dict[object, list[float]](), dict[object, tuple[float, float]](), list[list[float]]()
         kinds, groups = list[tuple[int, ...]](), list[list[int]]()
         numbers: dict[str, dict[object, int]] = {axis: {} for axis in _GROUP_OF}
         placed: dict[str, list[ParallelismConfig]] = {axis: [] for axis in _GROUP_OF}
@@ -82,24 +84,14 @@ class LayoutColumns:
             own, training = candidate.parallelism, candidate.experiment.training
             size = training.micro_batch_size
             key = size, own.dp_replicate * own.dp_shard, own.cp, own.pp, own.pp_schedule
-            load = loads.get(key)
-            if load is None:
-                load = loads[key] = rank_load(candidate)
+            if key not in loads:
+                loads[key] = _load(candidate)
             degrees = own.tp, own.ep, own.etp
             if degrees not in sizes:
                 sizes[degrees] = block_parameters(candidate)
-            rows.append((own.tp, own.cp, own.pp, own.ep, load.sequences, load.tokens, load.loss_tokens))
-            rows[-1] += (
-                load.micro_batches,
-                load.stages,
-                candidate.shards,
-                *sizes[degrees],
-                _ends(candidate),
-                load.gathers,
-            )
-            of_ranks = load.layers, load.sends, load.in_flight
-            rows[-1] += tuple(counts[at] for counts in of_ranks for at in (0, min(1, own.pp - 1), -1))
-            kinds.append(_kind(candidate, load))
+            ends = candidate.shards, *sizes[degrees], _ends(candidate)
+            rows.append([own.tp, own.cp, own.pp, own.ep, *ends, *loads[key]])
+            kinds.append(_kind(candidate))
             found = list[int]()
             for axis, names in _GROUP_OF.items():
                 ranks = tuple(getattr(own, name) for name in names)
@@ -153,7 +145,7 @@ KIND_WEIGHTS = np.array([100.0, 10.0, 4.0, 1.0, 1.0, 2.0, 0.5])
 """Distances between layouts of different kinds, in the order of `_kind`."""
 
 
-def _kind(candidate: Candidate, load: RankLoad) -> tuple[int, ...]:
+def _kind(candidate: Candidate) -> tuple[int, ...]:
     own = candidate.parallelism
     return (
         MODES.index(candidate.mode) if candidate.mode in MODES else len(MODES),
@@ -162,7 +154,7 @@ def _kind(candidate: Candidate, load: RankLoad) -> tuple[int, ...]:
         candidate.has_one_data_rank,
         candidate.experts is not None and candidate.experts[-1],
         own.etp > 1,
-        0 if own.pp > 1 else min(load.micro_batches, 3),
+        0 if own.pp > 1 else min(candidate.layout.gradient_accumulation, 3),
     )
 
 
@@ -182,3 +174,39 @@ def block_parameters(candidate: Candidate) -> tuple[float, float]:
     experts = sum(linear.parameters for linear in linears if linear.experts > 1)
     dense = sum(linear.parameters for linear in linears) - experts
     return dense / parallelism.tp, experts / (parallelism.ep * parallelism.etp)
+
+
+@cache
+def in_flight(schedule: str, ranks: int, rank: int, own: tuple[int, ...], micro_batches: int) -> int:
+    """Forward blocks of a rank before its first backward. `own` are the layers of its stages."""
+    if schedule == "1F1B":
+        return own[0] * min(ranks - rank, micro_batches)
+    if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
+        # One micro-batch per rank through every stage but the last, and further ones until the first returns.
+        turns = min((len(own) + 1) * ranks - 1 - 2 * rank, micro_batches * len(own))
+        return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
+    return sum(own) * micro_batches
+
+
+def _load(candidate: Candidate) -> list[float]:
+    """Columns of a layout from `sequences` to `in_flight`."""
+    layout, parallelism = candidate.layout, candidate.parallelism
+    micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
+    # The first layers may be smaller than the rest.
+    distinct, period = repetition(candidate.experiment)
+    layers = (layout.layers - distinct) // period
+    by_rank, sends, held = [layers], [0], [layers]
+    if ranks > 1:
+        counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
+        placed = list(zip(layout.stage_placement, counts, strict=True))
+        by_rank, sends = [0] * ranks, [0] * ranks
+        for stage, (rank, count) in enumerate(placed):
+            by_rank[rank] += count
+            sends[rank] += (stage > 0) + (stage < len(placed) - 1)
+        own = [tuple(count for at, count in placed if at == rank) for rank in range(ranks)]
+        held = [in_flight(parallelism.pp_schedule, ranks, rank, own[rank], micro_batches) for rank in range(ranks)]
+    tokens = layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp
+    chunk, gathers = min(tokens, layout.loss_chunk_tokens or tokens), 2 * micro_batches
+    scalars = [layout.micro_batch_size, tokens, chunk, micro_batches, layout.stage_count]
+    of_ranks = [counts[at] for counts in (by_rank, sends, held) for at in (0, min(1, ranks - 1), -1)]
+    return [*scalars, 1 if layout.reshard_policy == "never" else gathers, *of_ranks]

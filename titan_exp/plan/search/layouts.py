@@ -3,20 +3,21 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.axes import DEGREES, regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import Rule, find_violations
@@ -36,7 +37,19 @@ KEYS = (
     "training.micro_batch_size",
     "activation_checkpoint.mode",
 )
-"""Searched keys, unless fixed on the command line."""
+"""Enumerated keys, unless fixed on the command line."""
+REFINED = (
+    "activation_checkpoint.every",
+    "activation_checkpoint.budget",
+    "compile.enabled",
+    "parallelism.cp_method",
+    "parallelism.pp_layers_per_stage",
+    "parallelism.reshard_after_forward",
+    "training.loss_chunk_tokens",
+)
+"""Keys that are searched near the fastest layouts, unless fixed."""
+RECIPE = "quantization"
+"""Group of recipes, searched like `REFINED` if asked for."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,18 @@ class Candidate:
     """Run with this layout."""
     spec: ModelSpec | None
     """Spec of its model."""
+    refined: tuple[tuple[str, Any], ...] = ()
+    """Values of `REFINED` keys, and a recipe, that the typed run does not have."""
+
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """Values of all searched keys."""
+        return self.base, self.refined
+
+    @cached_property
+    def base(self) -> tuple[Any, ...]:
+        """Values of enumerated keys."""
+        return _values_of(KEYS, self.experiment)
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -65,18 +90,17 @@ class Candidate:
         """Activation checkpointing mode."""
         return self.experiment.activation_checkpoint.mode
 
-    @cached_property
-    def kv_heads(self) -> int:
-        """Key-value heads of the model; 1 without attention."""
-        return 1 if self.spec is None or self.spec.attention is None else self.spec.attention.kv_heads
-
     @property
-    def replicated(self) -> frozenset[str]:
-        """Linears whose weights tensor-parallel ranks replicate, since they cannot be divided by whole units."""
-        linears, tp = () if self.spec is None else self.spec.linears(), self.parallelism.tp
-        return frozenset(
-            name for name, linear in linears if isinstance(linear.tp, Colwise) and linear.tp.is_replicated(tp)
-        )
+    def values(self) -> dict[str, Any]:
+        """Values of searched keys that make the typed run this one."""
+        values: dict[str, Any] = {f"parallelism.{degree}": getattr(self.parallelism, degree) for degree in DEGREES}
+        if self.parallelism.pp > 1:
+            values["parallelism.pp_schedule"] = self.parallelism.pp_schedule
+        if self.experts is not None:
+            values |= {EP: self.parallelism.ep, ETP: self.parallelism.etp}
+        values["training.micro_batch_size"] = self.experiment.training.micro_batch_size
+        values["activation_checkpoint.mode"] = self.mode
+        return values | dict(self.refined)
 
     @property
     def shards(self) -> int:
@@ -112,38 +136,34 @@ class SearchSpace:
     """Number of enumerated layouts."""
     left_out: list[tuple[int, Violation]]
     """Number of layouts that break a rule by key, with an example, the most frequent first."""
+    fixed: frozenset[str]
+    """Keys that keep the run's values."""
+    recipes: Mapping[str, QuantizationConfig] = field(default_factory=dict)
+    """Recipes to choose from, by name."""
 
+    def moved(self, candidate: Candidate, experiment: Experiment, recipe: str | None = None) -> Candidate:
+        """Candidate near another one; `recipe` is a new one."""
+        before, after = (dict(zip(REFINED, _values_of(REFINED, each), strict=True)) for each in (self.base, experiment))
+        refined = {key: value for key, value in after.items() if value != before[key]}
+        recipe = recipe or dict(candidate.refined).get(RECIPE)
+        return Candidate(-1, experiment, candidate.spec, (*refined.items(), *([(RECIPE, recipe)] if recipe else [])))
 
-def neighbours(of: Candidate, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Layouts that differ from one in a single key, or in a prime factor that moves from one degree to another."""
-    own = of.parallelism
-    for other in candidates:
-        each = other.parallelism
-        changed = [
-            (getattr(own, degree), getattr(each, degree))
-            for degree in DEGREES
-            if getattr(own, degree) != getattr(each, degree)
-        ]
-        if len(changed) not in (0, 2):
-            continue
-        schedules = own.pp > 1 < each.pp and own.pp_schedule != each.pp_schedule
-        size = of.experiment.training.micro_batch_size != other.experiment.training.micro_batch_size
-        keys = (own.ep != each.ep) + (own.etp != each.etp) + (of.mode != other.mode) + schedules + size
-        one_moves = bool(changed) and not keys and len(divisors(max(changed[0]) // min(changed[0]))) == 2
-        if one_moves or (not changed and keys == 1):
-            yield other
+    @property
+    def base(self) -> Experiment:
+        """An enumerated run, of which no `REFINED` key differs from the typed one."""
+        return self.candidates[0].experiment
 
 
 def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     """Searched keys fixed by overrides."""
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
-    fixed = {key for key in KEYS if key in typed}
-    if "activation_checkpoint" in typed:
-        fixed.add("activation_checkpoint.mode")
-    return frozenset(fixed)
+    groups = typed & {"activation_checkpoint", "compile", RECIPE}
+    return frozenset(key for key in (*KEYS, *REFINED, RECIPE) if key in typed or key.partition(".")[0] in groups)
 
 
-def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> SearchSpace:
+def search_space(
+    experiment: Experiment, gpus: int, fixed: Collection[str], recipes: Mapping[str, QuantizationConfig] | None = None
+) -> SearchSpace:
     """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values.
 
     Raises:
@@ -172,7 +192,7 @@ def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> S
     if not candidates:
         examples_of_most = [example for _, example in left_out[:3]]
         raise UserError(f"plan search: each of {tried} layouts on {gpus} GPUs breaks a rule.", examples_of_most)
-    return SearchSpace(candidates, tried, left_out)
+    return SearchSpace(candidates, tried, left_out, frozenset(fixed), recipes or {})
 
 
 def _first_violation(rule: Rule, experiment: Experiment) -> Violation | None:
@@ -181,15 +201,7 @@ def _first_violation(rule: Rule, experiment: Experiment) -> Violation | None:
 
 def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str, Any]) -> str:
     """Launch command of a layout: typed overrides, searched keys, and `more` keys with values."""
-    experiment = candidate.experiment
-    values: dict[str, Any] = {f"parallelism.{degree}": getattr(experiment.parallelism, degree) for degree in DEGREES}
-    if experiment.parallelism.pp > 1:
-        values["parallelism.pp_schedule"] = experiment.parallelism.pp_schedule
-    if candidate.experts is not None:
-        values |= {EP: experiment.parallelism.ep, ETP: experiment.parallelism.etp}
-    values["training.micro_batch_size"] = experiment.training.micro_batch_size
-    values["activation_checkpoint.mode"] = experiment.activation_checkpoint.mode
-    values |= more
+    values = {**candidate.values, **more}
     kept = [word for word in typed if word.lstrip("+").partition("=")[0] not in values]
     return " ".join(
         ["titan-exp train", *map(_quoted, kept), *(f"{key}={shown(value)}" for key, value in values.items())]
@@ -203,16 +215,12 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
         schedules = (
             (parallelism.pp_schedule,) if "parallelism.pp_schedule" in fixed or degrees["pp"] == 1 else SCHEDULES
         )
-        rows = max(1, training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"]))
-        sizes = (
-            [training.micro_batch_size]
-            if "training.micro_batch_size" in fixed
-            else [size for size in divisors(rows) if size <= MAX_MICRO_BATCH]
-        )
+        rows = training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
+        sizes = [training.micro_batch_size] if "training.micro_batch_size" in fixed else micro_batches(rows)
         modes = [experiment.activation_checkpoint.mode] if "activation_checkpoint.mode" in fixed else MODES
         kinds = [
             replace(parallelism, **degrees, pp_schedule=schedule, ep=ep, etp=etp)
-            for schedule, (ep, etp) in product(schedules, _expert_degrees(experiment, degrees, fixed))
+            for schedule, (ep, etp) in product(schedules, expert_degrees(experiment, degrees, fixed))
         ]
         batches = [replace(training, micro_batch_size=size) for size in sizes]
         saved = [replace(experiment.activation_checkpoint, mode=mode) for mode in modes]
@@ -220,7 +228,7 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
             yield replace(experiment, parallelism=kind, training=batch, activation_checkpoint=checkpointing)
 
 
-def _expert_degrees(
+def expert_degrees(
     experiment: Experiment, degrees: Mapping[str, int], fixed: Collection[str]
 ) -> Iterator[tuple[int, int]]:
     """Searched values of `parallelism.ep` and `etp`: experts are whole or divided by `tp`, and `ep` divides the
@@ -231,6 +239,11 @@ def _expert_degrees(
         ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"] // etp
         for ep in [parallelism.ep] if EP in fixed or not counts else divisors(math.gcd(ranks, *counts)):
             yield ep, etp
+
+
+def micro_batches(sequences: int) -> list[int]:
+    """Searched sizes of micro-batches for a data-parallel rank with so many sequences."""
+    return [size for size in divisors(max(1, sequences)) if size <= MAX_MICRO_BATCH]
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
@@ -253,6 +266,10 @@ def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) 
                 yield {degrees[0]: value, **rest}
 
     yield from assign(searched, gpus)
+
+
+def _values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
+    return attrgetter(*keys)(experiment)
 
 
 def _quoted(word: str) -> str:

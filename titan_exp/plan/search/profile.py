@@ -52,8 +52,6 @@ class Profile:
     """`kept` of the embedding on the first pipeline rank."""
     first_gathered: int
     """`gathered` of the embedding."""
-    reduced: OpCosts
-    """Gradient reduction of a block without a pipeline."""
     message: OpCosts
     """One send and one receive between stages."""
 
@@ -95,7 +93,6 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         first_kept=_master_bytes(optimizer_steps.first),
         # After the first block's backward pass, its own gradients are cast too.
         first_gathered=0 if whole else max(0, _grown_outside_blocks(sample) - max(0, in_backward)),
-        reduced=_reduced(sample) if whole else OpCosts(),
         message=sample.message,
     )
 
@@ -128,18 +125,6 @@ def _ends(sample: Sample, stage: str, micro: int) -> OpCosts:
     parts = [sample.joined(stage, micro, *_outside(kind)) for kind in "FB"]
     parts += [sample.joined(stage, micro, f"{kind} block", block=block) for kind in "FB" for block in modules]
     return sum_costs(part.costs for part in parts)
-
-
-def _reduced(sample: Sample) -> OpCosts:
-    """Gradient reduction of a block, by one of the micro-batches."""
-    reduced = OpCosts()
-    for micro in range(sample.micro_batches):
-        costs = _middle_block(sample, "B", micro).costs
-        for (axis, kind), size in costs.messages.items():
-            if kind in ("reduce-scatter", "all-reduce") and {"fsdp", "dp_replicate"} & set(axis.split("=")):
-                reduced.messages[axis, kind] += size
-                reduced.calls[axis, kind] += costs.calls[axis, kind]
-    return reduced
 
 
 def _grown_outside_blocks(sample: Sample) -> int:

@@ -1,6 +1,7 @@
-"""Best-first search of layouts: traces those that are estimated to be among the fastest, and the best one's neighbours.
+"""Search of layouts: best-first over the enumerated keys, then coordinate descent over all keys from the best rows.
 
-Estimates are scaled from the nearest trace (`estimates.py`); rows are extrapolated from traces of their own.
+Estimates, scaled from the nearest trace (`estimates.py`), choose the layouts to trace. Totals extrapolated from traces
+rank these, and `titan-exp plan` confirms the fastest by the gate's rule.
 """
 
 import gc
@@ -10,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
@@ -21,7 +21,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -35,21 +34,28 @@ from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost
-from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace, neighbours
+from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, planned_cost, room_of
+from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace
+from titan_exp.plan.search.moves import moves
 from titan_exp.plan.search.profile import profile_of
 
-MEMORY_FRACTION = 0.88
-"""Fraction of device memory available to tensors; the rest is for fragmentation, CUDA's context, cuBLAS workspaces and
-NCCL buffers. A round number from a few runs on one kind of GPU, not a prediction."""
+SLOWER = 1.1
+"""Neighbours of the fastest layout are traced unless they are estimated to take at least so many times as long."""
 
-MUCH_SLOWER = 1.25
-"""Neighbours of the fastest layout are extrapolated unless they are estimated to take so many times as long."""
+REFUSED, EXCESS = 2, 1.3
+"""Number of layouts per round that are faster than the best but do not fit, from which the descent goes towards less
+memory, if they need no more than so many times the device's."""
+
+EXPLORING = 0.7
+"""Share of a time limit after which rows are only confirmed."""
 
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
-Key = tuple[object, ...]
+WITHOUT_TRACE = ("activation_checkpoint.every", "parallelism.pp_layers_per_stage")
+"""Refined keys that change how often traced parts occur, and no part."""
+
+Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,13 @@ class SearchResult:
     """Result of a search."""
 
     rows: list[LayoutCost]
-    """Fastest layouts that fit, fastest first."""
+    """Fastest layouts that fit, fastest first, and planned unless the search was stopped."""
     front: list[bool]
     """True for each row on the Pareto front of speed and memory."""
     smallest: LayoutCost | None
-    """Extrapolated layout with the smallest peak."""
+    """Looked at layout that needs the least memory."""
     looked_at: int
-    """Number of layouts whose cost was extrapolated."""
+    """Number of layouts whose cost was extrapolated or planned."""
     too_large: int
     """Number of these layouts that do not fit."""
     floor: int
@@ -83,28 +89,32 @@ class SearchResult:
 class LayoutSearch:
     """Search for the fastest `limit` layouts, with one process per core.
 
-    `show` is called with progress lines. Without `bounded`, every layout is extrapolated.
+    `show` is called with progress lines. Without `bounded`, every enumerated layout is extrapolated.
     """
 
     def __init__(
         self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None], *, bounded: bool = True
     ) -> None:
-        self._device, self._limit, self._show, self._bounded = device, limit, show, bounded
+        self._space, self._device, self._limit, self._show, self._bounded = space, device, limit, show, bounded
         checks = LayoutChecks((_too_long, unsupported_reason), KEYS)
         reasons = [checks.first(candidate.experiment) for candidate in space.candidates]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         supported = [each for each, reason in zip(space.candidates, reasons, strict=True) if reason is None]
         self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
-        self._room = device.memory * MEMORY_FRACTION
+        self._room = np.array([room_of(each.layout, device) for each in self._candidates])
         self._open = np.ones(len(supported), dtype=bool)
-        self._neighbours: npt.NDArray[np.bool_] | None = None
         self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}
-        self._costs: list[LayoutCost] = []
-        self._fits: list[float] = []
+        self._costs: dict[Key, LayoutCost] = {}
+        self._expanded = set[Key]()
+        self._deadline = math.inf
 
     @cached_property
     def _estimates(self) -> Estimates:
         return Estimates(self._candidates, self._device)
+
+    @cached_property
+    def _numbers(self) -> dict[Key, int]:
+        return {each.base: each.number for each in self._candidates}
 
     def run(self, seconds: float | None = None) -> SearchResult:
         """Run the search, for up to `seconds`; Ctrl-C ends it early, too.
@@ -113,52 +123,55 @@ class LayoutSearch:
             UserError: an option of a layout is not supported.
         """
         began, stopped = time.perf_counter(), False
+        self._deadline = math.inf if seconds is None else time.monotonic() + EXPLORING * seconds
         cores = len(os.sched_getaffinity(0))
         pool = ProcessPoolExecutor(cores, _forkserver(), _start_worker)
         # A pool that is interrupted while it starts cannot be shut down.
         pool.submit(os.getpid)
         try:
             with interrupt_after(seconds):
-                rows = self._search(pool, cores)
+                self._search(pool, cores)
+            stopped = self._late
         except KeyboardInterrupt:
-            rows, stopped = self._fastest()[: self._limit], True
+            stopped = True
             # Running traces may take a minute.
             for worker in multiprocessing.active_children():
                 worker.kill()
         finally:
             pool.shutdown(cancel_futures=True)
-        front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
-        too_large = int((self._open & (self._estimates.least_bytes > self._room)).sum()) if self._candidates else 0
+        rows, costs = self._fastest()[: self._limit], list(self._costs.values())
+        front = [all(row.needed < faster.needed for faster in rows[:place]) for place, row in enumerate(rows)]
+        floor = int((self._open & (self._estimates.least_bytes > self._room)).sum()) if self._candidates else 0
         return SearchResult(
             rows,
             front,
-            min(self._costs, key=lambda cost: cost.peak_bytes, default=None),
-            len(self._costs),
-            sum(cost.peak_bytes > self._room for cost in self._costs),
-            too_large,
-            len(self._candidates) - len(self._costs) - too_large,
+            min(costs, key=lambda cost: cost.needed, default=None),
+            len(costs),
+            sum(not cost.fits for cost in costs),
+            floor,
+            len(self._candidates) - sum(cost.candidate.number >= 0 for cost in costs) - floor,
             self._unknown,
             len(self._traced),
             time.perf_counter() - began,
             stopped,
         )
 
-    def _search(self, pool: ProcessPoolExecutor, cores: int) -> list[LayoutCost]:
-        seeds = self._seeds()
-        traces = [pool.submit(_trace, seed) for seed in seeds]
-        for future in as_completed(traces):
-            self._add_trace(*future.result())
-        self._explore(pool, cores)
-        best = None
-        while self._bounded and self._fits and best is not (best := self._fastest()[0].candidate):
-            self._neighbours = np.zeros(len(self._candidates), dtype=bool)
-            self._neighbours[[other.number for other in neighbours(best, self._candidates)]] = True
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def _search(self, pool: ProcessPoolExecutor, cores: int) -> None:
+        self._evaluate(pool, self._seeds())
+        state = None
+        while state != (state := (len(self._costs), sum(cost.reserved is not None for cost in self._costs.values()))):
+            # What the allocator refuses leaves room for other rows.
             self._explore(pool, cores)
-        if not self._fits and self._open.any():
+            if self._bounded:
+                self._refine(pool, cores)
+            self._confirm(pool, self._limit)
+        if not self._fastest() and self._open.any():
             # Its peak tells what is missing.
-            smallest = self._candidates[int(np.where(self._open, self._estimates.bytes, np.inf).argmin())]
-            self._add_trace(*_trace(smallest))
-        return self._confirm(pool)
+            self._evaluate(pool, [self._candidates[int(np.where(self._open, self._estimates.bytes, np.inf).argmin())]])
 
     def _seeds(self) -> list[Candidate]:
         """Layouts traced first: simple ones of every mode of activation checkpointing, with and without a pipeline and
@@ -180,24 +193,48 @@ class LayoutSearch:
                 seeds.setdefault(_key(simplest), simplest)
         return list(seeds.values())
 
+    def _evaluate(self, pool: ProcessPoolExecutor, candidates: Iterable[Candidate]) -> None:
+        """Trace what candidates need, and extrapolate them. Moves that cannot be extrapolated are left out."""
+        waiting: dict[Key, list[Candidate]] = {}
+        for candidate in candidates:
+            waiting.setdefault(_key(candidate), []).append(candidate)
+        for key in waiting.keys() & self._traced.keys():
+            for candidate in waiting.pop(key):
+                self._extrapolate(candidate)
+        futures = {pool.submit(_trace, group[0]): group for group in waiting.values()}
+        for future in as_completed(futures):
+            group = futures[future]
+            if future.exception() is None or group[0].number >= 0:
+                self._add_trace(*future.result())
+                for candidate in group[1:]:
+                    self._extrapolate(candidate)
+            if self._late:
+                for other in futures:
+                    other.cancel()
+                return
+
     def _add_trace(self, candidate: Candidate, parts: TracedParts) -> None:
         """Use a traced layout for estimates, and extrapolate it."""
         self._traced[_key(candidate)] = candidate, parts
-        cost, profile = self._extrapolate(candidate), profile_of(candidate, parts)
-        if profile is not None:
+        cost = self._extrapolate(candidate)
+        profile = profile_of(candidate, parts) if candidate.number >= 0 else None
+        if profile is not None and cost is not None:
             self._estimates.add(profile, cost)
-        best = f"; fastest: {self._fastest()[0].tokens_per_second:,.0f} tokens/s/GPU" if self._fits else ""
-        self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated{best}")
+        self._report()
+
+    def _report(self) -> None:
+        text = f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated"
+        self._show(text + "".join(f"; fastest so far: {cost}" for cost in self._fastest()[:1]))
 
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        """Extrapolate layouts in the order of their estimates until no other can enter the rows."""
+        """Extrapolate enumerated layouts in the order of their estimates until no other can enter the rows."""
         waiting: dict[Key, list[Candidate]] = {}
         running = set[Future[tuple[Candidate, TracedParts]]]()
         while True:
             later: list[Candidate] = []
             # Layouts with better estimates may suffice: wait for their traces before tracing slower ones.
             while len(running) < cores and not (running and self._enough([*waiting.values(), later])):
-                candidate = self._next()
+                candidate = None if self._late else self._next()
                 if candidate is None:
                     break
                 key = _key(candidate)
@@ -227,56 +264,85 @@ class LayoutSearch:
 
     def _enough(self, waiting: Iterable[Collection[Candidate]]) -> bool:
         """True if the rows would be complete if every pending layout fit."""
-        return len(self._fits) + sum(map(len, waiting)) >= self._limit > len(self._fits)
+        found = len(self._fastest())
+        return found + sum(map(len, waiting)) >= self._limit > found
 
     def _next(self) -> Candidate | None:
-        """Layout with the best estimate that may still enter the rows, or be faster than its neighbour, or None."""
+        """Layout with the best estimate that may still enter the rows, or None."""
         if not self._candidates:
             return None
         estimates, allowed = self._estimates, self._open
         if self._bounded:
-            allowed = allowed & (estimates.least_bytes <= self._room)
-            if self._neighbours is None:
-                allowed &= estimates.least_seconds <= self._slowest_row()
-            else:
-                allowed &= self._neighbours & (estimates.seconds <= MUCH_SLOWER * self._fits[0])
+            rows = self._fastest()
+            slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
+            allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)
         number = int(np.where(allowed, estimates.seconds, np.inf).argmin())
         return self._candidates[number] if allowed[number] else None
 
-    def _slowest_row(self) -> float:
-        """Step seconds of the current last row."""
-        return self._fits[self._limit - 1] if len(self._fits) >= self._limit else math.inf
-
-    def _extrapolate(self, candidate: Candidate) -> LayoutCost:
-        cost = layout_cost(candidate, *self._traced[_key(candidate)], self._device)
-        self._open[candidate.number] = False
-        self._costs.append(cost)
-        if cost.peak_bytes <= self._room:
-            insort(self._fits, cost.step_seconds)
+    def _extrapolate(self, candidate: Candidate) -> LayoutCost | None:
+        """Cost of a layout with a traced profile; None for a move that cannot be extrapolated."""
+        try:
+            cost = layout_cost(candidate, *self._traced[_key(candidate)], self._device)
+        except ExtrapolationError:
+            if candidate.number >= 0:
+                raise
+            return None
+        if candidate.number >= 0:
+            self._open[candidate.number] = False
+        self._costs[candidate.identity] = cost
         return cost
 
     def _fastest(self) -> list[LayoutCost]:
-        """Extrapolated layouts that fit, fastest first."""
-        fits = [cost for cost in self._costs if cost.peak_bytes <= self._room]
-        return sorted(fits, key=lambda cost: cost.step_seconds)
+        """Layouts that fit, fastest first; of those that only refine the same layout, the fastest."""
+        found: dict[Key, LayoutCost] = {}
+        for cost in sorted((cost for cost in self._costs.values() if cost.fits), key=lambda cost: cost.step_seconds):
+            found.setdefault(cost.candidate.base, cost)
+        return list(found.values())
 
-    def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
-        """Fastest layouts that fit when extrapolated from traces with their own number of shards."""
-        rows, costs = list[LayoutCost](), self._fastest()
-        while costs and len(rows) < self._limit:
-            wave, costs = costs[: self._limit - len(rows)], costs[self._limit - len(rows) :]
-            exact, by_profile = list[LayoutCost](), dict[Key, list[LayoutCost]]()
-            for cost in wave:
-                candidate = cost.candidate
-                if _shards(candidate) == _shards(self._traced[_key(candidate)][0]):
-                    exact.append(cost)
-                else:
-                    by_profile.setdefault((*_key(candidate), *_shards(candidate)), []).append(cost)
-            self._show(f"tracing the fastest that fit with their own number of shards: {len(by_profile)} profiles")
-            retraced = pool.map(_extrapolate_exactly, [(group, self._device) for group in by_profile.values()])
-            exact = [cost for group in retraced for cost in group] + exact
-            rows += [cost for cost in exact if cost.peak_bytes <= self._room]
-        return sorted(rows, key=lambda row: row.step_seconds)
+    def _refine(self, pool: ProcessPoolExecutor, cores: int) -> None:
+        """Coordinate descent over all keys from the fastest layout, and from faster ones that do not fit."""
+        while not self._late:
+            self._confirm(pool, cores)
+            starts = [cost for cost in self._starts() if cost.candidate.identity not in self._expanded]
+            if not starts:
+                return
+            self._expanded |= {cost.candidate.identity for cost in starts}
+            near = {moved.identity: moved for start in starts for moved in self._near(start)}
+            self._evaluate(pool, near.values())
+
+    def _starts(self) -> list[LayoutCost]:
+        best = self._fastest()[:1]
+        limit = best[0].step_seconds if best else math.inf
+        refused = [cost for cost in self._costs.values() if cost.step_seconds < limit and not cost.fits]
+        close = [cost for cost in refused if cost.needed <= EXCESS * cost.room]
+        return [*best, *sorted(close, key=lambda cost: cost.step_seconds if best else cost.needed)[:REFUSED]]
+
+    def _near(self, start: LayoutCost) -> Iterator[Candidate]:
+        """Moves from a layout that may be faster and fit."""
+        for direction, moved in moves(start.candidate, self._space, self._device):
+            useful = direction >= 0 if start.fits else direction <= 0 and moved.base[:-1] == start.candidate.base[:-1]
+            if useful and moved.identity not in self._costs and _too_long(moved.experiment) is None:
+                number = self._numbers.get(moved.base, -1)
+                if not start.fits or self._may_be_faster(start, number):
+                    yield moved if moved.refined else replace(moved, number=number)
+
+    def _may_be_faster(self, start: LayoutCost, number: int) -> bool:
+        """True if an enumerated layout, or one refined like `start`, may be nearly as fast and fit, by estimates."""
+        own, estimates = self._numbers.get(start.candidate.base, -1), self._estimates
+        if number in (-1, own) or own == -1:
+            return True
+        seconds = start.step_seconds * estimates.least_seconds[number] / estimates.seconds[own]
+        needed = start.needed + estimates.least_bytes[number] - estimates.bytes[own]
+        return bool(seconds <= SLOWER * start.step_seconds and needed <= self._room[number])
+
+    def _confirm(self, pool: ProcessPoolExecutor, count: int) -> None:
+        """Plan the fastest layouts, until `count` fit by the rule of the gate."""
+        while pending := [cost for cost in self._fastest()[:count] if cost.reserved is None]:
+            self._show(f"planning the fastest {len(pending)} that are not planned yet")
+            for future in as_completed([pool.submit(planned_cost, cost.candidate, self._device) for cost in pending]):
+                cost = future.result()
+                self._costs[cost.candidate.identity] = cost
+                self._report()
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
@@ -301,6 +367,7 @@ def _key(candidate: Candidate) -> Key:
         parallelism.cp,
         candidate.experts,
         candidate.mode,
+        tuple(part for part in candidate.refined if part[0] not in WITHOUT_TRACE),
         layout.micro_batch_size,
         pipeline,
         frozenset(stage_sizes(candidate.experiment)),
@@ -365,14 +432,3 @@ def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
 def _freeze_imports() -> None:
     """Exempt what the first trace imports from garbage collection, which slows every trace."""
     gc.freeze()
-
-
-def _shards(candidate: Candidate) -> tuple[int, int]:
-    return candidate.parallelism.dp_replicate, candidate.parallelism.dp_shard
-
-
-def _extrapolate_exactly(given: tuple[list[LayoutCost], Device]) -> list[LayoutCost]:
-    """Costs of layouts with one profile, from a trace with their own number of shards."""
-    costs, device = given
-    sampled, parts = _trace(costs[0].candidate)
-    return [layout_cost(cost.candidate, sampled, parts, device) for cost in costs]

@@ -8,13 +8,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from titan_exp.config.errors.user_error import shown
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_table import print_unwrapped
 from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import SearchSpace, train_command
-from titan_exp.plan.search.search import MEMORY_FRACTION, SearchResult
+from titan_exp.plan.search.search import SearchResult
 from titan_exp.tracking.number_format import GIB
 
 
@@ -62,6 +63,8 @@ def search_json(
                 "step_seconds": row.step_seconds,
                 "bubble": row.bubble,
                 "peak_allocated_bytes": row.peak_bytes,
+                "peak_reserved_bytes": row.reserved,
+                "allocation_retries": row.retries,
                 "peak_pipeline_rank": row.peak_rank,
                 "peak_during": row.peak_where,
                 "on_front": front,
@@ -104,16 +107,19 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     degrees_shown = [*DEGREES, *(["ep", "etp"] if result.rows[0].candidate.experts is not None else [])]
     columns = ["", "tokens/s/GPU", "GiB", "", *(key.removeprefix("dp_") for key in degrees_shown), "schedule", "micro"]
-    for name in [*columns, "recompute", "bubble", *(["GPU-hours", "days"] if tokens else [])]:
-        table.add_column(name, justify="left" if name in ("schedule", "recompute", "") else "right", no_wrap=True)
+    for name in [*columns, "recompute", "more", "bubble", *(["GPU-hours", "days"] if tokens else [])]:
+        table.add_column(
+            name, justify="left" if name in ("schedule", "recompute", "more", "") else "right", no_wrap=True
+        )
     for number, (row, front) in enumerate(zip(result.rows, result.front, strict=True), 1):
         candidate, parallelism = row.candidate, row.candidate.parallelism
         degrees = [getattr(parallelism, name) for name in degrees_shown]
         cells = [
-            *(number, f"{row.tokens_per_second:,.0f}", f"{row.peak_bytes / GIB:.1f}", "*" if front else "", *degrees),
+            *(number, f"{row.tokens_per_second:,.0f}", _size(row), "*" if front else "", *degrees),
             parallelism.pp_schedule if parallelism.pp > 1 else "",
             f"{candidate.layout.gradient_accumulation} x {candidate.layout.micro_batch_size}",
             candidate.mode,
+            " ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in candidate.refined),
             f"{row.bubble:.0%}",
             *([f"{gpu_hours(row, tokens):,.0f}", f"{days(row, tokens):,.1f}"] if tokens else []),
         ]
@@ -121,11 +127,22 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
     return table
 
 
+def _size(row: LayoutCost) -> str:
+    return f"{row.needed / GIB:.1f}{'?' if row.reserved is None else '~' if row.retries else ''}"
+
+
+def _rooms(result: SearchResult) -> str:
+    rooms = sorted({f"{row.room / GIB:.1f}" for row in result.rows})
+    return f"{' to '.join(dict.fromkeys((rooms[0], rooms[-1])))} GiB"
+
+
 def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
     broken = sum(count for count, _ in space.left_out)
     return [
-        "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are tensors, which fill "
-        f"at most {MEMORY_FRACTION:.0%} of the device.",
+        "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are reserved by torch's "
+        f"allocator, for which {_rooms(result)} of the device are left beside CUDA's context and NCCL's buffers.",
+        *["~ with the allocator under pressure, which waits for the GPU."] * any(row.retries for row in result.rows),
+        *["? not planned yet: GiB are tensors."] * any(row.reserved is None for row in result.rows),
         f"{broken:,} of {space.tried:,} layouts break a rule" + (":" if broken else "."),
         *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in space.left_out[:4]),
         *(

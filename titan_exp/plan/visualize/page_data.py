@@ -87,7 +87,7 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
         "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),
         "peak": {"bytes": trace.peak.bytes, "of": trace.peak.by_category, "where": trace.peak.where},
-        "reserved": None if rank.reserved is None else rank.bytes,
+        "reserved": None if rank.allocator is None else rank.bytes,
         "memory": _memory(trace.timeline, trace.peak, moments),
     }
 

@@ -1,5 +1,6 @@
 """Optimizers of matrices: their own update for the weights of linear layers, and AdamW for all other parameters."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(torch.optim.Optimizer, ABC):
     """Updates groups with `matrices` by `update_matrices`, and others by torch's fused AdamW.
 
     Embedding, head and vectors are never matrices.
@@ -28,9 +29,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.named: Mapping[Tensor, NamedParameter] = {named.parameter: named for named in parameters}
 
+    @abstractmethod
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Update the matrices of a group that have gradients."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -75,6 +75,8 @@ def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[
     `mutate` is called first on each rank, to break something on purpose.
     """
     chosen = {override.partition("=")[0] for override in overrides}
+    if "optimizer" in chosen:
+        chosen.add("optimizer.eps")  # AdamW's
     small = [override for override in SMALL if override.partition("=")[0] not in chosen]
     experiment = check(resolve_layout(to_experiment(compose([*small, *overrides])), 1))
     note_training(experiment)

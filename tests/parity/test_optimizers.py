@@ -1,14 +1,17 @@
-"""Promise 1 for parameters updated by their role: a user's optimizer in one file, learning rates and weight decays."""
+"""Promise 1 for optimizers: a user's in one file, values by role, and runs that continue in another layout."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
+from tests.parity.test_continued import assert_continues, continued
 from tests.patching import patch
 
 OWN = ["optimizer.name=tests.optim.matrix_momentum", "+optimizer.momentum=0.8", "optimizer.lr=0.02", *LINES]
+HALVES = "parallelism=hsdp training.micro_batch_size=1"
 ROLES = [
     *("model=qwen3_moe_debug", "training.steps=3", "+optimizer.lr_scales={embedding:2.0,expert:0.25,vector:0.5}"),
     "+optimizer.weight_decays={expert:5.0,matrix:1.0}",
@@ -67,6 +70,30 @@ def sharded_experts_are_taken_for_matrices() -> None:
             )
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [
+        pytest.param("muon", "parallelism.dp_shard=2", "parallelism.tp=2", marks=pytest.mark.day),
+        pytest.param("schedule_free_adamw", "parallelism.tp=2", "parallelism.dp_shard=2", marks=pytest.mark.night),
+        *(
+            pytest.param(name, "parallelism.tp=2 parallelism.dp_shard=2", HALVES, marks=pytest.mark.night)
+            for name in ("dion", "adafactor", "schedule_free_adamw")
+        ),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(tmp_path: Path, optimizer: str, before: str, after: str):
+    own = [f"optimizer={optimizer}", "optimizer.lr=1e-3"]
+    whole, changed = continued(tmp_path, [*own, *before.split()], [*own, *after.split()])
+    assert_continues(whole, changed)
+
+
+def test_a_schedule_free_run_resumes_bitwise(tmp_path: Path):
+    own = ["optimizer=schedule_free_adamw", "optimizer.lr=1e-3", "lr_schedule=constant", "training.seq_len=32"]
+    whole, changed = continued(tmp_path, own, own)
+    assert changed.loss == whole.loss[5:]
+    assert all(torch.equal(changed.weights[name], weight) for name, weight in whole.weights.items())
 
 
 @pytest.mark.night

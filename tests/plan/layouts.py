@@ -74,6 +74,8 @@ LAYOUTS = {
     "bf16 moments": "optimizer.state_precision=bf16",
     "fsdp 2, fp8 moments, never clipped": "parallelism.dp_shard=2 optimizer.state_precision=fp8 "
     "training.max_grad_norm=null",
+    "tp 2 x fsdp 2, Muon": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=muon",
+    "fsdp 2, Dion": "parallelism.dp_shard=2 optimizer=dion",
     "fsdp 2, another optimizer, for loop": "parallelism.dp_shard=2 optimizer.name=torch.optim.SGD "
     "optimizer.implementation=for_loop +optimizer.options.momentum=0.9",
     # Recipes

@@ -1,7 +1,7 @@
 """Parameters with their names and roles, and their groups for torch optimizers."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
+from titan_exp.models.spec.fused_rows import FusedRows
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,13 @@ class NamedParameter:
     """Plain tensor or DTensor."""
     role: Role
     """Kind of parameter: the `parameter_role` of its module, else by its dimensions."""
+    rows: FusedRows | None = None
+    """Projections or heads in its rows; None is one matrix."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for the weight of a linear layer, or the stacked weights of experts' linear layers."""
+        return self.parameter.dim() == {"matrix": 2, "expert": 3}.get(self.role)
 
 
 def named_parameters(parts: Iterable[nn.Module]) -> list[NamedParameter]:
@@ -30,7 +38,9 @@ def named_parameters(parts: Iterable[nn.Module]) -> list[NamedParameter]:
         modules = dict(part.named_modules())
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
-                found.append(NamedParameter(name, parameter, _role(modules[name.rpartition(".")[0]], parameter)))
+                module = name.rpartition(".")[0]
+                role, rows = _role(modules[module], parameter), _fused_rows(modules, name)
+                found.append(NamedParameter(name, parameter, role, rows))
     return found
 
 
@@ -58,6 +68,14 @@ def _options(role: Role | None, weight_decay: float, config: OptimizerConfig) ->
         return {"weight_decay": weight_decay}
     options = {"weight_decay": config.weight_decays.get(role, weight_decay), "role": role}
     return options | ({"lr_scale": config.lr_scales[role]} if role in config.lr_scales else {})
+
+
+def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None:
+    """Row layout of a weight, which the module around its linear declares."""
+    linear, _, kind = name.rpartition(".")
+    around, _, child = linear.rpartition(".")
+    fused: Mapping[str, FusedRows] = getattr(modules[around], "fused_rows", {})
+    return fused.get(child) if kind == "weight" else None
 
 
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:

@@ -24,6 +24,11 @@ class Config(OptimizerConfig):
     """Use Nesterov momentum, which `momentum` must be positive for."""
 
     @property
+    def max_state(self) -> float | None:
+        """The momentum."""
+        return 1
+
+    @property
     def is_homogeneous(self) -> bool:
         """True: every parameter is updated alone."""
         return True

@@ -20,6 +20,11 @@ class Config(AdamWConfig):
     """
 
     @property
+    def max_state(self) -> float | None:
+        """Three numbers for torch's, except LBFGS; unknown for the user's."""
+        return 3 if self.name.startswith("torch.optim.") and not self.name.endswith("LBFGS") else None
+
+    @property
     def is_homogeneous(self) -> bool:
         """False: the state of an arbitrary optimizer is unknown."""
         return False

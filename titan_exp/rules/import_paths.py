@@ -7,7 +7,7 @@ from typing import Any
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, OPTIMIZERS, SOURCES, executor_names
+from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, SOURCES, executor_names
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
@@ -30,8 +30,8 @@ def components_are_known(
     """Objective, decay and executor are built in or can be imported; built-in ones have no options."""
     objective = "my_package.objectives.Distillation"
     yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, objective)
-    if optimizer.name in OPTIMIZERS:  # `component` has checked the others
-        yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options)
+    if not is_dotted(optimizer.name):  # `component` has checked that it exists
+        yield from _known("optimizer.name", optimizer.name, (optimizer.name,), optimizer.options)
     decay = "my_package.schedules.exponential"
     yield from _known("lr_schedule.decay", lr_schedule.decay, DECAYS, lr_schedule.options, decay)
     yield from _known("cluster.kind", cluster.kind, executor_names(), {}, "my_package.launch.MyExecutor")

@@ -14,6 +14,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
+from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp.apply import uses_fsdp
@@ -83,6 +84,8 @@ def assemble(
     quantize_weights = _quantized_weights(model, mesh, experiment)
     if experiment.quantization.recipe != "none":
         optimizer.register_step_post_hook(lambda *_: quantize_weights())
+    if isinstance(optimizer, HasGradientPoint):
+        optimizer.after_move = lambda: (weights.refresh(), quantize_weights())
     return TrainState(mesh, built, model, optimizer, quantize_weights)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from titan_exp.data.batch import Batch
 from titan_exp.optim.compute_weights import UpdatesComputeWeights, cast_gradients
 from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
+from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
@@ -44,6 +45,8 @@ def train_step(
 
     `tokens` are its predicted tokens, then those of each further prediction.
     """
+    if isinstance(optimizer, HasGradientPoint):
+        optimizer.to_gradient_point()
     metrics = model.forward_backward(batches, tokens)
 
     step_observer().gradients_ready(model.parts)

@@ -3,9 +3,6 @@
 from functools import cache
 from pathlib import Path
 
-OPTIMIZERS = ("adamw", "sgd")
-"""Built-in values of `optimizer.name`."""
-
 OBJECTIVES = ("language_modeling",)
 """Built-in values of `training.objective`."""
 

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
-from titan_exp.config.groups.builtins import OPTIMIZERS
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, Ratio
 
 Role = Literal["embedding", "head", "matrix", "vector", "expert"]
@@ -16,13 +15,17 @@ MOMENT_BLOCK = 32
 """Block size of 8-bit AdamW moments: numbers of a row that share a scale."""
 
 
+Betas = Annotated[tuple[Annotated[float, Interval(ge=0, lt=1)], ...], Len(2, 2)]
+"""Decay rates of the first and second moment."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Fields of every optimizer. Each adds its own in `titan_exp/optim/<name>.py`."""
 
     name: str
-    """Optimizer (`adamw`, `sgd`), or the import path of your own: a module with the same public names, or a
-    `torch.optim.Optimizer` class, called with parameter groups, `lr` and `options`."""
+    """Optimizer: a file of `titan_exp/optim` (`adamw`, `muon`, ...), or the import path of your own: a module with the
+    same public names, or a `torch.optim.Optimizer` class, called with parameter groups, `lr` and `options`."""
     lr: PositiveFloat
     """Peak learning rate."""
     weight_decay: NonNegativeFloat
@@ -38,6 +41,11 @@ class OptimizerConfig:
     """Extra keyword arguments for an optimizer class of your own."""
 
     @property
+    def max_state(self) -> float | None:
+        """Upper bound of the numbers of optimizer state per parameter; None if it is unknown."""
+        return None
+
+    @property
     def is_homogeneous(self) -> bool:
         """True if identical layers have identical state and updates; else the planner compares those of few layers."""
         return False
@@ -47,7 +55,7 @@ class OptimizerConfig:
 class AdamWConfig(OptimizerConfig):
     """Fields of AdamW, which rules and the planner read."""
 
-    betas: Annotated[tuple[Annotated[float, Interval(ge=0, lt=1)], ...], Len(2, 2)]
+    betas: Betas
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat
     """Added to AdamW's denominator."""
@@ -64,19 +72,29 @@ class AdamWConfig(OptimizerConfig):
     `triton`."""
 
     @property
+    def max_state(self) -> float | None:
+        """Two moments."""
+        return 2
+
+    @property
     def is_homogeneous(self) -> bool:
         """True: every parameter is updated alone."""
         return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatrixOptimizerConfig(OptimizerConfig):
+    """Fields of an optimizer of matrices, which leaves all other parameters to AdamW."""
+
+    betas: Betas
+    """AdamW's decay rates of the first and second moment, for embedding, head and vectors."""
+    eps: PositiveFloat
+    """Added to AdamW's denominator, for embedding, head and vectors."""
+
+
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:
     """True if the optimizer is AdamW with fp32 moments, which `optimizer.state_precision` can shrink."""
     return isinstance(config, AdamWConfig) and config.name == "adamw" and config.state_precision == "fp32"
-
-
-def has_known_state(optimizer: str) -> bool:
-    """True if an optimizer keeps at most three numbers per parameter: ours, and torch's except LBFGS."""
-    return optimizer in OPTIMIZERS or (optimizer.startswith("torch.optim.") and not optimizer.endswith("LBFGS"))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class FeedForward(nn.Module):
         super().__init__()
         assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
         assert layer.linear(f"{name}.down").inputs % GROUP == 0, "checked by the family's rules"
-        self._plan = layer.tp_plan(name)
+        self._plan, self.fused_rows = layer.tp_plan(name), layer.fused_rows(name)
         self.group, self.variant = GROUP, layer.swiglu
         self.gate_up = linear(layer, f"{name}.gate_up")
         self.down = linear(layer, f"{name}.down")

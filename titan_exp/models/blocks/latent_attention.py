@@ -44,6 +44,7 @@ class LatentAttention(nn.Module):
         assert spec.rope
         assert not spec.sinks
         self._plan, self.spec = layer.tp_plan("attention"), spec
+        self.fused_rows = layer.fused_rows("attention")
         has_query_latent = layer.vector("attention.q_a_norm") is not None
         self.q_a = linear(layer, "attention.q_a") if has_query_latent else None
         self.q_a_norm = norm(layer, "attention.q_a_norm", LATENT_NORM_EPS) if has_query_latent else None

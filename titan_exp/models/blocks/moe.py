@@ -25,7 +25,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = _grouped(layer, "feed_forward.experts.gate_up")
         self.down = _grouped(layer, "feed_forward.experts.down")
-        self.variant = layer.swiglu
+        self.variant, self.fused_rows = layer.swiglu, layer.fused_rows("feed_forward.experts")
         self.weighted_inputs = layer.router is not None and layer.router.weighted_inputs
         """True if weights multiply the rows that go in, and not those that come out."""
         self.count = self.gate_up.experts

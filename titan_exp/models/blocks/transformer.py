@@ -140,6 +140,7 @@ class Attention(nn.Module):
         super().__init__()
         assert layer.attention is not None, "the layer has attention"
         self._plan, self.spec = layer.tp_plan("attention"), layer.attention
+        self.fused_rows = layer.fused_rows("attention")
         self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
         self.qkv = linear(layer, "attention.qkv")
         self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)

@@ -10,6 +10,7 @@ from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig
+from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
 from titan_exp.models.spec.rope import YarnRope, rope_violations
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise
@@ -66,16 +67,21 @@ def latent_attention(
     )
     by_head = Colwise(heads, described=f"{heads} heads (model.heads)", key="model.heads")
     query_latent = () if q_rank is None else (LinearSpec("attention.q_a", dim, q_rank, std, SEQUENCE_PARALLEL),)
+    queries = FusedRows("attention", (RowPiece("query", qk_dim),))
+    latents = FusedRows("attention", (RowPiece("latent", kv_rank), RowPiece("rotated_key", config.qk_rope_head_dim)))
+    expanded = FusedRows("attention", (RowPiece("key", config.qk_nope_head_dim), RowPiece("value", config.v_head_dim)))
+    latent_width = kv_rank + config.qk_rope_head_dim
     linears = (
         *query_latent,
-        LinearSpec("attention.q", q_rank or dim, heads * qk_dim, std, by_head),
-        LinearSpec("attention.kv_a", dim, kv_rank + config.qk_rope_head_dim, std, SEQUENCE_PARALLEL),
+        LinearSpec("attention.q", q_rank or dim, heads * qk_dim, std, by_head, rows=queries),
+        LinearSpec("attention.kv_a", dim, latent_width, std, SEQUENCE_PARALLEL, rows=latents),
         LinearSpec(
             "attention.kv_b",
             kv_rank,
             heads * (config.qk_nope_head_dim + config.v_head_dim),
             std,
             replace(by_head, gathers=False),
+            rows=expanded,
         ),
         LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, Rowwise()),
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
@@ -98,6 +99,8 @@ class LinearSpec:
     """Number of stacked weights [experts, outputs, inputs]; 1 is a plain linear."""
     active_experts: int = 1
     """Experts that a token is routed to."""
+    rows: FusedRows | None = None
+    """Projections or heads in the weight's rows; None is one matrix."""
     bias: bool = False
     """True if a bias is added to the outputs."""
     bias_std: float = 0.0
@@ -197,6 +200,15 @@ class LayerSpec:
             linear.name.removeprefix(prefix): linear.tp
             for linear in self.linears
             if linear.name.startswith(prefix) and linear.tp is not None
+        }
+
+    def fused_rows(self, module: str) -> dict[str, FusedRows]:
+        """Row layout of a module's fused weights, by their linear's name in it."""
+        prefix = f"{module}."
+        return {
+            linear.name.removeprefix(prefix): linear.rows
+            for linear in self.linears
+            if linear.name.startswith(prefix) and linear.rows is not None
         }
 
     @property

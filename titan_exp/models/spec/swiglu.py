@@ -5,11 +5,14 @@ from typing import Any
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import LinearSpec
 from titan_exp.models.spec.tp_plan import Colwise, ReplicatedGateUp, Rowwise
 
 FFN_GROUP = 32
 """Gate and up rows alternate in groups of this many in the fused weight; `ops.swiglu` computes on them."""
+GATE_UP = FusedRows("feed_forward", (RowPiece("gate", FFN_GROUP), RowPiece("up", FFN_GROUP)))
+"""Rows of a fused gate and up."""
 
 
 def swiglu_linears(
@@ -31,7 +34,7 @@ def swiglu_linears(
     stacked: dict[str, Any] = {"experts": experts, "active_experts": active}
     stacked |= {} if bias_std is None else {"bias": True, "bias_std": bias_std}
     return (
-        LinearSpec(f"{name}.gate_up", dim, 2 * channels, std, gate_up, **stacked),
+        LinearSpec(f"{name}.gate_up", dim, 2 * channels, std, gate_up, rows=GATE_UP, **stacked),
         LinearSpec(f"{name}.down", channels, dim, out_std, Rowwise(), **stacked),
     )
 

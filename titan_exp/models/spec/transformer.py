@@ -7,6 +7,7 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_nea
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig, decoder_spec
+from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -119,6 +120,8 @@ def _layer(
     )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
     qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, width, count="group"), heads)
+    pieces = (RowPiece("query", width, attention.group), RowPiece("key", width), RowPiece("value", width))
+    rows = FusedRows("attention", pieces)
     head_norms = (
         VectorSpec("attention.q_norm", width, HeadParallel()),
         VectorSpec("attention.k_norm", width, HeadParallel()),
@@ -129,7 +132,7 @@ def _layer(
     return LayerSpec(
         attention,
         linears=(
-            LinearSpec("attention.qkv", dim, outputs, config.init_std, qkv, **biases),
+            LinearSpec("attention.qkv", dim, outputs, config.init_std, qkv, rows=rows, **biases),
             LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise(), **biases),
             *feed_forward,
         ),

@@ -13,7 +13,6 @@ from typing import Any
 
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import has_known_state
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
@@ -38,7 +37,7 @@ RELEVANT_GROUPS = ("model", "training", "parallelism", "optimizer", "quantizatio
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """Cache key of a prediction; None with user-defined code."""
-    if is_dotted(experiment.model.architecture) or not has_known_state(experiment.optimizer.name):
+    if is_dotted(experiment.model.architecture) or experiment.optimizer.max_state is None:
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 

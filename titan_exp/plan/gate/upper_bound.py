@@ -5,14 +5,15 @@ kept, every micro-batch of a pipeline in flight.
 """
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import has_known_state
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
 
 BYTES_PER_PARAMETER = 128
-"""16 for weight, gradient and AdamW's moments; 28 for FSDP's gathered and reduced copies; 20 for temporaries of the
-update and of clipping; 24 for the copies of an asynchronous save; 40 as margin."""
+"""20 for weight, gradient and three numbers of optimizer state; 28 for FSDP's gathered and reduced copies; 20 for
+temporaries of the update and of clipping; 28 for the copies of an asynchronous save; 32 as margin."""
+BYTES_PER_STATE = 12
+"""Each further number of optimizer state, its copy in a save, and a temporary."""
 PROCESS_OVERHEAD = {"cpu": 2**30, "cuda": 4 * 2**30}
 """Non-tensor bytes: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the
 workspaces and buffers of cuBLAS and NCCL."""
@@ -21,7 +22,8 @@ workspaces and buffers of cuBLAS and NCCL."""
 def upper_bound(experiment: Experiment) -> int | None:
     """Upper bound of any rank's process in bytes; None with a user-defined model or optimizer."""
     spec = model_spec(experiment.model)
-    if spec is None or not has_known_state(experiment.optimizer.name):
+    state = experiment.optimizer.max_state
+    if spec is None or state is None:
         return None
     layout, seq = ResolvedLayout.of(experiment), experiment.training.seq_len
     blocks = sum(_numbers_per_token(layer, seq) for layer in spec.blocks)
@@ -31,7 +33,8 @@ def upper_bound(experiment: Experiment) -> int | None:
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A CUDA graph keeps its memory in addition to an evaluation's.
     passes = 2 if experiment.compile.cuda_graphs else 1
-    tensors = BYTES_PER_PARAMETER * spec.parameters + passes * 4 * rows * seq * (blocks + ends)
+    per_parameter = BYTES_PER_PARAMETER + BYTES_PER_STATE * max(0, state - 3)
+    tensors = int(per_parameter * spec.parameters) + passes * 4 * rows * seq * (blocks + ends)
     compiler = 2**30 if experiment.compile.enabled else 0
     return recipe * tensors + PROCESS_OVERHEAD[layout.device_type] + compiler
 

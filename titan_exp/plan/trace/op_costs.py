@@ -62,6 +62,9 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     flops = matmul_flops(operator, args, kwargs, out)
     if flops is not None:
         return flops
+    if packet is _aten.linalg_qr:
+        rows, columns = args[0].shape[-2:]
+        return 4 * args[0].numel() * min(rows, columns)  # Householder vectors, then Q
     namespace, _, name = str(packet).partition(".")
     if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
         raise unknown_operator(str(operator))

@@ -1,0 +1,1 @@
+"""Matrices of sharded weights: gathered to an owner, split into projections, orthogonalized."""

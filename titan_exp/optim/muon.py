@@ -1,0 +1,51 @@
+"""Muon (Jordan et al. 2024; Liu et al. 2025): orthogonalized momentum for matrices, AdamW for the rest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Interval
+
+from titan_exp.config.groups.optimizer import MatrixOptimizerConfig
+from titan_exp.config.groups.types import PositiveInt
+
+if TYPE_CHECKING:
+    import torch
+
+    from titan_exp.optim.parameter_groups import NamedParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(MatrixOptimizerConfig):
+    """Fields of Muon."""
+
+    momentum: Annotated[float, Interval(ge=0, lt=1)]
+    """Decay rate of the momentum."""
+    nesterov: bool
+    """Use Nesterov momentum."""
+    newton_schulz_steps: PositiveInt
+    """Newton–Schulz iterations."""
+    precision: Literal["bf16", "fp32"]
+    """Precision of Newton–Schulz and of the messages with matrices. `bf16` is as published; in `fp32` every layout
+    computes one device's update to rounding."""
+    scale: Literal["match_rms_adamw", "original", "none"]
+    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), so that updates
+    are as large as AdamW's and one learning rate serves all (Liu et al. 2025); `original` is
+    sqrt(max(1, rows / columns))."""
+    split_attention: Literal["fused", "projection", "head"]
+    """Matrices of fused attention weights that are orthogonalized: the whole weight, each of queries, keys and values,
+    or each head of them."""
+    split_feed_forward: Literal["fused", "projection"]
+    """Matrices of fused gate and up that are orthogonalized: the whole weight, or each of the two."""
+
+    @property
+    def max_state(self) -> float | None:
+        """AdamW's moments; a matrix has a momentum only."""
+        return 2
+
+
+def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
+    """Build Muon."""
+    from titan_exp.optim.updates.muon import Muon
+
+    return Muon(parameters, config)

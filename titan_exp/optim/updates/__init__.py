@@ -1,0 +1,1 @@
+"""Updates of the optimizers, as classes of torch.optim.Optimizer."""

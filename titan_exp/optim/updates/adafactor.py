@@ -1,0 +1,132 @@
+"""Adafactor's update (Shazeer and Stern 2018), with means over rows and columns of sharded matrices."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.adafactor import Config
+from titan_exp.optim.matrices.sharded_matrix import (
+    COLUMNS,
+    ROWS,
+    ShardAxis,
+    shard_axes,
+    sharded_like,
+    sum_over_shards,
+)
+
+STACK = -3
+"""Dim of the experts of a stack."""
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale.
+
+    State: a number per row and one per column of a matrix, each sharded like these; a number per element of a vector.
+    Per step, group of parameters and sharding axis three all-reduces: of the sums over rows and columns and of the
+    squared weights; of the sums of row means; of the squared updates. The update of a parameter is computed twice, so
+    that one is held at a time.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: Config) -> None:
+        super().__init__(groups, {"lr": config.lr, "weight_decay": 0.0})
+        self._config = config
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        axes = [shard_axes(parameter) for parameter in parameters]
+        norms = self._track(parameters, axes)
+        totals = [self._row_total(parameter) for parameter in parameters]
+        sum_over_shards([(total, _of(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
+        squares = [
+            _square_sum(self._direction(parameter, total)) for parameter, total in zip(parameters, totals, strict=True)
+        ]
+        sum_over_shards(list(zip(squares, axes, strict=True)))
+        for parameter, total, square, norm in zip(parameters, totals, squares, norms, strict=True):
+            elements = parameter.shape[-2:].numel()
+            step = float(self.state[parameter]["step"])
+            size = (norm / elements).sqrt().clamp(min=self._config.min_rms) * min(group["lr"], step**-0.5)
+            excess = ((square / elements).sqrt() / self._config.clip_threshold).clamp(min=1.0)
+            weight = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(self._direction(parameter, total).mul_(size / excess))
+
+    def _track(self, parameters: Sequence[Tensor], axes: Sequence[tuple[ShardAxis, ...]]) -> list[Tensor]:
+        """Update the second moments; returns the sum of squares of each matrix."""
+        sums: list[tuple[Tensor, Sequence[ShardAxis]]] = []
+        norms, found = [], []
+        for parameter, shards in zip(parameters, axes, strict=True):
+            weight, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]  # not None
+            norms.append(_square_sum(weight))
+            sums.append((norms[-1], shards))
+            if parameter.ndim > 1:
+                squares = gradient.square()
+                means = squares.sum(COLUMNS, keepdim=True), squares.sum(ROWS, keepdim=True)
+                sums += [(means[0], _of(COLUMNS, shards)), (means[1], _of(ROWS, shards))]
+                found.append((means[0], parameter.shape[COLUMNS], means[1], parameter.shape[ROWS]))
+            else:
+                found.append((gradient.square(), 1, None, 1))
+        sum_over_shards(sums)
+        for parameter, (row, columns, column, rows) in zip(parameters, found, strict=True):
+            state = self._state_of(parameter)
+            state["step"] += 1
+            share = float(state["step"]) ** self._config.beta2_decay
+            if column is None:
+                local_tensor(state["variance"]).lerp_(row, share)
+            else:
+                local_tensor(state["row_variance"]).lerp_(row / columns, share)
+                local_tensor(state["column_variance"]).lerp_(column / rows, share)
+        return norms
+
+    def _row_total(self, parameter: Tensor) -> Tensor:
+        """Sum of this rank's row means of each matrix; zero for a vector."""
+        state = self.state[parameter]
+        if "variance" in state:
+            return local_tensor(state["variance"]).new_zeros(1)
+        return local_tensor(state["row_variance"]).sum(ROWS, keepdim=True)
+
+    def _direction(self, parameter: Tensor, row_total: Tensor) -> Tensor:
+        """Gradient over the root of its second moment."""
+        state, smallest = self.state[parameter], self._config.eps
+        if "variance" in state:
+            variance = local_tensor(state["variance"]).clone()
+        else:
+            mean = (row_total / parameter.shape[ROWS]).clamp_(min=smallest)
+            variance = local_tensor(state["row_variance"]) @ local_tensor(state["column_variance"])
+            variance.div_(mean)
+        gradient = local_tensor(parameter.grad)  # type: ignore[arg-type]  # not None
+        return variance.clamp_(min=smallest**2).rsqrt_().mul_(gradient)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if state:
+            return state
+        state["step"] = torch.tensor(0.0)
+        local, shape = local_tensor(parameter), parameter.shape
+        if parameter.ndim == 1:
+            state["variance"] = torch.zeros_like(parameter)
+            return state
+        rows, columns = local.new_zeros(*local.shape[:-1], 1), local.new_zeros(*local.shape[:-2], 1, local.shape[-1])
+        state["row_variance"] = sharded_like(parameter, rows, (*shape[:-1], 1), (ROWS, STACK))
+        state["column_variance"] = sharded_like(parameter, columns, (*shape[:-2], 1, shape[-1]), (COLUMNS, STACK))
+        return state
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    """Sum of squares of each matrix, or of a vector."""
+    dims = (ROWS, COLUMNS) if tensor.ndim > 1 else (COLUMNS,)
+    return tensor.square().sum(dims, keepdim=True)
+
+
+def _of(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
+    return tuple(axis for axis in axes if axis.dim == dim)

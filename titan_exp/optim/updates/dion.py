@@ -1,0 +1,109 @@
+"""Dion's update (Ahn et al. 2025): one step of power iteration per step, on shards of the momentum."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_exp.optim.dion import Config
+from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
+from titan_exp.optim.matrices.sharded_matrix import (
+    COLUMNS,
+    ROWS,
+    ShardedMatrix,
+    all_reduce,
+    local_matrices,
+    sharded_like,
+    without,
+)
+from titan_exp.optim.parameter_groups import NamedParameter
+
+# The newer name, after torch 2.11.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+STACK = -3
+"""Dim of the experts of a stack."""
+
+
+class Dion(MatrixOptimizer):
+    """Dion for plain tensors and DTensors; every matrix of a stack is updated alone.
+
+    State: the momentum, sharded like the parameter, and the right factor [rank, columns], sharded like the columns.
+    No rank gathers a matrix. Per matrix of rank r, in fp32: the left factor [rows, r] is summed over ranks that shard
+    columns and gathered over those that shard rows, all of which orthonormalize it by QR; the right factor [r, columns]
+    is summed over ranks that shard rows, and its r squared norms over ranks that shard columns.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], config: Config) -> None:
+        super().__init__(parameters, config)
+        self._config = config
+
+    def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One step, parameter by parameter."""
+        for parameter in parameters:
+            self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        sharding = ShardedMatrix.of(parameter)
+        state = self._state_of(parameter, sharding)
+        weight, momentum, right = (local_matrices(x) for x in (parameter, state["momentum"], state["right"]))
+        momentum.add_(local_matrices(parameter.grad))  # type: ignore[arg-type]  # not None
+        left = _orthonormal(all_reduce(momentum @ right.mT, sharding.axes, COLUMNS), sharding)
+        found = all_reduce(left.mT @ momentum, sharding.axes, ROWS)
+        momentum.baddbmm_(left, found, alpha=self._config.momentum - 1)
+        norms = all_reduce(found.square().sum(-1, keepdim=True), sharding.axes, COLUMNS).sqrt_()
+        # Of a momentum without this direction, such as that of an unused expert, the factor stays.
+        right.copy_(torch.where(norms > 0, found / norms.clamp(min=torch.finfo(norms.dtype).tiny), right))
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        step = torch.where(norms > 0, right, 0.0)
+        weight.baddbmm_(left, step, alpha=-group["lr"] * self._scale(sharding))
+
+    def _scale(self, sharding: ShardedMatrix) -> float:
+        match self._config.scale:
+            case "match_rms_adamw":
+                return 0.2 * max(sharding.rows, sharding.columns) ** 0.5
+            case "original":
+                return (sharding.rows / sharding.columns) ** 0.5
+            case "none":
+                return 1.0
+
+    def _state_of(self, parameter: Tensor, sharding: ShardedMatrix) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if state:
+            return state
+        state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        rank = max(1, math.ceil(self._config.rank_fraction * min(sharding.rows, sharding.columns)))
+        # A function of the name: the same in every layout.
+        generator = torch.Generator().manual_seed(zlib.crc32(self.named[parameter].name.encode()))
+        whole = torch.randn(rank, sharding.columns, generator=generator)
+        local = local_matrices(parameter)
+        part = _own_shard(whole, without(sharding, ROWS, rank))[:, : local.shape[-1]].to(local)
+        part = part.expand(*local.shape[:-2], *part.shape).contiguous()
+        shape = (*parameter.shape[:-2], rank, sharding.columns)
+        own = part[0] if parameter.ndim == 2 else part
+        state["right"] = sharded_like(parameter, own, shape, (COLUMNS, STACK))
+        return state
+
+
+def _orthonormal(left: Tensor, sharding: ShardedMatrix) -> Tensor:
+    """This rank's rows of the orthonormal basis of the columns of left factors [matrices, rows, rank]."""
+    factor, local_rows = without(sharding, COLUMNS, left.shape[-1]), left.shape[-2]
+    gathered = factor.pad(left)
+    for axis in reversed(factor.axes):
+        found = gathered.new_empty(axis.size * gathered.numel())
+        _all_gather(found, gathered.flatten(), group=axis.group)
+        gathered = found.view(axis.size, *gathered.shape)
+    basis = torch.linalg.qr(factor.join(gathered)).Q
+    return _own_shard(basis, factor)[..., :local_rows, :]
+
+
+def _own_shard(matrix: Tensor, sharding: ShardedMatrix) -> Tensor:
+    """This rank's padded shard of a whole matrix."""
+    shards = sharding.split(matrix)
+    for axis in sharding.axes:
+        shards = shards[axis.rank]
+    return shards

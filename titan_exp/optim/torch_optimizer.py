@@ -20,6 +20,11 @@ class Config(AdamWConfig):
     """
 
     @property
+    def is_scale_invariant(self) -> bool:
+        """False: the update of an arbitrary optimizer is unknown."""
+        return False
+
+    @property
     def is_homogeneous(self) -> bool:
         """False: the state of an arbitrary optimizer is unknown."""
         return False

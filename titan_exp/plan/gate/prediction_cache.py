@@ -33,7 +33,10 @@ IRRELEVANT_KEYS = {
 """Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys compared only as set or unset."""
-RELEVANT_GROUPS = ("model", "training", "parallelism", "optimizer", "quantization", "activation_checkpoint", "compile")
+RELEVANT_GROUPS = (
+    *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
+    *("activation_checkpoint", "compile"),
+)
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:

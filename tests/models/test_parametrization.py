@@ -230,6 +230,10 @@ def test_groups_and_the_table():
         (["+optimizer.groups.a={match:[head],lr_scal:2}"], r"groups\.a\.lr_scal=2: unknown key"),
         (["+optimizer.groups.a={match:[head],lr_scale:-1}"], r"groups\.a\.lr_scale=-1: must be at least 0"),
         (["+optimizer.groups.a={match:[head]}", "+optimizer.groups.b={match:[head.*]}"], r"in the groups a and b"),
+        (
+            ["+optimizer.groups.a={match:[head],frozen:true}", "parallelism.pp=2", "parallelism.dp_shard=1"],
+            r"a pipeline stage may have no backward pass then\n.*lr_scale: 0",
+        ),
         (["optimizer=sgd", "+optimizer.groups.a={match:[head],betas:[0.8,0.9]}"], r"name=sgd has none"),
     ],
 )

@@ -67,9 +67,16 @@ def test_scales_of_experts_and_latents(tmp_path: Path, experts: Curve, layout: s
         pytest.param("parallelism.dp_shard=2 parallelism.ep=2", marks=pytest.mark.day),
         *nightly(
             *("parallelism.tp=2", "parallelism.cp=2", "parallelism=ddp parallelism.dp_replicate=2"),
-            *("parallelism.pp=2 training.micro_batch_size=1", "activation_checkpoint=full parallelism.dp_shard=2"),
+            "activation_checkpoint=full parallelism.dp_shard=2",
         ),
     ],
 )
 def test_frozen_parameters_in_every_layout(tmp_path: Path, frozen: Curve, layout: str):
     assert_same_curve(train(tmp_path, *FROZEN, *layout.split()), frozen)
+
+
+def test_frozen_parameters_keep_their_initial_values(tmp_path: Path, frozen: Curve):
+    initial = train(tmp_path, *FROZEN, "training.steps=0").weights
+    kept = {name for name, weight in initial.items() if weight.equal(frozen.weights[name])}
+    assert {"embedding.weight", "blocks.0.attention.qkv.weight", "blocks.3.feed_forward.router.weight"} <= kept
+    assert {"head.weight", "blocks.1.attention.qkv.weight", "blocks.3.attention.k_norm.weight"} & kept == set()

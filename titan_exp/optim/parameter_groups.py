@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig, Role
+from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale
 
 
@@ -37,7 +37,7 @@ def named_parameters(
         for name, parameter in part.named_parameters():
             if parameter.requires_grad or frozen:
                 role = _role(modules[name.rpartition(".")[0]], parameter)
-                found.append(NamedParameter(name, parameter, role, scales.get(name, UNSCALED)))
+                found.append(NamedParameter(name, parameter, role, scale=scales.get(name, UNSCALED)))
     return found
 
 
@@ -78,8 +78,8 @@ def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str,
         decay = decay if group.weight_decay is None else group.weight_decay
         factor = factor if group.lr_scale is None else group.lr_scale
         options |= {} if group.betas is None else {"betas": group.betas}
-    if isinstance(config, AdamWConfig) and scale.eps != 1:
-        options["eps"] = config.eps * scale.eps
+    if scale.eps != 1 and (eps := getattr(config, "eps", None)) is not None:
+        options["eps"] = eps * scale.eps
     if factor * scale.lr != 1 or named.role in config.lr_scales:
         options["lr_scale"] = factor * scale.lr
     return {"weight_decay": decay * scale.weight_decay, **options}

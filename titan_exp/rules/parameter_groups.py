@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig, Role
+from titan_exp.config.groups.optimizer import OptimizerConfig, Role
+from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.parameter_roles import parameter_roles
 from titan_exp.rules.rule import rules
@@ -49,11 +51,26 @@ def groups_are_disjoint(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator
 
 
 def betas_have_an_effect(optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """Only AdamW has betas, of its groups too."""
+    """Groups have betas if the optimizer has them."""
     for name, group in optimizer.groups.items():
-        if group.betas is not None and not isinstance(optimizer, AdamWConfig):
+        if group.betas is not None and not hasattr(optimizer, "betas"):
             reason = f"optimizer.name={optimizer.name} has none"
             yield Violation(f"optimizer.groups.{name}.betas", list(group.betas), reason, "leave it out")
 
 
-RULES = rules(roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect)
+def frozen_parameters_are_possible(
+    optimizer: OptimizerConfig, parallelism: ParallelismConfig, compile: CompileConfig
+) -> Iterator[Violation]:
+    """Frozen parameters need a backward pass that torch records as it runs, in one stage."""
+    for name, group in optimizer.groups.items() if parallelism.pp > 1 or compile.cuda_graphs else ():
+        if group.frozen:
+            reason, remedy = "a pipeline stage may have no backward pass then", "parallelism.pp=1"
+            if parallelism.pp == 1:
+                reason, remedy = "the captured backward pass has gradients of all weights", "compile.cuda_graphs=false"
+            field = f"optimizer.groups.{name}.frozen"
+            yield Violation(field, True, reason, f"{remedy}; or lr_scale: 0, which keeps the gradients")
+
+
+RULES = rules(
+    roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect, frozen_parameters_are_possible
+)

@@ -40,6 +40,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         f"optimizer.name={experiment.optimizer.name} may treat layers differently": (
             not experiment.optimizer.is_homogeneous
         ),
+        "optimizer.groups may treat layers differently": bool(experiment.optimizer.groups),
         "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }

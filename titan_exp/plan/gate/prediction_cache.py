@@ -41,7 +41,9 @@ RELEVANT_GROUPS = (
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """Cache key of a prediction; None with user-defined code."""
-    if is_dotted(experiment.model.architecture) or not has_known_state(experiment.optimizer.name):
+    if is_dotted(experiment.model.architecture) or is_dotted(experiment.parametrization.name):
+        return None
+    if not has_known_state(experiment.optimizer.name):
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 

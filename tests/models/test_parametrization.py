@@ -53,18 +53,18 @@ def test_mup_is_table_3():
     """A fourth of the width: initial weights, learning rate, decay and epsilon of input, hidden and output weights."""
     found = scales(*WIDE, "parametrization=mup")
     assert found["embedding.weight"] == found["blocks.0.attention_norm.weight"] == ParameterScale(eps=1 / 4)
-    assert found["blocks.0.attention.qkv.weight"] == ParameterScale(1 / 2, 1 / 4, 4, 1 / 4)
-    assert found["blocks.7.feed_forward.down.weight"] == ParameterScale(1 / 2, 1 / 4, 4, 1 / 4)
-    assert found["head.weight"] == ParameterScale(1 / 4, 1 / 4, 4, 1)
+    assert found["blocks.0.attention.qkv.weight"] == ParameterScale(1 / 2, 1 / 4, 4.0, 1 / 4)
+    assert found["blocks.7.feed_forward.down.weight"] == ParameterScale(1 / 2, 1 / 4, 4.0, 1 / 4)
+    assert found["head.weight"] == ParameterScale(1 / 4, 1 / 4, 4.0, 1.0)
     assert scales("model=qwen3_moe_debug", "parametrization=mup", "parametrization.base_width=16")[
         "blocks.0.feed_forward.router.weight"
-    ] == ParameterScale(1 / 4, 1 / 4, 4, 1)
+    ] == ParameterScale(1 / 4, 1 / 4, 4.0, 1.0)
 
 
 def test_a_tied_heads_factor_is_in_the_last_norm():
     found = scales(*WIDE, "parametrization=mup", "model.tied_embeddings=true", "parametrization.output_multiplier=2")
     assert found["embedding.weight"] == ParameterScale(eps=1 / 4)
-    assert found["norm.weight"] == ParameterScale(1 / 2, 1 / 2, 2, 1 / 2)
+    assert found["norm.weight"] == ParameterScale(1 / 2, 1 / 2, 2.0, 1 / 2)
     assert "head.weight" not in found
 
 
@@ -243,7 +243,7 @@ def test_mistakes_are_refused_in_words(overrides: list[str], message: str):
 
 
 def test_a_multiplier_is_its_own_inverse():
-    assert multiplier(4).times(multiplier(1 / 4)) == UNSCALED
+    assert multiplier(4.0).times(multiplier(1 / 4)) == UNSCALED
 
 
 def _head_dim(model: Any) -> int:

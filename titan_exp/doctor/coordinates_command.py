@@ -23,31 +23,25 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.coordinates import LARGEST_SLOPE, Coordinates, Sizes, measure_coordinates, slope
+from titan_exp.models.parametrization.example_widths import EXPERT_WIDTHS, LLAMA_WIDTHS, SMALL_LLAMA, WIDTH
 from titan_exp.rules import check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH = "model.dim"
-DEFAULT = ("model=llama_debug", "training.seq_len=64", "training.global_batch_size=4")
-DEFAULT_WIDTHS = (
-    *(f"{WIDTH}=64,128,256,512", "model.heads=4,8,16,32", "model.kv_heads=2,4,8,16"),
-    "model.ffn_dim=256,512,1024,2048",
-)
 STEPS, SEEDS = 5, 2
 """Optimizer steps, and seeds whose sizes are averaged."""
 
 USAGE = f"""\
 titan-exp doctor --coordinates [--output FILE.png] [key=value ...]
   for example: titan-exp doctor --coordinates parametrization=mup
-  or: titan-exp doctor --coordinates parametrization=mup model=qwen3_moe_debug {WIDTH}=64,128,256 model.heads=4,8,16 \
-model.kv_heads=2,4,8 model.moe.ffn_dim=64,128,256
+  or: titan-exp doctor --coordinates parametrization=mup {" ".join(EXPERT_WIDTHS)}
 
   The coordinate check of a parametrization: models of several widths take {STEPS} steps at optimizer.lr, without
   warm-up and clipping, and the sizes of their activations are drawn against the width. It passes if the change of every
   kind of layer since the initial weights grows or shrinks no faster than width^{LARGEST_SLOPE}; exit status 3 if not.
   Lists with commas are the values at each width, all as long as that of {WIDTH}. Without one, a small Llama is
-  {DEFAULT_WIDTHS[0].partition("=")[2]} wide.
+  {LLAMA_WIDTHS[0].partition("=")[2]} wide.
     --output FILE.png   picture, default coordinates.png"""
 
 
@@ -93,7 +87,7 @@ def _points(words: Sequence[str]) -> list[list[str]]:
     except HydraException as error:
         raise UserError(f"{error}\n{USAGE}") from error
     if not any(override.is_sweep_override() for override in parsed):
-        words = [*DEFAULT, *DEFAULT_WIDTHS, *words]
+        words = [*SMALL_LLAMA, *LLAMA_WIDTHS, *words]
         parsed = OverridesParser.create().parse_overrides(list(words))
     lists = {
         override.get_key_element(): list(override.sweep_string_iterator())
@@ -105,7 +99,7 @@ def _points(words: Sequence[str]) -> list[list[str]]:
         lengths = ", ".join(f"{key} {len(values)}" for key, values in lists.items())
         raise UserError(
             f"The lists have different lengths, or {WIDTH} has none ({lengths}). Give every list as many values as "
-            f"widths, at least two: {' '.join(DEFAULT_WIDTHS[:2])}"
+            f"widths, at least two: {' '.join(LLAMA_WIDTHS[:2])}"
         )
     return [
         [*fixed, *(f"{key}={values[place]}" for key, values in lists.items())] for place in range(len(lists[WIDTH]))

@@ -43,5 +43,5 @@ def test_the_studies_there_are():
     assert {path.stem for path in STUDIES} == {
         *("activation_checkpointing", "context_extension", "context_parallel_methods", "expert_balance"),
         *("learning_rate_batch_size", "optimizers", "parallelism_degrees", "pipeline_schedules"),
-        "quantization_recipes",
+        *("quantization_recipes", "width_transfer"),
     }

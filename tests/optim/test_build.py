@@ -67,7 +67,7 @@ def test_sgd_is_one_file_whose_fields_are_its_own():
     """AdamW's fields are neither accepted nor part of its run id."""
     config = to_experiment(compose(["optimizer=sgd", "optimizer.momentum=0.5"]))
     assert set(to_dict(config)["optimizer"]) == {
-        *("name", "lr", "weight_decay", "decay_vectors", "lr_scales", "weight_decays", "options"),
+        *("name", "lr", "weight_decay", "decay_vectors", "lr_scales", "weight_decays", "groups", "options"),
         *("momentum", "nesterov"),
     }
     optimizer = build_optimizer([real_model()], config.optimizer)

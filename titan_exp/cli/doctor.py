@@ -1,4 +1,5 @@
-"""Measure what this machine can do; with --numerics, find layers that a numeric recipe harms."""
+"""Measure what this machine can do; with --numerics, find layers that a numeric recipe harms; with
+--coordinates, check a parametrization."""
 
 import os
 from collections.abc import Sequence
@@ -11,6 +12,10 @@ def run(argv: Sequence[str]) -> int:
         from titan_exp.launch.state.run_lookup import run_path
 
         return doctor_command(argv, run_path)
+    if "--coordinates" in argv:
+        from titan_exp.doctor.coordinates_command import doctor_command as coordinates_command
+
+        return coordinates_command(argv)
     # As the launcher sets it for ranks; torch reads it at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from titan_exp.doctor.machine import machine_command

@@ -36,6 +36,9 @@ titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
 
 titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
   reports the rounding error of a numeric recipe per layer; see titan-exp doctor --numerics --help.
+
+titan-exp doctor --coordinates parametrization=mup ...
+  draws the coordinate check of a parametrization; see titan-exp doctor --coordinates --help.
 """
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.12, "launch": 0.03, "link": 0.2, "disk": 0.1}

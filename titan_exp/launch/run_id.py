@@ -14,6 +14,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.identity_keys import LAYOUT, has_effect, idle_keys, is_among
+from titan_exp.config.schema.schema import group_in_mapping, hints
 
 ID_LENGTH = 12
 """Hex digits of an id (48 bits): collision probability 0.2 % for a million runs."""
@@ -57,8 +58,14 @@ def _fields(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from _fields(value, f"{key}.")
         elif field.name in getattr(group, "in_run_id", ()):
             yield key, value, dataclasses.MISSING
+        elif group_in_mapping(hints(type(group)).get(field.name)) is not None:
+            yield key, {name: _nondefault(part) for name, part in value.items()}, {}
         else:
             yield key, value, field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _nondefault(group: Any) -> dict[str, Any]:
+    return {name: value for name, value, default in _fields(group) if value != default}
 
 
 def _require_stable(value: object, key: str) -> None:

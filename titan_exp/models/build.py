@@ -1,5 +1,8 @@
 """Models by architecture: a built-in family, a user's module with the same public names, or a user's plain class."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,6 +13,7 @@ from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
+from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.attention.sdpa import AttentionBackend, choose_backend
@@ -68,14 +72,16 @@ def choose_attention_backend(
     )
 
 
-def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:
-    """Initialization of every parameter by full name; None if the model does not declare all of them."""
+def init_specs(model: nn.Module, scales: Mapping[str, ParameterScale] = {}) -> dict[str, InitSpec] | None:
+    """Initialization of every parameter by full name, scaled by its parametrization; None if the model does not declare
+    all of them."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()
         if hasattr(module, "init_spec")
         for name, init in module.init_spec().items()  # type: ignore[operator]  # the blocks' own method
     }
+    table |= {name: replace(table[name], scale=scale.init) for name, scale in scales.items() if name in table}
     return table if all(name in table for name, _ in model.named_parameters()) else None
 
 

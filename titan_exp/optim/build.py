@@ -1,6 +1,6 @@
 """Build the optimizer that `optimizer.name` names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,11 +10,14 @@ from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.schema.component import component
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.secrets.variables import revealed
+from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.optim.parameter_groups import named_parameters
 
 
-def build_optimizer(parts: Iterable[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer over the parameters of this rank's modules.
+def build_optimizer(
+    parts: Iterable[nn.Module], config: OptimizerConfig, scales: Mapping[str, ParameterScale] = {}
+) -> torch.optim.Optimizer:
+    """Build the optimizer over the parameters of this rank's modules, with the scales of a parametrization by name.
 
     An optimizer is one file in `titan_exp/optim/`, or a module of your own: `Config`, a dataclass that extends
     `OptimizerConfig`, and `build(parameters, config)`, which gets the parameters with their names and roles. It imports
@@ -26,7 +29,7 @@ def build_optimizer(parts: Iterable[nn.Module], config: OptimizerConfig) -> torc
             its state like the parameters.
     """
     config = revealed(config, "optimizer") if is_dotted(config.name) else config
-    optimizer = component("optimizer", config.name).build(named_parameters(parts), config)
+    optimizer = component("optimizer", config.name).build(named_parameters(parts, scales), config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         reason = f"it builds a {kind}, which is no torch.optim.Optimizer, whose groups, state and hooks a run uses"

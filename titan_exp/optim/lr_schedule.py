@@ -1,10 +1,11 @@
-"""Learning-rate schedule: linear warmup, constant peak, decay to a floor.
+"""Learning-rate schedule: linear warmup, a stable phase, decay to a floor; once or in cycles.
 
 A pure function of the step: it has no state to checkpoint, and a changed configuration takes effect on resume.
 """
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -17,12 +18,15 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "square": lambda progress: 1 - progress**2,
+    "exponential": lambda progress: (0.01**progress - 0.01) / 0.99,
 }
-"""Factor between floor (0) and peak (1) by progress through the decay, from 0 to 1 (sqrt: Hägele et al. 2024)."""
+"""Factor between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1 (sqrt and square:
+Hägele et al. 2024; exponential, by a factor of 100 and shifted to end at the floor: Hu et al. 2024)."""
 
 
 class LRSchedule:
-    """Learning rate of steps 1 to `steps`; `peak` between warmup and decay."""
+    """Learning rate of steps 1 to `steps`; between warmup and decay `peak`, or a power of the step."""
 
     def __init__(self, config: LRScheduleConfig, *, peak: float, steps: int) -> None:
         self.config, self.peak, self.steps = config, peak, steps
@@ -34,11 +38,24 @@ class LRSchedule:
         config = self.config
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps
-        into_decay = step - (self.steps - config.decay_steps)
-        if config.decay_steps == 0 or into_decay <= 0:
-            return self.peak
-        factor = self._decay(min(1.0, into_decay / (config.decay_steps + 1)))
-        return self.peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
+        decay, before_decay = self._decay_phase(step)
+        if decay == 0 or step <= before_decay:
+            return self._stable(step)
+        factor = self._decay(min(1.0, (step - before_decay) / (decay + 1)))
+        return self._stable(before_decay) * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
+
+    def _stable(self, step: int) -> float:
+        """Rate of the stable phase: the peak times (warmup / step)^power."""
+        first = max(1, self.config.warmup_steps)
+        return self.peak * (first / max(step, first)) ** self.config.power
+
+    def _decay_phase(self, step: int) -> tuple[int, int]:
+        """Steps of decay in the cycle that a step is in, and the last step before them."""
+        config, left = self.config, self.steps - self.config.warmup_steps
+        ends = [config.warmup_steps + left * number // config.cycles for number in range(config.cycles + 1)]
+        begin, end = next((pair for pair in pairwise(ends) if step <= pair[1]), (ends[-2], ends[-1]))
+        decay = min(config.decay_steps, end - begin)
+        return decay, end - decay
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

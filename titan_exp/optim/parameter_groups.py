@@ -1,4 +1,4 @@
-"""Parameters with their names and roles, and their groups for torch optimizers."""
+"""Parameters with their names, roles and scales, and their groups for torch optimizers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
+from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale
 from titan_exp.models.spec.fused_rows import FusedRows
 
 
@@ -24,6 +25,8 @@ class NamedParameter:
     """Kind of parameter: the `parameter_role` of its module, else by its dimensions."""
     rows: FusedRows | None = None
     """Projections or heads in its rows; None is one matrix."""
+    scale: ParameterScale = UNSCALED
+    """Factors of its hyperparameters by the parametrization."""
 
     @property
     def is_matrix(self) -> bool:
@@ -31,43 +34,68 @@ class NamedParameter:
         return self.parameter.dim() == {"matrix": 2, "expert": 3}.get(self.role)
 
 
-def named_parameters(parts: Iterable[nn.Module]) -> list[NamedParameter]:
-    """Trainable parameters of this rank's modules, in the modules' order; a tied weight once."""
+def named_parameters(
+    parts: Iterable[nn.Module], scales: Mapping[str, ParameterScale] = {}, *, frozen: bool = False
+) -> list[NamedParameter]:
+    """Trainable parameters of this rank's modules, and `frozen` ones if asked for, in the modules' order; a tied weight
+    once."""
     found = []
     for part in parts:
         modules = dict(part.named_modules())
         for name, parameter in part.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad or frozen:
                 module = name.rpartition(".")[0]
                 role, rows = _role(modules[module], parameter), _fused_rows(modules, name)
-                found.append(NamedParameter(name, parameter, role, rows))
+                found.append(NamedParameter(name, parameter, role, rows, scales.get(name, UNSCALED)))
     return found
+
+
+def freeze(model: nn.Module, config: OptimizerConfig) -> None:
+    """Take the gradients of parameters in frozen groups."""
+    for named in named_parameters([model]) if config.groups else ():
+        group = config.group_of(named.name, named.role)
+        if group is not None and group.frozen:
+            named.parameter.requires_grad_(False)
 
 
 def parameter_groups(
     parameters: Sequence[NamedParameter], config: OptimizerConfig, *, by_role: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay, for every mesh, and for every `role` if `by_role` or if the
-    configuration has values by role."""
+    """Parameter groups of equal hyperparameters, those with weight decay first, for every mesh, and for every `role` if
+    `by_role` or if the configuration has values by role."""
     by_role = by_role or bool(config.lr_scales or config.weight_decays)
     # Fused and foreach kernels take tensors of one mesh at a time.
-    groups: dict[tuple[bool, object, Role | None], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, object, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = defaultdict(list)
     for named in parameters:
         parameter = named.parameter
-        decayed = parameter.dim() >= 2 or config.decay_vectors
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups[decayed, mesh, named.role if by_role else None].append(parameter)
+        options = hyperparameters(named, config) | ({"role": named.role} if by_role else {})
+        groups[_is_decayed(named, config), mesh, tuple(options.items())].append(parameter)
     return [
-        {"params": group, **_options(role, config.weight_decay if decayed else 0.0, config)}
-        for (decayed, _, role), group in sorted(groups.items(), key=lambda item: not item[0][0])
+        {"params": group, **dict(options)}
+        for (_, _, options), group in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
 
 
-def _options(role: Role | None, weight_decay: float, config: OptimizerConfig) -> dict[str, Any]:
-    if role is None:
-        return {"weight_decay": weight_decay}
-    options = {"weight_decay": config.weight_decays.get(role, weight_decay), "role": role}
-    return options | ({"lr_scale": config.lr_scales[role]} if role in config.lr_scales else {})
+def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str, Any]:
+    """Options of a parameter's group: `weight_decay`, and `lr_scale`, `betas` and `eps` where they are its own."""
+    group, scale = config.group_of(named.name, named.role), named.scale
+    decay = config.weight_decays.get(named.role, config.weight_decay if _is_decayed(named, config) else 0.0)
+    factor = config.lr_scales.get(named.role, 1.0)
+    options: dict[str, Any] = {}
+    if group is not None:
+        decay = decay if group.weight_decay is None else group.weight_decay
+        factor = factor if group.lr_scale is None else group.lr_scale
+        options |= {} if group.betas is None else {"betas": group.betas}
+    if scale.eps != 1 and (eps := getattr(config, "eps", None)) is not None:
+        options["eps"] = eps * scale.eps
+    if factor * scale.lr != 1 or named.role in config.lr_scales:
+        options["lr_scale"] = factor * scale.lr
+    return {"weight_decay": decay * scale.weight_decay, **options}
+
+
+def _is_decayed(named: NamedParameter, config: OptimizerConfig) -> bool:
+    return named.parameter.dim() >= 2 or config.decay_vectors
 
 
 def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None:
@@ -79,6 +107,7 @@ def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None
 
 
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
+    """Role of a parameter of a module."""
     declared: Role | None = getattr(module, "parameter_role", None)
     if parameter.dim() < 2:
         return "vector"

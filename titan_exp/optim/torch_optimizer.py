@@ -25,6 +25,11 @@ class Config(AdamWConfig):
         return 3 if self.name.startswith("torch.optim.") and not self.name.endswith("LBFGS") else None
 
     @property
+    def is_scale_invariant(self) -> bool:
+        """False: the update of an arbitrary optimizer is unknown."""
+        return False
+
+    @property
     def is_homogeneous(self) -> bool:
         """False: the state of an arbitrary optimizer is unknown."""
         return False

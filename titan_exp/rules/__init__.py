@@ -15,6 +15,8 @@ from titan_exp.rules import (
     data,
     import_paths,
     model,
+    parameter_groups,
+    parametrization,
     paths,
     quantization,
     recompute,
@@ -27,6 +29,8 @@ from titan_exp.rules.rule import Rule, find_violations
 
 _MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
 _MODULES += (
+    parametrization,
+    parameter_groups,
     expert_parallel,
     pipeline_parallel,
     import_paths,

@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig, Role
+from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, head_is_fp32
@@ -70,23 +69,8 @@ def _ranks(count: int) -> str:
     return f"{count} data-parallel rank{'s' * (count > 1)}"
 
 
-def roles_have_parameters(spec: ModelSpec, model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """The model has parameters of the roles whose learning rate or weight decay is set."""
-    missing: dict[Role, str] = {}
-    if not spec.has_experts:
-        missing["expert"] = f"{model.name} has no experts"
-    if spec.tied:
-        missing["head"] = f"the head of {model.name} is its embedding"
-    for name in ("lr_scales", "weight_decays"):
-        values: dict[Role, float] = getattr(optimizer, name)
-        for role in values.keys() & missing.keys():
-            remedy = "leave it out" if role == "expert" else f"optimizer.{name}.embedding={values[role]}"
-            yield Violation(f"optimizer.{name}.{role}", values[role], missing[role], remedy)
-
-
 RULES = rules(
     schedule_fits,
-    roles_have_parameters,
     trace_fits,
     Refuse(
         "profiling.memory_step",

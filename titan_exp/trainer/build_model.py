@@ -19,7 +19,9 @@ from titan_exp.models.build import (
     parameter_count,
 )
 from titan_exp.models.decoder import Decoder
+from titan_exp.models.parametrization.lookup import scales_of
 from titan_exp.models.spec.lookup import block_count
+from titan_exp.optim.parameter_groups import freeze, named_parameters
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
@@ -39,6 +41,7 @@ from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buff
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.parameter_table import has_groups, parameter_table
 
 
 class BuiltModel:
@@ -73,11 +76,15 @@ class BuiltModel:
         )
         with torch.device("meta"):
             model = build()
+        self.scales = scales_of(experiment.parametrization, experiment.model)
+        """Scales of parameters, by full name, that the parametrization gives."""
         self.parameters = parameter_count(model)
         """Number of parameters of the whole model."""
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
         """FLOPs of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
+        freeze(model, experiment.optimizer)
+        parameters = named_parameters([model], self.scales, frozen=True)
         recipe = describe(model, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         self.module: nn.Module = model
         """The whole model; on the meta device under pipeline parallelism."""
@@ -93,6 +100,8 @@ class BuiltModel:
         )
         if experiment.compile.compiles("blocks") and mesh.device.type == "cuda":
             get_logger().info("matmuls of compiled blocks: %s", _gemm_selection(experiment, layout.world_size))
+        if has_groups(parameters, experiment.optimizer):
+            get_logger().info("parameter groups:\n%s", parameter_table(parameters, experiment.optimizer))
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         if mesh.pp_group is None:
@@ -120,7 +129,8 @@ class BuiltModel:
     def _parallelize(self, module: nn.Module) -> None:
         """Parallelize the whole model or a pipeline stage, and allocate its parameters."""
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
-        specs, places = init_specs(module), buffer_places(module)
+        freeze(module, experiment.optimizer)
+        specs, places = init_specs(module, self.scales), buffer_places(module)
         if isinstance(module, Decoder):
             module.positions_restart = experiment.data.reset_positions
         quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)

@@ -77,7 +77,7 @@ def assemble(
     else:
         model = EagerModel(built.module, objective, mesh, weights)
     model.load = ExpertLoad(built.module, model.parts, experiment.training.global_batch_size, mesh)
-    optimizer = build_optimizer(model.parts, experiment.optimizer)
+    optimizer = build_optimizer(model.parts, experiment.optimizer, built.scales)
     if isinstance(optimizer, UpdatesComputeWeights):
         optimizer.set_compute_weights(weights.copies)
     _log_update(experiment.optimizer, optimizer, weights)

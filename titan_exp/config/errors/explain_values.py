@@ -12,6 +12,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.config.schema.schema import (
     choices_of,
+    group_in_mapping,
     hints,
     is_number,
     literals_beside,
@@ -48,6 +49,9 @@ def unknown_keys(
             else:
                 remedy = f"set a key in it: {field}.{next(iter(hints(annotation)))}=..."
                 yield Violation(field, values[name], "this is a group of keys, not a value", remedy)
+        elif (kind := group_in_mapping(annotation)) is not None and isinstance(values[name], Mapping):
+            groups = dict.fromkeys(values[name], kind)
+            yield from unknown_keys(values[name], groups, (), f"{field}.")
         elif isinstance(values[name], bool) and is_number(annotation):
             remedy = _about(field, meaning_of(field))
             yield Violation(field, values[name], "must be a number, not true or false", remedy)

@@ -6,7 +6,7 @@ from pathlib import Path
 OBJECTIVES = ("language_modeling",)
 """Built-in values of `training.objective`."""
 
-DECAYS = ("linear", "cosine", "sqrt")
+DECAYS = ("linear", "cosine", "sqrt", "square", "exponential")
 """Built-in values of `lr_schedule.decay`."""
 
 SOURCES = ("python_stdlib", "text", "huggingface", "tokens")

@@ -9,6 +9,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.parametrization import ParametrizationConfig
 from titan_exp.config.groups.plan import PlanConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
@@ -16,7 +17,7 @@ from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Configuration of a run: a field for each group, in the order of `conf/config.yaml`."""
 
@@ -32,6 +33,8 @@ class Experiment:
     """Degrees of the mesh."""
     optimizer: OptimizerConfig
     """Optimizer."""
+    parametrization: ParametrizationConfig = field(default_factory=ParametrizationConfig)
+    """Initial weights and hyperparameters by the model's shape; runs of older versions have none."""
     lr_schedule: LRScheduleConfig
     """Learning rate over steps."""
     quantization: QuantizationConfig

@@ -1,11 +1,12 @@
 """Groups `optimizer` and `lr_schedule`."""
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
-from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, Ratio
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Ratio
 
 Role = Literal["embedding", "head", "matrix", "vector", "expert"]
 """Kind of a parameter: token embedding, LM head, weight of a linear layer (a router's too), one-dimensional (norm,
@@ -17,6 +18,31 @@ MOMENT_BLOCK = 32
 
 Betas = Annotated[tuple[Annotated[float, Interval(ge=0, lt=1)], ...], Len(2, 2)]
 """Decay rates of the first and second moment."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with hyperparameters of their own, in place of the optimizer's and of their role's."""
+
+    match: Annotated[tuple[str, ...], Len(1)]
+    """Full names of parameters, or patterns (`blocks.0.*`, `*.router.weight`), or roles."""
+    lr_scale: NonNegativeFloat | None = None
+    """Factor of the learning rate; null is the role's."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay; null is the role's."""
+    betas: Betas | None = None
+    """AdamW's decay rates of the moments; null is the optimizer's."""
+    frozen: bool = False
+    """Leave the parameters as they are, without gradient and optimizer state."""
+
+    def has(self, name: str, role: str) -> bool:
+        """True if a parameter with this name and role is in the group."""
+        return any(self.matches(pattern, name, role) for pattern in self.match)
+
+    @staticmethod
+    def matches(pattern: str, name: str, role: str) -> bool:
+        """True if an element of `match` is this role, or matches this name."""
+        return pattern == role or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)
@@ -37,8 +63,20 @@ class OptimizerConfig:
     parameters as they are."""
     weight_decays: dict[Role, NonNegativeFloat] = field(default_factory=dict)
     """Weight decay by role, in place of `weight_decay` and `decay_vectors`."""
+    groups: dict[str, ParameterGroup] = field(default_factory=dict)
+    """Parameter groups with values of their own, by a name of yours; no parameter is in two."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for an optimizer class of your own."""
+
+    def group_of(self, name: str, role: Role) -> ParameterGroup | None:
+        """Group of a parameter; None if it is in none."""
+        return next((group for group in self.groups.values() if group.has(name, role)), None)
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True if updates do not depend on the scale of gradients, as Adam's do not: parametrizations by width and
+        depth have rules for such optimizers."""
+        return False
 
     @property
     def max_state(self) -> float | None:
@@ -77,6 +115,11 @@ class AdamWConfig(OptimizerConfig):
         return 2
 
     @property
+    def is_scale_invariant(self) -> bool:
+        """True: gradients are divided by their root mean square."""
+        return True
+
+    @property
     def is_homogeneous(self) -> bool:
         """True: every parameter is updated alone."""
         return True
@@ -99,15 +142,22 @@ def keeps_fp32_moments(config: OptimizerConfig) -> bool:
 
 @dataclass(frozen=True)
 class LRScheduleConfig:
-    """Learning rate over steps: warm-up to the peak, stable, then decay towards the floor."""
+    """Learning rate over steps: warm-up to the peak, stable, then decay towards the floor; once or in cycles."""
 
     warmup_steps: Count
     """Steps of linear warm-up; the peak is reached exactly at this step, and step 1 is already above 0."""
     decay_steps: Count
-    """Steps of decay at the end of the run; one step more would reach the floor."""
+    """Steps of decay at the end of the run, or of every cycle and at most all of it; one step more would reach the
+    floor."""
     decay: str
-    """`linear`, `cosine` or `sqrt`, or the import path of a function from progress in [0, 1] to a factor in [0, 1]."""
+    """`linear`, `cosine`, `sqrt` (1 - sqrt), `square` (1 - square) or `exponential`, or the import path of a function
+    from progress in [0, 1] to a factor in [0, 1]."""
     min_lr_ratio: Ratio
-    """The floor, as a fraction of the peak."""
+    """The floor, as a fraction of the rate before the decay."""
+    power: NonNegativeFloat = 0.0
+    """Exponent of the stable phase, peak · (warmup_steps / step)^power: 0 holds the peak, 0.5 is the inverse square
+    root. It does not depend on the length of the run, so that a decay may branch off anywhere."""
+    cycles: PositiveInt = 1
+    """Equal cycles after warm-up, each with a decay at its end; the next one begins at the stable rate again."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for a decay function of your own."""

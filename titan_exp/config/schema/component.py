@@ -1,4 +1,5 @@
-"""Components (model families, optimizers): modules of this package, or user modules with the same public names.
+"""Components (model families, optimizers, parametrizations): modules of this package or of the user, with equal public
+names.
 
 A key of the config group selects the component (`model.architecture`, ...), whose `Config` types the group.
 """
@@ -37,8 +38,9 @@ class ComponentKind:
     """Key of the group that selects the component."""
     public: tuple[str, ...]
     """Names defined by every component."""
-    plain: str
-    """Module of the package that wraps a plain class or function, given by import path."""
+    plain: str | None = None
+    """Module of the package that wraps a plain class or function, given by import path; None if only modules are
+    components."""
     calls: Mapping[str, Call] = field(default_factory=dict)
     """Calls of the component's functions; those not in `public` are optional."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -67,6 +69,12 @@ KINDS = {
         "torch_optimizer",
         calls={"build": Call(("parameters", "config"))},
     ),
+    "parametrization": ComponentKind(
+        "titan_exp.models.parametrization",
+        "name",
+        ("Config", "parameter_scales"),
+        calls={"parameter_scales": Call(("spec", "model", "config"))},
+    ),
 }
 """Component kinds by config group."""
 
@@ -91,6 +99,9 @@ def component(group: str, name: str) -> ModuleType:
     module, attributes, _ = locate(name)
     if attributes or not module:
         violation = find_dotted(name, key)
+        if violation is None and kind.plain is None:
+            remedy = f"name a module that defines {listed(kind.public, 'and')}, e.g. {key}=my_package.my_{group}"
+            violation = Violation(key, name, "this is no module", remedy)
         if violation is not None:
             raise UserError("This configuration cannot be read.", [violation])
         return importlib.import_module(f"{kind.package}.{kind.plain}")

@@ -11,6 +11,7 @@ IMPORT_PATH_KEYS = (
     "model.architecture",
     "training.objective",
     "optimizer.name",
+    "parametrization.name",
     "lr_schedule.decay",
     "data.source",
     "cluster.kind",

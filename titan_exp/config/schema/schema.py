@@ -88,6 +88,12 @@ def optional_fields(kind: Any) -> set[str]:
     }
 
 
+def group_in_mapping(annotation: Any) -> Any:
+    """Dataclass of the values of a mapping of groups; None for other types."""
+    kinds = typing.get_args(annotation) if typing.get_origin(annotation) is dict else ()
+    return kinds[1] if kinds and dataclasses.is_dataclass(kinds[1]) else None
+
+
 def is_number(annotation: Any) -> bool:
     """True if a type is a number, None or a word beside them, so that a boolean is invalid."""
     origin = typing.get_origin(annotation)

@@ -29,6 +29,8 @@ class InitSpec:
     """Distribution; `normal` is truncated at three standard deviations."""
     std: float = 0.0
     """Standard deviation of `normal`, before truncation."""
+    scale: float = 1.0
+    """Factor of the values."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class ShardSpec:
 def init_shard_(values: Tensor, seed: int, name: str, init: InitSpec, part: ShardSpec) -> None:
     """Fill `values`, a shard of the parameter with this full name, with its initial values, on its device."""
     if init.kind != "normal":
-        values.fill_(1.0 if init.kind == "ones" else 0.0)
+        values.fill_(init.scale if init.kind == "ones" else 0.0)
         return
     if values.numel() == 0:
         return
@@ -66,7 +68,7 @@ def init_shard_(values: Tensor, seed: int, name: str, init: InitSpec, part: Shar
     unused = part.start[-1] % 2  # the first word's first number, if the shard begins with its second
 
     for of_rows, of_words in _chunks(rows.shape[0], words.shape[0], values.device):
-        numbers = truncated_normal(splitmix64(rows[of_rows] + words[of_words]), init.std)
+        numbers = truncated_normal(splitmix64(rows[of_rows] + words[of_words]), init.std * init.scale)
         first = 2 * of_words.start - unused
         target = flat[of_rows, max(first, 0) : first + numbers.shape[1]]
         target.copy_(numbers[:, max(-first, 0) :][:, : target.shape[1]])

@@ -83,7 +83,7 @@ def latent_attention(
             replace(by_head, gathers=False),
             rows=expanded,
         ),
-        LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, Rowwise()),
+        LinearSpec("attention.out", heads * config.v_head_dim, dim, out_std, Rowwise(), writes_residual=True),
     )
     query_norm = () if q_rank is None else (VectorSpec("attention.q_a_norm", q_rank),)
     return attention, linears, (*query_norm, VectorSpec("attention.kv_a_norm", kv_rank))

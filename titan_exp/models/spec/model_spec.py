@@ -105,6 +105,8 @@ class LinearSpec:
     """True if a bias is added to the outputs."""
     bias_std: float = 0.0
     """Standard deviation of the initial bias; 0 is zeros."""
+    writes_residual: bool = False
+    """True if the outputs are added to the residual stream, whose branches a parametrization may scale by depth."""
 
     @property
     def parameters(self) -> int:

@@ -35,7 +35,7 @@ def swiglu_linears(
     stacked |= {} if bias_std is None else {"bias": True, "bias_std": bias_std}
     return (
         LinearSpec(f"{name}.gate_up", dim, 2 * channels, std, gate_up, rows=GATE_UP, **stacked),
-        LinearSpec(f"{name}.down", channels, dim, out_std, Rowwise(), **stacked),
+        LinearSpec(f"{name}.down", channels, dim, out_std, Rowwise(), **stacked, writes_residual=True),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
@@ -128,12 +129,12 @@ def _layer(
     )
     sinks = VectorSpec("attention.sinks", config.heads, HeadSharded(), variant.sinks_std)
     outputs, bias = (config.heads + 2 * config.kv_heads) * width, variant.bias_std is not None
-    biases = {"bias": bias, "bias_std": variant.bias_std or 0.0}
+    biases: dict[str, Any] = {"bias": bias, "bias_std": variant.bias_std or 0.0}
     return LayerSpec(
         attention,
         linears=(
             LinearSpec("attention.qkv", dim, outputs, config.init_std, qkv, rows=rows, **biases),
-            LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise(), **biases),
+            LinearSpec("attention.out", config.heads * width, dim, out_std, Rowwise(), **biases, writes_residual=True),
             *feed_forward,
         ),
         vectors=(

@@ -77,4 +77,5 @@ def _divided(parameter: nn.Parameter, axes: DeviceMesh, dim: int) -> nn.Paramete
         return parameter
     # src_data_rank=None: each rank slices its own copy, without communication.
     shards = list(placements.values())
-    return nn.Parameter(distribute_tensor(parameter.detach(), axes[tuple(placements)], shards, src_data_rank=None))
+    sharded = distribute_tensor(parameter.detach(), axes[tuple(placements)], shards, src_data_rank=None)
+    return nn.Parameter(sharded, parameter.requires_grad)

@@ -208,4 +208,5 @@ def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common:
 def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:
     """This rank's shard of a whole weight on the meta device."""
     # src_data_rank=None: each rank slices its own copy, without communication.
-    return nn.Parameter(distribute_tensor(weight.detach(), axis, [Shard(dim)], src_data_rank=None))
+    sharded = distribute_tensor(weight.detach(), axis, [Shard(dim)], src_data_rank=None)
+    return nn.Parameter(sharded, weight.requires_grad)

@@ -34,6 +34,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         f"layers differ beyond the first {MAX_DISTINCT_LAYERS} and periods of {MAX_PERIOD}, in the model or by "
         "quantization.filter, quantization.high_precision_* or training.fp32_modules": distinct > MAX_DISTINCT_LAYERS
         or period > MAX_PERIOD,
+        "optimizer.groups may treat layers differently": bool(experiment.optimizer.groups),
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
     if distinct or period > 1 or parallelism.prefetch_blocks > 1:

@@ -22,6 +22,8 @@ from titan_exp.data.sources.build import own_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import to_huggingface
+from titan_exp.models.parametrization.lookup import scales_of
+from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.models.spec.lookup import block_count, model_spec
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import LRSchedule
@@ -46,6 +48,7 @@ def check_user_code(experiment: Experiment) -> None:
     checks: dict[str, Callable[[Experiment], None]] = {
         "model.architecture": _check_model,
         "optimizer.name": _check_optimizer,
+        "parametrization.name": _check_parametrization,
         "training.objective": _check_objective,
         "lr_schedule.decay": _check_decay,
         "data.source": lambda experiment: own_source(experiment.data) and None,
@@ -146,6 +149,19 @@ def _check_optimizer(experiment: Experiment) -> None:
         # An optimizer may read the parameters' values; the gate's fake tensors have none either.
         if not _is_limitation(error, experiment):
             raise
+
+
+def _check_parametrization(experiment: Experiment) -> None:
+    spec, scales = model_spec(experiment.model), scales_of(experiment.parametrization, experiment.model)
+    wrong = next((name for name, scale in scales.items() if not isinstance(scale, ParameterScale)), None)
+    unknown = next((name for name in scales if spec is not None and name not in spec.shapes), None)
+    if wrong is not None or unknown is not None:
+        reason = (
+            f"the model has no parameter {unknown}" if wrong is None else f"the value of {wrong} is no ParameterScale"
+        )
+        remedy = "return a ParameterScale by full parameter name, as in spec.shapes"
+        violation = Violation("parametrization.name", experiment.parametrization.name, reason, remedy)
+        raise UserError("This run cannot be started.", [violation])
 
 
 def _check_objective(experiment: Experiment) -> None:

@@ -32,12 +32,17 @@ IRRELEVANT_KEYS = {
 """Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys compared only as set or unset."""
-RELEVANT_GROUPS = ("model", "training", "parallelism", "optimizer", "quantization", "activation_checkpoint", "compile")
+RELEVANT_GROUPS = (
+    *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
+    *("activation_checkpoint", "compile"),
+)
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """Cache key of a prediction; None with user-defined code."""
-    if is_dotted(experiment.model.architecture) or experiment.optimizer.max_state is None:
+    if is_dotted(experiment.model.architecture) or is_dotted(experiment.parametrization.name):
+        return None
+    if experiment.optimizer.max_state is None:
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 

@@ -1,0 +1,68 @@
+"""titan-exp doctor --coordinates: muP passes, the standard parametrization and every broken factor of muP fail."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.doctor import coordinates as module
+from titan_exp.doctor.coordinates import slope
+from titan_exp.doctor.coordinates_command import doctor_command
+from titan_exp.models.parametrization.parameter_scale import ParameterScale
+
+TINY = [
+    *("model=llama_debug", "model.layers=1", "training.seq_len=32", "training.global_batch_size=4"),
+    *("model.dim=32,128,512", "model.heads=2,8,32", "model.kv_heads=1,4,16", "model.ffn_dim=96,384,1536"),
+]
+
+
+def verdict(output: Path, *overrides: str) -> int:
+    return doctor_command(["--coordinates", "--output", str(output), *TINY, *overrides])
+
+
+def test_mup_passes_and_the_standard_parametrization_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    picture = tmp_path / "check.png"
+    assert verdict(picture, "parametrization=mup") == 0
+    assert "coordinate check passed" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert verdict(picture) == 3
+    assert "coordinate check failed: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("part", "factor"), [("head.weight", "lr"), ("qkv.weight", "lr"), ("down.weight", "lr"), ("embedding.weight", "lr")]
+)
+def test_a_broken_factor_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, factor: str):
+    original = module.scales_of
+
+    def broken(*args: object) -> Mapping[str, ParameterScale]:
+        scales = original(*args)  # type: ignore[arg-type]
+        # Matrices lose their factor; the embedding gets that of a matrix.
+        other = 1.0 if part != "embedding.weight" else scales["head.weight"].lr
+        return {name: replace(scale, **{factor: other}) if part in name else scale for name, scale in scales.items()}
+
+    monkeypatch.setattr(module, "scales_of", broken)
+    assert verdict(tmp_path / "check.png", "parametrization=mup") == 3
+
+
+def test_slopes():
+    assert slope([64, 128, 256], [1, 2, 4]) == pytest.approx(1)
+    assert slope([64, 256], [4, 2]) == pytest.approx(-0.5)
+    assert slope([64, 256], [4, 0]) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.dim=64,128", "model.heads=2,4,8"],
+        ["model.heads=2,4"],
+        ["model.dim=64,128", "model.heads=3"],
+        ["--output", "x.pdf"],
+        ["a"],
+    ],
+)
+def test_invalid_arguments_are_refused(words: list[str]):
+    with pytest.raises(UserError):
+        doctor_command(["--coordinates", *words])

@@ -1,0 +1,184 @@
+"""`titan-exp doctor --coordinates`: the coordinate check of a parametrization, as a table and a picture."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from rich.console import Console
+from rich.table import Table
+
+from titan_exp.config.command_line.options import HELP
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.axes import ONE_DEVICE
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.data.batch import Batch
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.doctor.coordinates import LARGEST_SLOPE, Coordinates, Sizes, measure_coordinates, slope
+from titan_exp.models.parametrization.example_widths import EXPERT_WIDTHS, LLAMA_WIDTHS, SMALL_LLAMA, WIDTH
+from titan_exp.rules import check
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEPS, SEEDS = 5, 2
+"""Optimizer steps, and seeds whose sizes are averaged."""
+
+USAGE = f"""\
+titan-exp doctor --coordinates [--output FILE.png] [key=value ...]
+  for example: titan-exp doctor --coordinates parametrization=mup
+  or: titan-exp doctor --coordinates parametrization=mup {" ".join(EXPERT_WIDTHS)}
+
+  The coordinate check of a parametrization: models of several widths take {STEPS} steps at optimizer.lr, without
+  warm-up and clipping, and the sizes of their activations are drawn against the width. It passes if the change of every
+  kind of layer since the initial weights grows or shrinks no faster than width^{LARGEST_SLOPE}; exit status 3 if not.
+  Lists with commas are the values at each width, all as long as that of {WIDTH}. Without one, a small Llama is
+  {LLAMA_WIDTHS[0].partition("=")[2]} wide.
+    --output FILE.png   picture, default coordinates.png"""
+
+
+def doctor_command(arguments: Sequence[str]) -> int:
+    """Run `titan-exp doctor --coordinates`; returns the exit code.
+
+    Raises:
+        UserError: an override is invalid, or the lists have different lengths.
+    """
+    if set(arguments) & set(HELP):
+        print(USAGE)
+        return 0
+    words = [argument for argument in arguments if argument != "--coordinates"]
+    output = Path("coordinates.png")
+    if "--output" in words[:-1]:
+        place = words.index("--output")
+        output = Path(words[place + 1])
+        del words[place : place + 2]
+    if any("=" not in word or word.startswith("-") for word in words) or output.suffix != ".png":
+        raise UserError(USAGE)
+    points = [to_experiment(compose(point)) for point in _points(words)]
+    experiments = [_on_one_device(point) for point in points]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    widths = [experiment.model.dim for experiment in experiments]
+    found = [_mean_of_seeds(experiment, device) for experiment in experiments]
+    slopes = {
+        kind: slope(widths, [coordinates.changes[-1][kind] for coordinates in found]) for kind in found[0].changes[-1]
+    }
+    name = experiments[0].parametrization.name
+    failed = [kind for kind, found in slopes.items() if abs(found) > LARGEST_SLOPE]
+    verdict = f"failed: {', '.join(failed)}" if failed else "passed"
+    title = f"{name}, {experiments[0].model.name}: coordinate check {verdict}"
+    _print(title, widths, found, slopes)
+    _draw(title, widths, found).savefig(output)
+    print(f"{output}: mean |x| against the width, after each step")
+    return 3 if failed else 0
+
+
+def _points(words: Sequence[str]) -> list[list[str]]:
+    """Overrides of every width."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(words))
+    except HydraException as error:
+        raise UserError(f"{error}\n{USAGE}") from error
+    if not any(override.is_sweep_override() for override in parsed):
+        words = [*SMALL_LLAMA, *LLAMA_WIDTHS, *words]
+        parsed = OverridesParser.create().parse_overrides(list(words))
+    lists = {
+        override.get_key_element(): list(override.sweep_string_iterator())
+        for override in parsed
+        if override.is_sweep_override()
+    }
+    fixed = [word for word, override in zip(words, parsed, strict=True) if not override.is_sweep_override()]
+    if WIDTH not in lists or len(lists[WIDTH]) < 2 or len({len(values) for values in lists.values()}) > 1:
+        lengths = ", ".join(f"{key} {len(values)}" for key, values in lists.items())
+        raise UserError(
+            f"The lists have different lengths, or {WIDTH} has none ({lengths}). Give every list as many values as "
+            f"widths, at least two: {' '.join(LLAMA_WIDTHS[:2])}"
+        )
+    return [
+        [*fixed, *(f"{key}={values[place]}" for key, values in lists.items())] for place in range(len(lists[WIDTH]))
+    ]
+
+
+def _on_one_device(experiment: Experiment) -> Experiment:
+    training = dataclasses.replace(
+        experiment.training, mixed_precision="fp32", micro_batch_size=experiment.training.global_batch_size
+    )
+    parallelism = dataclasses.replace(experiment.parallelism, **ONE_DEVICE)
+    return check(resolve_layout(dataclasses.replace(experiment, parallelism=parallelism, training=training), 1))
+
+
+def _mean_of_seeds(experiment: Experiment, device: torch.device) -> Coordinates:
+    found = []
+    for seed in range(experiment.experiment.seed, experiment.experiment.seed + SEEDS):
+        run = dataclasses.replace(experiment, experiment=dataclasses.replace(experiment.experiment, seed=seed))
+        found.append(measure_coordinates(run, _batches(run), device))
+    sizes, changes = ([_mean(steps) for steps in zip(*runs, strict=True)] for runs in _columns(found))
+    return Coordinates(tuple(sizes), tuple(changes))
+
+
+def _columns(found: Sequence[Coordinates]) -> tuple[list[tuple[Sizes, ...]], list[tuple[Sizes, ...]]]:
+    return [coordinates.sizes for coordinates in found], [coordinates.changes for coordinates in found]
+
+
+def _mean(sizes: Sequence[Sizes]) -> Sizes:
+    return {kind: fmean(size[kind] for size in sizes) for kind in sizes[0]}
+
+
+def _batches(experiment: Experiment) -> list[Batch]:
+    training = experiment.training
+    rows, seed = training.micro_batch_size or training.global_batch_size, experiment.experiment.seed
+    loader = TrainLoader(
+        experiment.data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False
+    )
+    with contextlib.closing(loader):
+        return [next(loader) for _ in range(STEPS)]
+
+
+def _print(title: str, widths: Sequence[int], found: Sequence[Coordinates], slopes: dict[str, float]) -> None:
+    table = Table("mean |x|", "after step", *map(str, widths), "slope", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind in found[0].sizes[0]:
+        for step in (0, STEPS):
+            values = [coordinates.sizes[step][kind] for coordinates in found]
+            table.add_row(kind, str(step), *(f"{value:.4f}" for value in values), f"{slope(widths, values):+.2f}")
+        values = [coordinates.changes[-1][kind] for coordinates in found]
+        verdict = f"{slopes[kind]:+.2f} {'fails' if abs(slopes[kind]) > LARGEST_SLOPE else 'passes'}"
+        table.add_row("", "change", *(f"{value:.4f}" for value in values), verdict, end_section=True)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"A slope is that of log2 size against log2 width; a change passes within ±{LARGEST_SLOPE}.")
+
+
+def _draw(title: str, widths: Sequence[int], found: Sequence[Coordinates]) -> "Figure":
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kinds = list(found[0].sizes[0])
+    figure = Figure(figsize=(2.6 * len(kinds), 3.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, kind in zip(figure.subplots(1, len(kinds)), kinds, strict=True):
+        for step in range(STEPS + 1):
+            color = colormaps["viridis"](step / (STEPS + 1))
+            values = [coordinates.sizes[step][kind] for coordinates in found]
+            axes.plot(widths, values, color=color, marker="o", markersize=3, linewidth=1.2, label=f"step {step}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(widths, list(map(str, widths)))
+        axes.set_title(kind, fontsize=9)
+        axes.set_xlabel(WIDTH, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#000000", alpha=0.08)
+    figure.axes[0].set_ylabel("mean |x|", fontsize=8)
+    figure.axes[-1].legend(frameon=False, fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    return figure

@@ -1,0 +1,1 @@
+"""Parametrizations: factors of initial weights, learning rate, weight decay and epsilon by a model's shape."""

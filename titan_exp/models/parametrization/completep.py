@@ -1,0 +1,49 @@
+"""CompleteP (Dey et al. 2025, arXiv 2505.01618, table 1): muP, and the same hyperparameters at every depth.
+
+With l = layers / base depth and the exponent a, inside residual branches and beside the factors of `mup`: the output of
+a branch is multiplied by l^-a, learning rates by l^(a-1), Adam's epsilon by l^-a, and initial weights are those of the
+base depth. a = 1 is CompleteP, in which all layers learn features; a = 1/2 is depth-muP (Yang et al. 2023, Tensor
+Programs VI, arXiv 2310.02244; Bordelon et al. 2023).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from annotated_types import Interval
+
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parametrization import BaseShapeConfig
+from titan_exp.config.groups.types import PositiveInt
+from titan_exp.models.parametrization.base_shape import block_parameters, width_scales
+from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BaseShapeConfig):
+    """Fields of CompleteP."""
+
+    base_depth: PositiveInt
+    """`model.layers` at which the hyperparameters were tuned."""
+    depth_exponent: Annotated[float, Interval(ge=0.5, le=1)] = 1.0
+    """Exponent of the depth in the factor of residual branches: 1 is CompleteP, 0.5 depth-muP."""
+
+
+def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dict[str, ParameterScale]:
+    """Scale of every parameter by full name. Modules of multi-token prediction are one block deep at any depth."""
+    depth, exponent = len(spec.layers) / config.base_depth, config.depth_exponent
+    base = model_spec(replace(model, layers=config.base_depth))
+    assert base is not None, "the model has a spec"
+    base_stds = {linear.name: linear.std for layer in base.blocks for linear in layer.linears}
+    in_branch = ParameterScale(lr=depth ** (exponent - 1), eps=depth**-exponent)
+    scales = width_scales(spec, model, config)
+    for number, layer in enumerate(spec.layers):
+        for name, linear in block_parameters(layer):
+            scale = in_branch
+            if linear is not None and name.endswith(".weight"):
+                scale = replace(scale, init=base_stds.get(linear.name, linear.std) / linear.std)
+            if linear is not None and linear.writes_residual:
+                scale = scale.times(multiplier(depth**-exponent))
+            scales[f"blocks.{number}.{name}"] = scales[f"blocks.{number}.{name}"].times(scale)
+    return scales

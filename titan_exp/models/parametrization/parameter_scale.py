@@ -1,0 +1,38 @@
+"""Scale of a parameter: factors of its initial weights, learning rate, weight decay and epsilon. Imports no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParameterScale:
+    """Factors of one parameter's hyperparameters."""
+
+    init: float = 1.0
+    """Factor of initial values."""
+    lr: float = 1.0
+    """Factor of the learning rate."""
+    weight_decay: float = 1.0
+    """Factor of the weight decay."""
+    eps: float = 1.0
+    """Factor of Adam's epsilon."""
+
+    def times(self, other: "ParameterScale") -> "ParameterScale":
+        """Both scales applied."""
+        return ParameterScale(
+            self.init * other.init, self.lr * other.lr, self.weight_decay * other.weight_decay, self.eps * other.eps
+        )
+
+
+def multiplier(factor: float) -> ParameterScale:
+    """Scale of w' = factor · w, which trains as `factor` in front of w does.
+
+    Adam's update does not depend on the gradient's scale, which changes by 1 / factor: the update of w' is `factor`
+    times that of w if epsilon is divided by the factor, and so is the decoupled decay of w' if the decay per learning
+    rate is (Yang et al. 2022, Tensor Programs V, lemma J.1). No multiplier is left in the forward pass, so that a
+    checkpoint of any format holds the function that was trained.
+    """
+    return ParameterScale(init=factor, lr=factor, weight_decay=1 / factor, eps=1 / factor)
+
+
+UNSCALED = ParameterScale()
+"""Scale of parameters whose hyperparameters are those of the configuration."""

@@ -1,0 +1,13 @@
+"""Standard parametrization: hyperparameters of the configuration at every shape."""
+
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parametrization import ParametrizationConfig as Config
+from titan_exp.models.parametrization.parameter_scale import ParameterScale
+from titan_exp.models.spec.model_spec import ModelSpec
+
+__all__ = ["Config", "parameter_scales"]
+
+
+def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dict[str, ParameterScale]:
+    """No scale."""
+    return {}

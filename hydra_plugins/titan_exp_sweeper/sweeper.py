@@ -66,6 +66,6 @@ class TitanExpSweeper(Sweeper):
         asked = current_sweep_options()
         typed = parser.parse_overrides([*arguments, *asked.typed])
         study = None if asked.study is None else StudySweep(read_study(asked.study), asked.size, typed)
-        code = sweep(points(typed) if study is None else study.points, compose, asked, study=study)
+        code = sweep([] if study is not None else points(typed), compose, asked, study=study)
         if code:
             raise SystemExit(code)

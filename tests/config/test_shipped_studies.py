@@ -13,6 +13,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
 from titan_exp.config.study.study_file import SWEEPS_DIR, read_study
 from titan_exp.launch.sweep.fast_compose import FastCompose
+from titan_exp.launch.sweep.rounds.draw import drawn_choices
 from titan_exp.rules import violations
 
 STUDIES = sorted(SWEEPS_DIR.glob("*.yaml"))
@@ -30,9 +31,13 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
         for size in study.sizes:
             # A machine without GPUs is a laptop; what SLURM's nodes have is in the study.
             points = study_points(
-                study, size, [f"paths.runs={tmp_path}", *(["cluster.device=cpu"] * (size == "laptop"))]
+                study,
+                size,
+                [f"paths.runs={tmp_path}", *(["cluster.device=cpu"] * (size == "laptop"))],
+                drawn_choices(study.search) if study.search else (),
             )
-            assert baseline_of(study, points) in {point.variant for point in points if not point.excluded}
+            if study.search is None:
+                assert baseline_of(study, points) in {point.variant for point in points if not point.excluded}
             for point in points:
                 experiment = to_experiment(compose(point.overrides))
                 assert violations(experiment) == [], (size, point.label)
@@ -41,7 +46,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
 
 def test_the_studies_there_are():
     assert {path.stem for path in STUDIES} == {
-        *("activation_checkpointing", "context_extension", "context_parallel_methods", "expert_balance"),
-        *("learning_rate_batch_size", "optimizers", "parallelism_degrees", "pipeline_schedules"),
-        *("quantization_recipes", "width_transfer"),
+        *("activation_checkpointing", "adamw_settings", "context_extension", "context_parallel_methods"),
+        *("expert_balance", "halving", "learning_rate_batch_size", "optimizers", "parallelism_degrees"),
+        *("pipeline_schedules", "quantization_recipes", "width_transfer"),
     }

@@ -73,6 +73,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     losses = {1e-3: [3.1, 3.2, 3.3], 3e-3: [2.7, 2.8, 2.9], 1e-2: [2.9, 3.0, 3.0]}
     make_study(folder / "runs", losses, study="rates")
     make_study(folder / "runs", losses, study="optimizers")
+    make_study(folder / "runs", losses, study="halving")
     for out in ("mine", "mixed"):
         assert (
             titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0
@@ -98,6 +99,7 @@ def by_day(command: str) -> object:
         "predict=",
         "my_package",
         "sweep optimizers",
+        "sweep halving",
     )
     verb_and_words = command.removeprefix("titan-exp ")
     marks = [pytest.mark.night] if any(part in verb_and_words for part in slow) else []

@@ -74,7 +74,7 @@ def test_record_has_the_keys_and_choices_of_named_lists(home: Path, monkeypatch:
         "      both: [optimizer.weight_decay=0.2, training.max_grad_norm=2]\n"
         "  - grid: {training.steps: [2, 3]}\n"
     )
-    monkeypatch.setattr("titan_exp.launch.sweep.sweeper._submit", lambda *_: ({}, 0))
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper._Sweep._submit", lambda *_: None)
     assert main(["sweep", "mine"]) == 0
     record = StudyFolder(home / "runs" / "mine").read()
     assert record is not None
@@ -95,6 +95,7 @@ def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str])
     fields = json.loads((home / "runs" / "mine" / "study.json").read_text())
     assert set(fields) == {
         *("name", "question", "size", "typed", "baseline", "metrics", "points", "lists", "skipped", "removed", "time"),
+        *("rounds", "parameters", "tune"),
     }
     assert all((home / "runs" / "mine" / point["run_id"] / "config.yaml").exists() for point in fields["points"])
 

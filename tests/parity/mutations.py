@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from tests.parity.runs import LINES, assert_noticed, assert_same_curve, remembered, train
+from tests.parity.test_continued import assert_one_run, stopped_early
 from tests.parity.test_loss_kernels import use_loss_kernels
 from tests.parity.test_moe_execution import EP2, RECIPES
 from tests.parity.test_one_rank import BF16, assert_same, loaded
@@ -834,6 +835,18 @@ def test_stale_copies_after_loading_are_noticed(tmp_path: Path):
     words = ["training.stop_on_nonfinite=false"]
     whole, found = loaded(tmp_path, *words, mutate=copies_are_not_refreshed_after_loading)
     assert found.loss != whole.loss[5:]
+
+
+def the_schedule_ends_where_the_run_stops() -> None:
+    def make(original: Any) -> Any:
+        return lambda config, peak, steps: original(config, peak=peak, steps=5)
+
+    patch("titan_exp.trainer.trainer.LRSchedule", make)
+
+
+def test_a_schedule_of_the_stopped_run_is_noticed(tmp_path: Path):
+    with pytest.raises(AssertionError):
+        assert_one_run(*stopped_early(tmp_path, mutate=the_schedule_ends_where_the_run_stops))
 
 
 def _experiment(layout: list[str]) -> str:

@@ -1,6 +1,7 @@
 """A run stopped in one layout and continued in another: the curve goes on."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,24 @@ def test_in_the_same_layout_it_is_bitwise(tmp_path):
     assert changed.loss == whole.loss[5:]
     assert changed.grad_norm == whole.grad_norm[5:]
     assert all(torch.equal(changed.weights[name], weight) for name, weight in whole.weights.items())
+
+
+def stopped_early(tmp_path: Path, mutate: Callable[[], None] | None = None) -> tuple[Curve, Curve, Curve]:
+    """A whole run, one that `training.stop_after` ends half way, and its continuation."""
+    words = ["training.steps=10", "checkpoint.mode=sync", "lr_schedule=cosine", "lr_schedule.warmup_steps=2"]
+    words += ["training.evaluate_every=10", "data.validation_documents=2"]
+    whole = train(tmp_path / "whole", *words)
+    half = train(tmp_path / "half", *words, "training.stop_after=5", mutate=mutate)
+    return whole, half, train(tmp_path / "rest", *words, f"checkpoint.continue_from={tmp_path / 'half'}")
+
+
+def assert_one_run(whole: Curve, half: Curve, rest: Curve) -> None:
+    """Both halves have the learning rates and the numbers of the whole run, to the bit."""
+    assert [row["lr"] for row in (*half.rows, *rest.rows)] == [row["lr"] for row in whole.rows]
+    assert half.loss + rest.loss == whole.loss
+    assert [row["step"] for row in half.rows if row.get("validation_loss")] == [5], "the last step is evaluated"
+    assert all(torch.equal(rest.weights[name], weight) for name, weight in whole.weights.items())
+
+
+def test_a_run_that_stops_early_and_its_continuation_are_one_run(tmp_path):
+    assert_one_run(*stopped_early(tmp_path))

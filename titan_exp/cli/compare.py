@@ -62,7 +62,12 @@ def run(argv: Sequence[str]) -> int:
         selection = select(named, runs)
     metrics = tuple(filter(None, options.metrics.split(",")))
     comparison = compare(
-        selection, at=options.at, baseline=options.baseline or None, metrics=metrics, target=options.target
+        selection,
+        at=options.at,
+        baseline=options.baseline or None,
+        metrics=metrics,
+        target=options.target,
+        tuned=options.tune,
     )
     page = None
     if options.html != "none":

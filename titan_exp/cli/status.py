@@ -12,6 +12,7 @@ from rich.table import Table
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
+from titan_exp.launch.state.rungs import rung_lines
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.tracking.number_format import format_duration
@@ -32,10 +33,10 @@ begins. For a planned run, "/predicted" is its speed over the predicted one, and
 (tensors on a GPU, the process on a CPU) beside the predicted peak."""
 HELP_TEXT = options_help(USAGE, StatusOptions)
 COLUMNS = (
-    *("run", "id", "state", "step", "loss", "tokens/s"),
+    *("run", "id", "rung", "state", "step", "loss", "validation loss", "tokens/s"),
     *("/predicted", "MFU", "GiB/predicted", "left", "GPU-hours", "continued from"),
 )
-OPTIONAL = ("/predicted", "MFU", "GiB/predicted", "GPU-hours", "continued from")
+OPTIONAL = ("rung", "validation loss", "/predicted", "MFU", "GiB/predicted", "GPU-hours", "continued from")
 WATCH_EVERY = 2.0
 """Refresh interval in seconds."""
 
@@ -69,6 +70,7 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
         record = None if study is None else study.read()
         if study is not None and record is not None:
             lines.append(f"{study.path.name}: {record.question}")
+            lines += rung_lines(record, study)
             if record.skipped:
                 lines.append(f"{len(record.skipped)} point(s) are skipped: titan-exp sweep {word} --dry-run says why")
             if (holder := study.holder()) is not None:
@@ -85,7 +87,7 @@ def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
     shown = [name for name in names if name in fixed or any(row.get(name, "-") != "-" for row in cells)]
     table = Table(box=None, pad_edge=False)
     for name in shown:
-        left = name in ("run", "id", "state", "continued from", "reason")
+        left = name in ("run", "id", "rung", "state", "continued from", "reason")
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name in ("id", "state"))
     for row in cells:
         table.add_row(*(row.get(name, "-") for name in shown))
@@ -98,6 +100,8 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
     return {
         "run": label + (" (removed)" if row.removed else ""),
         "id": row.run_id,
+        "rung": "-" if row.rung is None else str(row.rung),
+        "validation loss": "-" if row.rung is None else _number(row.validation_loss, ".4f"),
         "state": row.state,
         "step": f"{row.step}/{'?' if row.steps is None else row.steps}",
         "loss": _number(row.loss, ".4f"),

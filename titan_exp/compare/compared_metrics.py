@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal, TypeVar
+from typing import Literal
 
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.plan.gate.predicted import PredictedMetrics
+from titan_exp.tracking.run_folder.final_value import tail_mean
 from titan_exp.tracking.sinks.sink import REPORTED
 
 Direction = Literal["min", "max"]
@@ -21,7 +22,6 @@ Direction = Literal["min", "max"]
 WITH_PARENTS = "gpu_hours_with_parents"
 """Name of the metric that exists for the sake of continued runs."""
 
-Item = TypeVar("Item")
 Reader = Callable[[Run, float], float | None]
 """Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
@@ -81,9 +81,7 @@ def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run],
 
 def final_loss(run: Run, tokens: float) -> float | None:
     """Mean training loss of the last 2 % of the rows up to `tokens`; a single batch is noisy."""
-    _, losses = run.series("loss", tokens)
-    tail = last_fiftieth(losses)
-    return math.fsum(tail) / len(tail) if tail and all(map(math.isfinite, tail)) else math.nan if tail else None
+    return tail_mean(run.series("loss", tokens)[1])
 
 
 def _directed(metric: Metric, better: str | None) -> Metric:
@@ -171,11 +169,6 @@ def _fraction_before(run: Run, tokens: float) -> float:
     return min(1.0, max(0.0, tokens - run.begins) / own) if own > 0 else 1.0
 
 
-def last_fiftieth(rows: list[Item]) -> list[Item]:
-    """Last 2 % of the items, at least one."""
-    return rows[-max(1, len(rows) // 50) :]
-
-
 def _worsens(runs: Sequence[Run]) -> bool:
     """True if the best validation loss of some run is not its last."""
     return any(_best_validation(run, math.inf) != _last("validation_loss")(run, math.inf) for run in runs)
@@ -203,8 +196,7 @@ def _experts(name: str, title: str, better: Direction | None, meaning: str) -> M
 
 def _tail(name: str) -> Reader:
     def read(run: Run, tokens: float) -> float | None:
-        tail = last_fiftieth(run.series(f"experts/{name}", tokens)[1])
-        return math.fsum(tail) / len(tail) if tail else None
+        return tail_mean(run.series(f"experts/{name}", tokens)[1])
 
     return read
 

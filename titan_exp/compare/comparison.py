@@ -1,48 +1,22 @@
 """Comparison of runs: metrics at equal tokens, grouped over seeds, with differences to a baseline."""
 
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, choose_metrics
-from titan_exp.compare.differing_keys import ABSENT, DifferingKeys, differing_keys, flatten, value_text
+from titan_exp.compare.differing_keys import ABSENT, RUNG_KEYS, DifferingKeys, differing_keys, flatten, value_text
+from titan_exp.compare.learnt import Learnt, learn, rank
+from titan_exp.compare.row import Row, finite
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
-from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
+from titan_exp.compare.stats.ttest import Delta, difference, estimate, holm
 from titan_exp.compare.study_runs import StudyRecord
 from titan_exp.compare.token_budget import TokenBudget, choose_token_budget
+from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_items
-
-
-@dataclass(frozen=True)
-class Row:
-    """Runs that differ only in their seed."""
-
-    label: str
-    """Short names and values of the differing keys: `lr=0.003 tp=2`."""
-    values: Mapping[str, Any]
-    """Value by differing key; `ABSENT` if the configuration lacks it."""
-    runs: tuple[Run, ...]
-    """One run per seed."""
-    numbers: Mapping[str, Mapping[object, float]]
-    """Known values by metric and seed; NaN if the run diverged."""
-    estimates: Mapping[str, Estimate | None]
-    """Mean over seeds that have not diverged, by metric."""
-    deltas: Mapping[str, Delta | None]
-    """Difference to the baseline by metric; None in the baseline's row."""
-
-    @property
-    def states(self) -> dict[str, int]:
-        """Number of runs in each state."""
-        return dict(Counter(run.state for run in self.runs))
-
-    def diverged(self, metric: str) -> int:
-        """Number of runs whose metric is not finite."""
-        return sum(not math.isfinite(number) for number in self.numbers[metric].values())
 
 
 @dataclass(frozen=True)
@@ -65,6 +39,10 @@ class Comparison:
     """Reason for the baseline, as a clause."""
     notes: tuple[str, ...]
     """Remarks about omitted, missing or duplicate runs."""
+    tuning: Tuning | None = None
+    """Groups at their best values of a tuned key; None if no key is tuned."""
+    learnt: Learnt | None = None
+    """Outcome of a search or of successive halving; None for other runs."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -84,12 +62,14 @@ def compare(
     baseline: str | None = None,
     metrics: Sequence[str] = (),
     target: float | None = None,
+    tuned: str | None = None,
 ) -> Comparison:
     """Compare runs at the token budget `at` (see `choose_token_budget`).
 
     `baseline` is a row label, `key=value` pairs or a run id; default: the study's, else the first row. `metrics`
-    default to the study's, else all known ones; `target` is the loss for `tokens_to_target`. Raises UserError about an
-    unknown budget, baseline or metric.
+    default to the study's, else all known ones; `target` is the loss for `tokens_to_target`; `tuned` is the key over
+    which groups are tuned, by default the study's, `none` for none. Raises UserError about an unknown budget, baseline,
+    metric or key.
     """
     notes = list(selection.notes)
     runs = _without_duplicates(selection.runs, notes)
@@ -111,11 +91,32 @@ def compare(
         # The validation split is the same for all runs, so its loss is less noisy than the training loss.
         validated = all(row.estimates["validation_loss"] for row in rows)
         chosen.sort(key=lambda metric: not validated or metric.name != "validation_loss")
-    reference, why = _baseline(rows, columns, baseline, selection.study)
+    study, learnt = selection.study, None
+    if study is not None and study.is_adaptive:
+        # The best point first, as the baseline that the others are compared with.
+        main = chosen[0]
+        metric = study.rounds.get("metric") or main.name
+        better = study.rounds.get("better") or main.better or "min"
+        rows = [rows[trial.row] for trial in rank(rows, study, metric, better)]
+        learnt = learn(rows, columns, study, metric, better)
+    reference, why = _baseline(rows, columns, baseline, study)
     compared = _with_deltas(rows, reference, chosen)
-    study = selection.study
+    key = tuned if tuned is not None else study.tune if study is not None else ""
+    tuning = None
+    if key and key != "none":
+        tuning = tune(compared, columns, chosen[0], budget.tokens, key=key, baseline=reference)
     return Comparison(
-        selection.name, study, budget, columns, tuple(chosen), tuple(compared), reference, why, tuple(notes)
+        selection.name,
+        study,
+        budget,
+        columns,
+        tuple(chosen),
+        tuple(compared),
+        reference,
+        why,
+        tuple(notes),
+        tuning,
+        learnt,
     )
 
 
@@ -136,7 +137,8 @@ def _columns(runs: Sequence[Run], study: StudyRecord | None) -> DifferingKeys:
     configs = [run.config for run in runs]
     if study is None:
         return differing_keys(configs)
-    return differing_keys(configs, study.lists, [study.choices.get(run.run_id, {}) for run in runs])
+    choices = [study.choices.get(run.run_id, {}) for run in runs]
+    return differing_keys(configs, study.lists, choices, left_out=RUNG_KEYS if study.rungs else ())
 
 
 def _grouped(runs: Sequence[Run], columns: DifferingKeys, notes: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
@@ -188,7 +190,7 @@ def _row(
             run.seed: metric.read(run, budget.tokens) for run in runs if budget.reached(run) or not metric.needs_point
         }
         numbers[metric.name] = {seed: number for seed, number in read.items() if number is not None}
-    estimates = {name: estimate(list(_finite(found).values())) for name, found in numbers.items()}
+    estimates = {name: estimate(list(finite(found).values())) for name, found in numbers.items()}
     label = columns.label(values, labelled)
     # A named point of a study keeps its name instead of its values.
     given = {names.get(run.run_id, "") for run in runs}
@@ -201,18 +203,14 @@ def _row(
 def _with_deltas(rows: Sequence[Row], baseline: int, metrics: Sequence[Metric]) -> list[Row]:
     deltas: list[dict[str, Delta | None]] = [{} for _ in rows]
     for metric in metrics:
-        reference = _finite(rows[baseline].numbers[metric.name])
+        reference = finite(rows[baseline].numbers[metric.name])
         found = [
-            None if index == baseline else difference(_finite(row.numbers[metric.name]), reference)
+            None if index == baseline else difference(finite(row.numbers[metric.name]), reference)
             for index, row in enumerate(rows)
         ]
         for index, delta in enumerate(holm(found)):
             deltas[index][metric.name] = delta
     return [replace(row, deltas=found) for row, found in zip(rows, deltas, strict=True)]
-
-
-def _finite(numbers: Mapping[object, float]) -> dict[object, float]:
-    return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
 
 
 def _baseline(
@@ -229,7 +227,8 @@ def _baseline(
             return _find_row(rows, columns, study.baseline, study), "the study's"
         except UserError:
             return 0, f"the first row, since the study's ({study.baseline}) has no run"
-    return 0, "the first row; --baseline chooses another"
+    adaptive = study is not None and study.is_adaptive
+    return 0, f"the {'best point' if adaptive else 'first row'}; --baseline chooses another"
 
 
 def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study: StudyRecord | None) -> int:

@@ -18,6 +18,9 @@ LABEL_OF_MODEL = "model.name"
 GENERIC = {"name", "mode", "enabled", "recipe", "loss"}
 """Generic key names; the short name is the group's instead."""
 
+RUNG_KEYS = ("training.stop_after", "checkpoint.continue_from")
+"""Keys in which the rungs of one point of successive halving differ."""
+
 ABSENT = "not there"
 """Value of a key missing from a configuration, written by an older version or read from W&B."""
 
@@ -51,17 +54,22 @@ def differing_keys(
     configs: Sequence[Mapping[str, Any]],
     lists: Mapping[str, Sequence[str]] | None = None,
     choices: Sequence[Mapping[str, str]] = (),
+    *,
+    left_out: Sequence[str] = (),
 ) -> DifferingKeys:
     """Keys in which nested configurations differ, without the seed and keys that do not affect results.
 
     Keys that a named list of a study sets together become one column of its name: `lists` has their keys by list,
-    `choices` for each configuration the chosen name by list. So do the shape keys of a model with a name.
+    `choices` for each configuration the chosen name by list; other axes may vary keys of a list, which keep their
+    columns. So do the shape keys of a model with a name.
     """
     flat = [flatten(config) for config in configs]
     keys = [
         key
         for key in dict.fromkeys(key for values in flat for key in values)
-        if key != SEED and has_effect(key) and len({_hashable(values.get(key, ABSENT)) for values in flat}) > 1
+        if key not in (SEED, *left_out)
+        and has_effect(key)
+        and len({_hashable(values.get(key, ABSENT)) for values in flat}) > 1
     ]
     folds = [
         (column, [key for key in keys if is_among(key, together)], [chosen.get(column) for chosen in choices])
@@ -73,6 +81,8 @@ def differing_keys(
     named: list[dict[str, Any]] = [{} for _ in flat]
     for column, together, names in folds:
         folded = [key for key in together if key in keys]
+        if column != LABEL_OF_MODEL:
+            folded = [key for key in folded if _determines(names, [key], flat)]
         if len(folded) < (3 if column == LABEL_OF_MODEL else 2) or not _determines(names, folded, flat):
             continue
         first = keys.index(folded[0])

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from titan_exp.compare.compared_metrics import Metric
-from titan_exp.compare.comparison import Comparison, Row
+from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.layout_check import STEPS, LayoutCheck
+from titan_exp.compare.row import Row
 from titan_exp.compare.stats.format_numbers import interval, percent, signed
 from titan_exp.compare.stats.ttest import LEVEL, Delta
 from titan_exp.config.errors.did_you_mean import listed
@@ -147,7 +148,8 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
 
 def _about_lineage(comparison: Comparison) -> Iterator[str]:
     continued = [run for run in comparison.runs if run.lineage is not None]
-    for run in continued:
+    halved = comparison.learnt is not None and comparison.learnt.rungs
+    for run in [] if halved else continued:
         yield f"{run.run_id} was continued from {run.lineage}."
     if continued:
         yield (

@@ -112,7 +112,23 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
     if others:
         runs = format_items(len(others), "run")
         notes.append(f"{runs} in the study's folder belong to no point: {_some(others)}. Name a run to include it.")
-    return [there[run] for run in study.points if run in there] or [folder / name for name in others]
+    found = [there[run] for run in study.points if run in there]
+    if study.rungs and found:
+        begun = [path for path in found if _has_begun(path)]
+        furthest = {(study.points[path.name], study.seeds.get(path.name)): path for path in begun}
+        points = format_items(len(furthest), "point")
+        notes.append(
+            f"{format_items(len(found), 'run')} of {len(study.rungs)} rungs are {points}; each is the run of its last "
+            "rung, whose curve begins with the rungs before."
+        )
+        found = list(furthest.values())
+    return found or [folder / name for name in others]
+
+
+def _has_begun(folder: Path) -> bool:
+    """True if a run has logged a step."""
+    path = folder / "metrics.jsonl"
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[Run]:

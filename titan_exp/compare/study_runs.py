@@ -1,8 +1,9 @@
 """Study record: question, points, baseline and metrics, read from a study's `study.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.state import read_json
@@ -29,6 +30,26 @@ class StudyRecord:
     """Name of the chosen value by named list, by run id."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Skip reasons, by point label."""
+    seeds: Mapping[str, int | None] = field(default_factory=dict)
+    """Seed of each point, by run id."""
+    rounds: Mapping[str, Any] = field(default_factory=dict)
+    """Metric and better direction that later rounds follow, with rungs and kept fraction of successive halving."""
+    rounds_of: Mapping[str, int] = field(default_factory=dict)
+    """Rung or batch, from 1, by run id."""
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Kind and bounds of each range of a search, by key."""
+    tune: str = ""
+    """Key over which each group is tuned."""
+
+    @property
+    def rungs(self) -> Sequence[str]:
+        """Rungs of successive halving; empty without."""
+        return self.rounds.get("rungs", ())
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True for a search and for successive halving."""
+        return bool(self.rounds or self.parameters)
 
 
 def read_study_record(folder: Path) -> StudyRecord | None:
@@ -47,6 +68,11 @@ def read_study_record(folder: Path) -> StudyRecord | None:
             lists={name: tuple(keys) for name, keys in found.get("lists", {}).items()},
             choices={point["run_id"]: point.get("choices", {}) for point in found.get("points", ())},
             skipped=found.get("skipped", {}),
+            seeds={point["run_id"]: point.get("seed") for point in found.get("points", ())},
+            rounds=found.get("rounds", {}),
+            rounds_of={point["run_id"]: point.get("round", 1) for point in found.get("points", ())},
+            parameters=found.get("parameters", {}),
+            tune=found.get("tune", ""),
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a study record ({error!r}). Launch the study again to rewrite it.") from None

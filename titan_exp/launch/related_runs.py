@@ -19,6 +19,7 @@ AUTO = "auto"
 MAY_DIFFER = (
     *LAYOUT,
     "training.steps",
+    "training.stop_after",
     "lr_schedule",
     *(f"checkpoint.{key}" for key in ("continue_from", "continue_step", "continue_data")),
 )
@@ -49,7 +50,7 @@ def related_runs(experiment: Experiment) -> list[RelatedRun]:
         related
         for related in _saved_runs(Path(experiment.paths.runs).expanduser() / experiment.experiment.name, trust)
         if related.name.rpartition("/")[2] != own
-        and related.step < experiment.training.steps
+        and related.step < experiment.training.last_step
         and _trajectory(related.experiment) == wanted
     ]
     return sorted(found, key=lambda related: -related.step)

@@ -78,7 +78,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_second_per_device": plan.tokens_per_second,
         "mfu": plan.mfu,
         "gpu_hours": plan.gpu_hours,
-        "tokens": plan.tokens_per_step * plan.experiment.training.steps,
+        "tokens": plan.tokens_per_step * plan.experiment.training.last_step,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "host_bytes_per_node": plan.host_bytes_per_node,
@@ -283,7 +283,7 @@ def _speed(plan: Plan) -> list[str]:
     )
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
-        f"{training.steps} steps: {plan.tokens_per_step * training.steps:,} tokens, {_hours(plan.gpu_hours)} "
+        f"{training.last_step} steps: {plan.tokens_per_step * training.last_step:,} tokens, {_hours(plan.gpu_hours)} "
         f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines

@@ -149,7 +149,7 @@ class Plan:
     def gpu_hours(self) -> float | None:
         """Device-hours of the whole run."""
         seconds = self.step_seconds
-        return seconds and seconds * self.experiment.training.steps * self.layout.world_size / 3600
+        return seconds and seconds * self.experiment.training.last_step * self.layout.world_size / 3600
 
 
 def predict(

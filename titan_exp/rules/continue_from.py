@@ -45,9 +45,10 @@ def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: T
     """The run has more steps than the checkpoint of a parent on this machine."""
     path = _local_checkpoint(checkpoint, paths)
     step = None if path is None else step_of(path)
-    if step is not None and step >= training.steps:
+    if step is not None and step >= training.last_step:
         reason = f"the checkpoint of {checkpoint.continue_from} is of step {step}"
-        yield Violation("training.steps", training.steps, reason, f"training.steps above {step}")
+        key = "training.steps" if training.stop_after is None else "training.stop_after"
+        yield Violation(key, training.last_step, reason, f"{key} above {step}")
 
 
 def parent_fits(

@@ -40,7 +40,7 @@ def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> It
 
 def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The profiler window ends within the run; otherwise no trace is written."""
-    steps = training.steps
+    steps = training.last_step
     if profiling.enabled and profiling.start + profiling.steps > steps:
         reason = f"a window of {profiling.steps} steps after it does not end within the run of {steps}"
         remedy = f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}"
@@ -73,10 +73,16 @@ RULES = rules(
     schedule_fits,
     trace_fits,
     Refuse(
-        "profiling.memory_step",
-        lambda profiling, training: (profiling.memory_step or 0) > training.steps,
+        "training.stop_after",
+        lambda training: training.last_step > training.steps,
         "the run has {training.steps} steps",
-        "at most profiling.memory_step={training.steps}",
+        "at most training.stop_after={training.steps}, or null",
+    ),
+    Refuse(
+        "profiling.memory_step",
+        lambda profiling, training: (profiling.memory_step or 0) > training.last_step,
+        "the run ends at step {training.last_step}",
+        "at most profiling.memory_step={training.last_step}",
     ),
     Refuse(
         "training.evaluate_every",

@@ -67,7 +67,7 @@ class Report:
         self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
         self._load_log: ExpertLoadLog | None = None
         if self.leader and experts:
-            steps, every = experiment.training.steps, experiment.tracking.log_every
+            steps, every = experiment.training.last_step, experiment.tracking.log_every
             self._load_log = ExpertLoadLog(folder.expert_load, self.attempt, steps=steps, log_every=every)
 
     def step(self, step: int, tokens: int) -> None:

@@ -140,7 +140,7 @@ class Trainer:
         stop = False
         PROGRESS.begin(self.step)
         with contextlib.closing(self.loader), contextlib.closing(collection), contextlib.closing(self.checkpointer):
-            while self.step < self.experiment.training.steps and not stop:
+            while not self._is_over and not stop:
                 stop = self._one_step()
                 collection.step(self.step)
             self._save()
@@ -196,7 +196,7 @@ class Trainer:
     def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> None:
         """Evaluate, log and save, in this order: a checkpoint never exists without the rows before it."""
         training, step = self.experiment.training, self.step
-        last = step == training.steps
+        last = step == training.last_step
         numbers: dict[str, float | int | None] = {}
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
@@ -229,7 +229,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        return self.step >= self.experiment.training.steps
+        return self.step >= self.experiment.training.last_step
 
     def _load(self, step: int) -> None:
         restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
@@ -259,7 +259,8 @@ class Trainer:
         if self._is_over:
             raise UserError(
                 f"checkpoint.continue_from={self.experiment.checkpoint.continue_from}: its checkpoint is of step "
-                f"{self.step}, and training.steps={self.experiment.training.steps}. Give more steps."
+                f"{self.step}, and this run ends at step {self.experiment.training.last_step}. Give more steps "
+                "(training.steps, training.stop_after)."
             )
         if self.experiment.checkpoint.continue_data == "same":
             self.loader.load_state_dict(restored.data)

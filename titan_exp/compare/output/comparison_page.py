@@ -17,6 +17,8 @@ from titan_exp.compare.findings import findings, remarks, stands_for, token_budg
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.downsample import downsampled_curves
 from titan_exp.compare.output.formats import plain
+from titan_exp.compare.output.study_plots import study_plots
+from titan_exp.compare.output.study_sections import sections
 from titan_exp.compare.output.table import MARKS, text_table, title
 from titan_exp.compare.stats.pareto import cost_metric, loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
@@ -52,6 +54,8 @@ def to_html(comparison: Comparison) -> str:
         scaling=series,
         format_count=format_count,
         differing=_differing(comparison),
+        sections=sections(comparison),
+        plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
         pictures=list(islice(_expert_load(comparison), PICTURES)),
     )
 

@@ -4,9 +4,9 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.run_record import Run
+from titan_exp.tracking.run_folder.final_value import last_fiftieth
 
 POINTS = 120_000
 """Maximum number of points of a page, over all runs."""

@@ -7,10 +7,12 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from titan_exp.compare.comparison import Comparison, Row
+from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import findings, heading, remarks, stands_for, verdict
 from titan_exp.compare.layout_check import layout_checks
+from titan_exp.compare.output.study_sections import markdown, sections
 from titan_exp.compare.output.table import Cell, text_table, title
+from titan_exp.compare.row import Row
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.pareto import pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
@@ -61,6 +63,8 @@ def to_json(comparison: Comparison) -> str:
             {"label": row.label, **record, "runs": [_run(comparison, row, run) for run in row.runs]}
             for row, record in zip(comparison.rows, records(comparison), strict=True)
         ],
+        "tuning": None if comparison.tuning is None else asdict(comparison.tuning),
+        "learnt": None if comparison.learnt is None else asdict(comparison.learnt),
         "scaling": [asdict(series) for series in scaling(comparison)],
         "pareto": [asdict(point) for point in pareto(comparison)],
         "layout_checks": [{**asdict(check), "holds": check.holds} for check in checks],
@@ -88,7 +92,8 @@ def to_markdown(comparison: Comparison) -> str:
     question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
     sentences = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
     head = [f"## {_markdown(comparison.name)}", "", *map(_markdown, question), _markdown(heading(comparison)), ""]
-    return "\n".join([*head, *rows, "", *(f"- {_markdown(sentence)}" for sentence in sentences)]) + "\n"
+    added = markdown(sections(comparison), _markdown)
+    return "\n".join([*head, *rows, "", *added, *(f"- {_markdown(sentence)}" for sentence in sentences)]) + "\n"
 
 
 def to_latex(comparison: Comparison) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_count
+from titan_exp.tracking.run_folder.final_value import last_fiftieth
 from titan_exp.tracking.run_folder.lineage import ancestors, read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import Value

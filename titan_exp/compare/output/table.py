@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from titan_exp.compare.compared_metrics import Metric
-from titan_exp.compare.comparison import Comparison, Row
+from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import value_text
 from titan_exp.compare.findings import state_text, verdict
+from titan_exp.compare.row import Row
 from titan_exp.compare.stats.format_numbers import change, with_interval
 
 MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}

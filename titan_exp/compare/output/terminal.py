@@ -14,6 +14,7 @@ from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import findings, heading, remarks, stands_for
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.fit_width import BETWEEN, FittedTable, fit_keys
+from titan_exp.compare.output.study_sections import Section, sections
 from titan_exp.compare.output.table import Cell, TextTable, text_table, title
 from titan_exp.compare.stats.scaling_efficiency import ScalingSeries, scaling
 from titan_exp.tracking.number_format import format_count
@@ -46,7 +47,13 @@ def show(comparison: Comparison, console: Console, *, every_key: bool = False) -
         marked = any(cell.mark.startswith("n.d.") for row in table.rows for cell in row.cells)
         legend = ". n.d.: not distinguishable" if marked else ""
         console.print(Text(f"baseline: {baseline} ({comparison.baseline_why}){legend}", style=QUIET))
-    for sentence in findings(comparison)[:FINDINGS]:
+    for section in sections(comparison):
+        console.print(_section_table(section))
+        for note in section.notes:
+            console.print(Text(note, style=QUIET))
+    # At equal tokens, that is at the first rung, differences to the best point say little.
+    halved = comparison.learnt is not None and comparison.learnt.rungs
+    for sentence in [] if halved else findings(comparison)[:FINDINGS]:
         console.print(Text(f"• {sentence}"))
     for series in scaling(comparison):
         console.print(_scaling_table(series))
@@ -108,6 +115,22 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
         lines = [line for cell in [_head(found.metrics[place]), *cells] for line in cell.plain.splitlines()]
         columns.append(lines)
     return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
+
+
+def _section_table(section: Section) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=section.title,
+        title_justify="left",
+        header_style="bold",
+        border_style=QUIET,
+        pad_edge=False,
+    )
+    for place, head in enumerate(section.heads):
+        table.add_column(head, justify="left" if place < section.left else "right", overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _scaling_table(series: ScalingSeries) -> Table:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from titan_exp.compare.compared_metrics import METRIC_BY_NAME
-from titan_exp.compare.comparison import Comparison, Row
+from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import differing_keys
+from titan_exp.compare.row import Row
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
 

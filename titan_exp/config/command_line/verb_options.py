@@ -147,6 +147,9 @@ class CompareOptions:
     or a number of tokens (30720, 1e9, 2.5B)."""
     target: float | None = None
     """Also compare the tokens until the smoothed training loss reaches this loss."""
+    tune: str | None = None
+    """Key, such as lr, over which every group of runs (an optimizer) is compared at its best value; by default the
+    study's, none for none."""
     markdown: bool | str = False
     """Print Markdown instead of the table; markdown=FILE writes it as well, likewise for the next formats."""
     csv: bool | str = False

@@ -51,6 +51,14 @@ class TrainingConfig:
     `titan_exp.trainer.objective.language_modeling.LanguageModeling` or with the same methods."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for an objective of your own."""
+    stop_after: PositiveInt | None = None
+    """Step after which the run ends and is done, with the learning rates of a run of `steps`; null trains all steps. A
+    run with `checkpoint.continue_from` trains the rest."""
+
+    @property
+    def last_step(self) -> int:
+        """Step after which the run ends."""
+        return self.steps if self.stop_after is None else self.stop_after
 
     @property
     def has_given_chunks(self) -> bool:

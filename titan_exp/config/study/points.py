@@ -31,6 +31,8 @@ class Point:
     """Values by key of all fixed and varied overrides."""
     excluded: str | None = None
     """Reason for excluding the point; None if included."""
+    round: int = 1
+    """Rung of successive halving, or batch of Optuna, from 1."""
 
 
 def values_of(override: Override) -> list[str]:
@@ -69,22 +71,27 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     """Apply typed overrides to a study; returns it, and the overrides common to all points.
 
     An override of an axis' key replaces its values, one of a `list` axis' name keeps the named choices; several values
-    of another key add an axis.
+    of another key add an axis. A value for a range of a search fixes its key.
 
     Raises:
-        UserError: an override would separate values that the study sets together, or names no choice of a list.
+        UserError: an override would separate values that the study sets together, names no choice of a list, or gives
+            a search another axis.
     """
     fixed: list[str] = []
     for change in typed:
         key, texts = change.key_or_group, values_of(change)
-        axis = next((axis for axis in study.axes if key in (axis.name, *keys_of(axis))), None)
+        varying = [axis for axis in study.axes if key in (axis.name, *keys_of(axis))]
+        axis = varying[0] if varying else None
         values = [split_override(text)[1] for text in texts]
         choices = tuple(Choice((text,), text) for text in texts)
         if key == SEED and all(map(str.isdigit, values)):
             study = replace(study, seeds=tuple(map(int, values)))
+        elif study.search is not None and (change.is_sweep_override() or key in study.search.keys):
+            study = _fixed_range(study, change, key)
+            fixed += texts
         elif axis is not None and (key == axis.name or axis.keys == (axis.name,)):
             kept = choices if axis.keys == (axis.name,) else _named_choices(axis, values)
-            axes = tuple(replace(other, choices=kept) if other is axis else other for other in study.axes)
+            axes = tuple(replace(other, choices=kept) if other in varying else other for other in study.axes)
             study = replace(study, axes=axes)
         elif axis is not None:
             together = listed(keys_of(axis), "and")
@@ -99,6 +106,21 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     return study, tuple(fixed)
 
 
+def _fixed_range(study: Study, change: Override, key: str) -> Study:
+    """Study whose search does not vary a key."""
+    assert study.search is not None
+    left = tuple(one for one in study.search.ranges if one.key != key)
+    if change.is_sweep_override() or not left:
+        reason = (
+            "it fixes the last range of the search" if not left else "a search draws one value of a key for a point"
+        )
+        raise UserError(
+            f"{change.input_line}: {reason}. Give one value to fix a key, several seeds (experiment.seed=0,1), or "
+            "write a study with axes."
+        )
+    return replace(study, search=replace(study.search, ranges=left))
+
+
 def _named_choices(axis: Axis, names: Sequence[str]) -> tuple[Choice, ...]:
     choices = {facts_of(axis, choice)[axis.name]: choice for choice in axis.choices}
     for name in names:
@@ -108,17 +130,21 @@ def _named_choices(axis: Axis, names: Sequence[str]) -> tuple[Choice, ...]:
     return tuple(choices[name] for name in names)
 
 
-def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Point]:
+def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: Sequence[Choice] = ()) -> list[Point]:
     """Points of a study, including excluded ones; the seed varies fastest, then the last axis.
 
-    The size may be empty; `fixed` overrides take precedence over the study's.
+    The size may be empty; `fixed` overrides take precedence over the study's. `proposed` are the points of a search so
+    far.
 
     Raises:
         UserError: no point is left, or two points have the same label.
     """
     base = [override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
     combinations: list[tuple[tuple[Choice, ...], dict[str, str]]] = [((), dict(map(split_override, [*base, *fixed])))]
-    for axis in study.axes:
+    axes = study.axes
+    if study.search is not None:
+        axes = (Axis("", study.search.keys, tuple(proposed)),)
+    for axis in axes:
         combinations = [
             combination
             for choices, facts in combinations
@@ -129,7 +155,7 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Poi
             )
         ]
     found = []
-    leaves = Counter(key.rpartition(".")[2] for axis in study.axes for key in axis.keys)
+    leaves = Counter(key.rpartition(".")[2] for key in {key for axis in axes for key in axis.keys})
     for choices, facts in combinations:
         variant = " ".join(_shortened(choice, leaves) for choice in choices) or "(nothing varies)"
         exclusions = [exclusion.reason for exclusion in study.exclude if _all_hold(exclusion.conditions, facts)]

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from titan_exp.config.study.search import Halving, Search
 
 Direction = Literal["min", "max"]
 """Better direction of a metric."""
@@ -77,7 +80,7 @@ class Study:
     sizes: Mapping[str, tuple[str, ...]]
     """Additional overrides by size name; the first is the default, `size=NAME` selects another."""
     axes: tuple[Axis, ...]
-    """Varied axes."""
+    """Varied axes; empty in a search."""
     exclude: tuple[Exclusion, ...]
     """Excluded points."""
     seeds: tuple[int, ...]
@@ -86,6 +89,12 @@ class Study:
     """Point that the others are compared with: its label, a list's point by name, or values that only it has."""
     metrics: Mapping[str, Direction]
     """Compared metrics, with the better direction of each."""
+    search: "Search | None" = None
+    """Ranges that the points are drawn from, instead of axes."""
+    halving: "Halving | None" = None
+    """Successive halving over the points; None trains every point to its end."""
+    tune: str = ""
+    """Key over which each group of the comparison is tuned; empty without."""
 
 
 def split_override(text: str) -> tuple[str, str]:

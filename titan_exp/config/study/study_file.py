@@ -10,6 +10,8 @@ import yaml
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
 from titan_exp.config.paths.yaml_file import StrictLoader, read_yaml
+from titan_exp.config.study.search import Halving, Search
+from titan_exp.config.study.search_file import read_halving, read_search
 from titan_exp.config.study.study import Axis, Choice, Condition, Direction, Exclusion, Study, split_override
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -23,7 +25,8 @@ OWN_DIR = Path("sweeps")
 METRICS = ("loss", "validation_loss", "validation_perplexity", "grad_norm", "tokens_per_second")
 METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
 """Metrics logged by runs. Metrics of a mixture's source (`validation_loss/NAME`) are also comparable."""
-FIELDS = ("question", "held_fixed", "sizes", "axes", "exclude", "seeds", "baseline", "metrics")
+FIELDS = ("question", "held_fixed", "sizes", "axes", "search", "exclude", "seeds", "halving", "baseline", "metrics")
+FIELDS += ("tune",)
 KINDS = ("grid", "zip", "list")
 MOST_SEEDS = 10_000
 """Largest number of seeds of a study; a larger one is a typo."""
@@ -108,13 +111,16 @@ class _Reader:
         fixed = self._overrides("held_fixed", content.get("held_fixed"))
         sizes = self._mapping("sizes", content.get("sizes"), "laptop: [training.steps=100]")
         sizes = {str(name): self._overrides(f"sizes.{name}", value) for name, value in sizes.items()}
-        axes = tuple(self._axes(content.get("axes")))
+        metrics = self._metrics(content.get("metrics"))
+        search, halving = self._search(content, metrics), self._halving(content, metrics)
+        axes = () if search else tuple(self._axes(content.get("axes")))
         known = {split_override(text)[0] for texts in (fixed, *sizes.values()) for text in texts}
         for index, axis in enumerate(axes):
             for field, conditions in (("when", axis.when), ("unless", axis.unless)):
                 for condition in conditions:
                     self._check_condition(field, condition, axes[:index], known | _names(axes[:index]))
         known |= _names(axes)
+        varied = {one.key for one in search.ranges} if search else _names(axes)
         return Study(
             name=path.stem,
             path=path,
@@ -125,8 +131,39 @@ class _Reader:
             exclude=tuple(self._exclusions(content.get("exclude"), axes, known)),
             seeds=self._seeds(content.get("seeds")),
             baseline=self._baseline(content.get("baseline"), axes, known),
-            metrics=self._metrics(content.get("metrics")),
+            metrics=metrics,
+            search=search,
+            halving=halving,
+            tune=self._tune(content.get("tune"), varied),
         )
+
+    def _search(self, content: Mapping[Any, Any], metrics: Mapping[str, Direction]) -> Search | None:
+        if "search" not in content:
+            return None
+        if "axes" in content:
+            remedy = "one of the two; a range {choice: [a, b]} takes the values of an axis"
+            self.report("search", "", "a study has either axes, all of whose points are run, or a search", remedy)
+        if "baseline" in content:
+            reason = "points of a search are drawn, so that none is known before"
+            self.report("baseline", "", reason, "leave it out; compare takes the best point, or --baseline")
+        return read_search(content["search"], metrics, lambda value: shown(value, _quoted), self.report)
+
+    def _halving(self, content: Mapping[Any, Any], metrics: Mapping[str, Direction]) -> Halving | None:
+        if "halving" not in content:
+            return None
+        search = content.get("search")
+        if isinstance(search, dict) and search.get("method") == "optuna":
+            reason = "Optuna proposes points from the results of whole runs"
+            self.report("halving", "", reason, "search.method: sobol or random with halving, or optuna without it")
+        return read_halving(content["halving"], metrics, self.report)
+
+    def _tune(self, value: Any, varied: set[str]) -> str:
+        if value is None:
+            return ""
+        if value not in varied:
+            offer = did_you_mean(str(value), sorted(varied)) or f"the study varies {listed(sorted(varied), 'and')}"
+            self.report("tune", value, "the study varies no such key", offer)
+        return str(value)
 
     def _check_keys(self, content: Mapping[Any, Any], names: Sequence[str], prefix: str, what: str) -> None:
         for key in content:

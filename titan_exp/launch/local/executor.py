@@ -85,7 +85,7 @@ def _run_concurrently(
         submission = _submission(plan, summary.state, code)
         if refusal:
             submission = Submission(plan, "refused", reason=refusal, exit_code=code)
-        options.echo(f"{heading(plan)}: {refusal or describe(summary, plan.experiment.training.steps)}")
+        options.echo(f"{heading(plan)}: {refusal or describe(summary, plan.experiment.training.last_step)}")
         if submission.outcome == "failed":
             options.echo(f"    {submission.reason or f'exit code {code}'}\n    titan-exp logs {plan.folder.path}")
         results[numbers[plan.folder.path]] = submission

@@ -48,7 +48,7 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
         state = plan.folder.read_state()
         if state is not None and state.state == "done":
             summary = summarize(plan.folder)
-            console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+            console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
             console.echo(
                 "This run is done, so nothing was started. To run it again, give another experiment.seed or "
                 "experiment.name, or remove its folder."
@@ -101,7 +101,7 @@ class _Execution:
             with self.interrupts:
                 self.ranks.start()
                 self.folder.update_attempt(self.attempt, job_id=self.ranks.job_id, start=time.time())
-                self.console.open(self._title(), self.plan.experiment.training.steps)
+                self.console.open(self._title(), self.plan.experiment.training.last_step)
                 result = self._follow()
         finally:
             self.ranks.close()
@@ -164,6 +164,6 @@ def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: Run
         text = result.detail if result.exit_code == UserError.exit_code else f"{result.detail}\n{result.reason}"
         console.error(text.strip())
     if plan.folder.path.exists():
-        console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+        console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
     if result.state == "preempted":
         console.echo("The same command continues it.")

@@ -27,6 +27,8 @@ class RunEntry:
     """Point of the study; None outside a study."""
     removed: bool = False
     """True if the study no longer contains this point."""
+    rungs: int = 0
+    """Number of rungs of its study; 0 without successive halving."""
 
 
 def split_runs_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -151,9 +153,10 @@ def _in_group(path: Path) -> list[RunEntry]:
     record: StudyRecord | None = study.read()
     found: dict[Path, RunEntry] = {}
     if record is not None:
+        rungs = len(record.rounds.get("rungs", ()))
         for point in record.points:
             folder = study.run(point)
-            found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point))
+            found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, rungs=rungs))
         for point in record.removed:
             folder = study.run(point)
             if folder.path.is_dir():

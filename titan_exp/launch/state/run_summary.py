@@ -111,9 +111,12 @@ def _commands_from_checkpoints(summary: RunSummary, values: dict[str, Any], name
     whole = [saved.step for saved in summary.checkpoints if not (weights_only and saved.step >= steps)]
     if whole and whole[-1] > 0:
         newest, middle = whole[-1], whole[(len(whole) - 1) // 2]
-        found.append(_next("extend", "titan-exp retry", name, f"training.steps={2 * max(steps, newest)}"))
+        stopped = (values.get("training") or {}).get("stop_after") is not None
+        whole_run = ["training.stop_after=null"] * stopped
+        longer = whole_run or [f"training.steps={2 * max(steps, newest)}"]
+        found.append(_next("extend", "titan-exp retry", name, *longer))
         end = middle + max(1, middle // 10)
-        branch = [f"checkpoint.continue_step={middle}", f"training.steps={end}"]
+        branch = [f"checkpoint.continue_step={middle}", f"training.steps={end}", *whole_run]
         decay = [f"lr_schedule.decay_steps={end - middle}", "lr_schedule.decay=linear"]
         found.append(_next("branch off a decay", "titan-exp retry", name, *branch, *decay))
     if summary.checkpoints:

@@ -17,6 +17,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import REPORTED, Value
 
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
+_STOP_AFTER = re.compile(r"^training:\n(?:  .*\n)*?  stop_after: (\d+)$", re.MULTILINE)
 _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 
 
@@ -32,7 +33,7 @@ class StatusRow:
     state: str
     step: int
     steps: int | None
-    """Total optimizer steps."""
+    """Step after which the run ends."""
     loss: Value
     """In nats per token."""
     tokens_per_second: Value
@@ -58,6 +59,8 @@ class StatusRow:
     """NAME/ID or URL of the run from which a continued one begins."""
     parent_step: int | None = None
     """Step at which a continued run begins."""
+    rung: int | None = None
+    """Rung of successive halving, from 1."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics reported by the objective, the model and the optimizer, by name."""
 
@@ -101,6 +104,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         validation_loss=values.get("validation_loss"),
         parent=None if lineage is None else lineage.name,
         parent_step=None if lineage is None else lineage.step,
+        rung=None if entry.point is None or not entry.rungs else entry.point.round,
         reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
 
@@ -135,7 +139,7 @@ def _configured(entry: RunEntry) -> tuple[int | None, bool]:
     except OSError:
         return (None if entry.point is None else entry.point.steps), False
     # The format is our own, and parsing a thousand files as YAML takes many seconds.
-    found, device = _STEPS.search(text), _DEVICE.search(text)
+    found, device = _STOP_AFTER.search(text) or _STEPS.search(text), _DEVICE.search(text)
     steps = int(found[1]) if found else None
     if device is not None and device[1] != "auto":
         return steps, device[1] == "cuda"

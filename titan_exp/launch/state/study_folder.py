@@ -36,6 +36,8 @@ class StudyRun:
     overrides: tuple[str, ...]
     choices: Mapping[str, str] = field(default_factory=dict)
     """Name of the chosen value by named list."""
+    round: int = 1
+    """Rung of successive halving, or batch of Optuna, from 1."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class StudyRecord:
     """Skip reasons of all other points, by label."""
     lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keys that a named list sets together, by its name."""
+    rounds: Mapping[str, Any] = field(default_factory=dict)
+    """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Kind and bounds of each range of a search, by key."""
+    tune: str = ""
+    """Key over which each group of the comparison is tuned."""
     removed: tuple[StudyRun, ...] = ()
     """Points of earlier versions that the study no longer contains."""
     time: float = 0.0
@@ -109,9 +117,12 @@ class StudyFolder:
         before = self.read()
         now = replace(record, removed=removed_runs(before, record), time=time.time())
         if before is not None:
-            if replace(before, time=now.time) == now and self.yaml.exists() and self.yaml.read_text() == text:
+            same = self.yaml.exists() and self.yaml.read_text() == text
+            if same and replace(before, time=now.time) == now:
                 return before
-            self._archive()
+            # A later round adds points, which is no other version.
+            if not same or now.points[: len(before.points)] != before.points:
+                self._archive()
         write_atomically(self.yaml, text)
         write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
         return now

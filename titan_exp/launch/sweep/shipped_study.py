@@ -9,12 +9,16 @@ from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import default_overrides
-from titan_exp.config.study.points import baseline_of, chosen_size, keys_of, narrowed, study_points
-from titan_exp.config.study.study import Study
+from titan_exp.config.study.points import Point, baseline_of, chosen_size, keys_of, narrowed, study_points
+from titan_exp.config.study.study import Choice, Study
 from titan_exp.launch.executor import executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun, removed_runs
+from titan_exp.launch.sweep.rounds.batches import Batches
+from titan_exp.launch.sweep.rounds.draw import drawn_choices
+from titan_exp.launch.sweep.rounds.halving import Rungs
+from titan_exp.launch.sweep.rounds.rounds import Rounds
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
@@ -34,11 +38,11 @@ class StudySweep:
         texts = (str(override.input_line) for override in typed)
         self._typed = tuple(text for text in texts if text not in leave_out)
         varied, fixed = narrowed(study, typed)
-        self.points = study_points(varied, self.size, fixed)
-        """All points, including excluded ones."""
+        self.rounds = _rounds(varied, self.size, fixed)
+        self._parameters = {} if varied.search is None else {one.key: one.record() for one in varied.search.ranges}
         self._baseline: str | None = None
         try:
-            self._baseline = baseline_of(varied, self.points)
+            self._baseline = baseline_of(varied, self.rounds.first)
         except UserError:
             if not self._typed:
                 raise
@@ -67,8 +71,11 @@ class StudySweep:
                 "the same at every point. Remove them from the axes."
             )
         self._folder = StudyFolder(parents.pop())
-        order = {point.label: index for index, point in enumerate(self.points)}
-        planned = sorted((*sweep_plan.planned, *sweep_plan.duplicates), key=lambda entry: order[entry.point.label])
+        order = {(point.variant, point.seed): index for index, point in enumerate(self.rounds.first)}
+        planned = sorted(
+            (*sweep_plan.planned, *sweep_plan.duplicates),
+            key=lambda entry: (entry.point.round, order.get((entry.point.variant, entry.point.seed), 0)),
+        )
         lists = {axis.name: tuple(keys_of(axis)) for axis in self.study.axes if axis.name and not axis.keys}
         self._record = StudyRecord(
             name=self.study.name,
@@ -80,6 +87,9 @@ class StudySweep:
             points=tuple(_study_run(entry, lists) for entry in planned),
             lists=lists,
             skipped={entry.point.label: entry.reason for entry in sweep_plan.skipped},
+            rounds=self.rounds.record(),
+            parameters=self._parameters,
+            tune=self.study.tune,
         )
 
     def record(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
@@ -163,11 +173,24 @@ def _study_run(entry: PlannedPoint, lists: Iterable[str]) -> StudyRun:
         run_id=plan.run_id,
         experiment_id=plan.experiment_id,
         processes=plan.layout.world_size,
-        steps=plan.experiment.training.steps,
+        steps=plan.experiment.training.last_step,
         kind=plan.experiment.cluster.kind,
         overrides=point.overrides,
         choices={name: point.facts[name] for name in lists if name in point.facts},
+        round=point.round,
     )
+
+
+def _rounds(study: Study, size: str, fixed: Sequence[str]) -> Rounds:
+    """Rounds of a study: of its search, or over its points."""
+
+    def expand(proposed: Sequence[Choice]) -> list[Point]:
+        return study_points(study, size, fixed, proposed)
+
+    if study.search is not None and study.search.method == "optuna":
+        return Batches(study.search, expand)
+    points = expand(() if study.search is None else drawn_choices(study.search))
+    return Rounds(points) if study.halving is None else Rungs(points, study.halving)
 
 
 def _confirmed(question: str) -> bool:

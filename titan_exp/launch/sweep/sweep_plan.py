@@ -40,6 +40,11 @@ class SweepPlan:
     skipped: tuple[SkippedPoint, ...]
     """Points that cannot run, or are excluded by the study."""
 
+    def __add__(self, later: "SweepPlan") -> "SweepPlan":
+        return SweepPlan(
+            (*self.planned, *later.planned), (*self.duplicates, *later.duplicates), (*self.skipped, *later.skipped)
+        )
+
 
 def plan_sweep(
     points: Sequence[Point], compose: Callable[[Point], Experiment], *, skip: bool, where: str = "of the sweep"

@@ -39,8 +39,8 @@ def plain_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
 
 
-def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
-    """Print every point with its resources, prediction and current state."""
+def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequence[str] = ()) -> None:
+    """Print every point with its resources, prediction and current state, and sentences about later rounds."""
     if study is not None:
         print(f"{study.folder.path.name}: {study.study.question}\n")
     now = run_statuses([entry.plan.folder for entry in sweep_plan.planned])
@@ -77,12 +77,19 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
     total = sum(gpu_hours[path] or 0.0 for path in waiting)
     hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
     print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in counts)}.")
+    for line in upcoming:
+        print(line)
     if study is not None:
         study.report_changes(sweep_plan, print)
 
 
-def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study: StudySweep | None) -> None:
-    """Print the outcome of every run, and the next commands."""
+def show_outcomes(
+    sweep_plan: SweepPlan,
+    found: Mapping[Path, Submission],
+    study: StudySweep | None,
+    upcoming: Sequence[str] = (),
+) -> None:
+    """Print the outcome of every run, and the next commands; `upcoming` are sentences about later rounds."""
     rows, jobs = [], []
     for entry in sweep_plan.planned:
         submission = found.get(entry.plan.folder.path)
@@ -113,6 +120,10 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
             print(f"[{entry.point.label}]\n  {submission.reason}", file=sys.stderr)
     states = [row[2] for row in rows]
     print(count_states(states))
+    for line in upcoming:
+        print(line)
+    if upcoming and study is not None and not {"failed", "refused", "not started", "preempted"} & set(states):
+        print(f"When these runs are done, the same command continues: titan-exp sweep {study.study.name}")
     for line in _next(states, sweep_plan, study):
         print(line)
 

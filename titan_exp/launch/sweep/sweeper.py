@@ -5,7 +5,7 @@ Finished runs are not repeated, so the same command continues an interrupted swe
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -18,9 +18,10 @@ from titan_exp.launch.provenance.changes import report_stale
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.options import SweepOptions
+from titan_exp.launch.sweep.rounds.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
-from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep
 from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
 
 
@@ -43,55 +44,125 @@ def sweep(
     *,
     study: StudySweep | None = None,
 ) -> int:
-    """Run every point and print the outcomes, or print the plan; returns the exit code.
+    """Run every point, round by round, and print the outcomes, or print the plan; returns the exit code.
 
-    A study record is written before any run starts. The exit code is 0 if all runs are done or submitted, 130 after
-    Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before any start, that lists all points that
-    cannot run.
+    A study has its own points. Its record is written before any run starts. A round whose runs are all done is followed
+    by the next one; an executor that does not wait gets one round. The exit code is 0 if all runs are done or
+    submitted, 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before any start of a round,
+    that lists all points that cannot run.
     """
-    options = options or SweepOptions()
-    where = "of the sweep" if study is None else f"of {study.study.path}"
-    console, skip = RunConsole(), options.skip or study is not None
-    sweep_plan = plan_sweep(points, compose, skip=skip, where=where)
-    if study is not None:
-        study.plan(sweep_plan)  # study errors are raised before slow predictions
-    sweep_plan = predict_sweep_memory(sweep_plan, console.echo, skip=skip, where=where)
-    if study is not None:
-        study.plan(sweep_plan)
-    if options.dry_run:
-        show_plan(sweep_plan, study)
-        return 0
-    if study is not None:
-        study.record(sweep_plan, console.echo)
-        if options.prune:
-            study.prune(console.echo, ask=not options.yes)
-    found, code = _submit(sweep_plan, options, console, study)
-    show_outcomes(sweep_plan, found, study)
-    return code
+    with contextlib.ExitStack() as held:
+        return _Sweep(compose, options or SweepOptions(), study, held).run(points)
 
 
-def _submit(
-    sweep_plan: SweepPlan, options: SweepOptions, console: RunConsole, study: StudySweep | None
-) -> tuple[dict[Path, Submission], int]:
-    """Submit all runs, executors that wait last; returns results by folder path, and the exit code."""
-    report_stale([entry.plan for entry in sweep_plan.planned], console.echo)
-    titles = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
-    by_kind: dict[str, list[RunPlan]] = {}
-    for entry in sweep_plan.planned:
-        by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
-    executors = [executor_for(kind) for kind in by_kind]
-    submissions: list[Submission] = []
-    for executor in sorted(executors, key=lambda executor: executor.waits):
-        plans = by_kind[executor.kind]
-        on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
-        if executor.waits and options.jobs > 1 and not on_cpu:
-            console.echo("On GPUs every run may use all of them, so runs go one after another.")
-        submit_options = SubmitOptions(
-            echo=console.echo,
-            title=lambda plan: titles[plan.folder.path],
-            jobs=options.jobs if on_cpu else 1,
-            stop_requested=(lambda: False) if study is None else study.stop_requested,
-        )
-        with contextlib.nullcontext() if study is None or not executor.waits else study.lock():
-            submissions += executor.submit(plans, submit_options)
-    return {submission.plan.folder.path: submission for submission in submissions}, worst_exit_code(submissions)
+class _Sweep:
+    """Sweep in progress; `held` holds the study lock from the first run on this machine to the end."""
+
+    def __init__(
+        self,
+        compose: Callable[[Point], Experiment],
+        options: SweepOptions,
+        study: StudySweep | None,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self.compose, self.options, self.study, self.held = compose, options, study, held
+        self.console, self.skip = RunConsole(), options.skip or study is not None
+        self.where = "of the sweep" if study is None else f"of {study.study.path}"
+        self.whole, self.finished = SweepPlan((), (), ()), list[Finished]()
+        self.found: dict[Path, Submission] = {}
+        self.started = self.locked = False
+
+    def run(self, points: Sequence[Point]) -> int:
+        """Run all rounds; returns the exit code."""
+        rounds, options = Rounds(points) if self.study is None else self.study.rounds, self.options
+        values: dict[Path, float] = {}
+        while points := rounds.points(self.finished):
+            if self.started and self.study is not None and self.study.stop_requested():
+                break
+            plan = plan_sweep(points, self.compose, skip=self.skip, where=self.where)
+            rounds.check(plan)
+            values = rounds.values(plan)
+            self.found |= {entry.plan.folder.path: _known(entry.plan) for entry in _with_value(plan, values)}
+            if len(values) < len(plan.planned):
+                plan = self._predicted(plan)
+                if options.dry_run:
+                    self._show(self.whole + plan, rounds.upcoming(plan, self.finished))
+                    return 0
+                self._start(plan, values)
+                values = rounds.values(plan)
+            self.whole += plan
+            if not rounds.metric or len(values) < len(plan.planned):
+                break
+            self.finished.append(Finished(plan, values))
+            if not options.dry_run:
+                self.console.echo(f"\n{rounds.result(self.finished[-1])}")
+        if options.dry_run:
+            self._show(self.whole, [])
+            return 0
+        if not self.started:
+            self._record(self.whole)
+        last = SweepPlan(tuple(entry for entry in self.whole.planned if entry.point.round > len(self.finished)), (), ())
+        show_outcomes(self.whole, self.found, self.study, rounds.upcoming(last, self.finished) if last.planned else [])
+        return worst_exit_code(list(self.found.values()))
+
+    def _predicted(self, plan: SweepPlan) -> SweepPlan:
+        """Plan with predicted memory, without the points that do not fit."""
+        if self.study is not None:
+            self.study.plan(self.whole + plan)  # study errors are raised before slow predictions
+        return predict_sweep_memory(plan, self.console.echo, skip=self.skip, where=self.where)
+
+    def _show(self, plan: SweepPlan, upcoming: Sequence[str]) -> None:
+        if self.study is not None:
+            self.study.plan(plan)
+        show_plan(plan, self.study, upcoming)
+
+    def _record(self, plan: SweepPlan) -> None:
+        """Write the study record, and prune once."""
+        if self.study is None:
+            return
+        self.study.plan(plan)
+        self.study.record(plan, self.console.echo)
+        if self.options.prune and not self.started:
+            self.study.prune(self.console.echo, ask=not self.options.yes)
+        self.started = True
+
+    def _start(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
+        """Record the study, and submit the runs of a round that have no value yet."""
+        self._record(self.whole + plan)
+        self._submit([entry for entry in plan.planned if entry.plan.folder.path not in values])
+
+    def _submit(self, entries: Sequence[PlannedPoint]) -> None:
+        """Submit runs, executors that wait last."""
+        report_stale([entry.plan for entry in entries], self.console.echo)
+        titles = {entry.plan.folder.path: entry.point.label for entry in entries}
+        by_kind: dict[str, list[RunPlan]] = {}
+        for entry in entries:
+            by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
+        for executor in sorted(map(executor_for, by_kind), key=lambda executor: executor.waits):
+            plans = by_kind[executor.kind]
+            on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
+            if executor.waits and self.options.jobs > 1 and not on_cpu:
+                self.console.echo("On GPUs every run may use all of them, so runs go one after another.")
+            submit_options = SubmitOptions(
+                echo=self.console.echo,
+                title=lambda plan: titles[plan.folder.path],
+                jobs=self.options.jobs if on_cpu else 1,
+                stop_requested=(lambda: False) if self.study is None else self.study.stop_requested,
+            )
+            if executor.waits and self.study is not None and not self.locked:
+                self.held.enter_context(self.study.lock())
+                self.locked = True
+            for submission in executor.submit(plans, submit_options):
+                self.found[submission.plan.folder.path] = submission
+
+
+def _with_value(plan: SweepPlan, values: Mapping[Path, float]) -> list[PlannedPoint]:
+    return [entry for entry in plan.planned if entry.plan.folder.path in values]
+
+
+def _known(plan: RunPlan) -> Submission:
+    """Result of a run that ended before: done, or diverged, which would repeat itself."""
+    state = plan.folder.read_state()
+    if state is not None and state.state == "failed":
+        return Submission(plan, "failed", reason=state.reason, exit_code=1)
+    return Submission(plan, "done")

@@ -26,7 +26,7 @@ FOLDER = "plan"
 """Folder below `.cache` of the runs."""
 IRRELEVANT_KEYS = {
     "model": ("name", "init_std", "norm_eps"),
-    "training": ("steps", "evaluate_every", "gc_every", "deterministic", "stop_on_nonfinite"),
+    "training": ("steps", "stop_after", "evaluate_every", "gc_every", "deterministic", "stop_on_nonfinite"),
     "optimizer": ("lr", "betas", "eps"),
 }
 """Keys of relevant groups without effect on predictions."""

@@ -73,3 +73,8 @@ def parse_state(path: Path) -> RunState | None:
     if state.state not in get_args(StateName):
         raise UserError(f"{path}: {state.state!r} is none of {', '.join(get_args(StateName))}. Remove the file.")
     return state
+
+
+def has_diverged(state: str, reason: str | None) -> bool:
+    """True if a run failed because its loss was not finite, as it would again; the reason names the trainer's error."""
+    return state == "failed" and ": Diverged:" in (reason or "")

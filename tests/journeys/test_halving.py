@@ -1,0 +1,81 @@
+"""Successive halving with real runs: killed in the middle of a rung, it ends as if it had never been."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.command import TITAN_EXP, titan_exp
+from titan_exp.launch.state.study_folder import StudyFolder
+from titan_exp.tracking.run_folder.lineage import read_history
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+STUDY = """\
+question: Which rate?
+held_fixed:
+  - model=llama_debug
+  - training.seq_len=32
+  - training.global_batch_size=2
+  - training.steps=40
+  - training.evaluate_every=40
+  - data.validation_documents=2
+  - tracking.log_every=1
+  - checkpoint.every=10
+  - checkpoint.keep=1
+  - cluster.device=cpu
+axes:
+  - grid: {optimizer.lr: [1e-5, 3e-3]}
+halving: {metric: validation_loss, rungs: [4, 40], keep: 1/2}
+"""
+
+
+@pytest.mark.night  # by day tests/launch/test_rounds.py pretends to train, and tests/parity continues a run
+@pytest.mark.timeout(600)
+def test_a_killed_study_ends_as_one_that_was_not(tmp_path: Path):
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text(STUDY)
+    killed = subprocess.Popen(
+        [*TITAN_EXP, "sweep", "mine"], cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    study = StudyFolder(tmp_path / "runs" / "mine")
+    try:
+        while not [run for run in last_runs(study) if len(read_history(run.path)) > 10]:
+            assert killed.poll() is None
+            time.sleep(0.05)
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    (last,) = last_runs(study)
+    assert 4 < len(read_history(last.path)) < 40, "it was killed within the second rung"
+
+    again = titan_exp("sweep", "mine", folder=tmp_path, limit=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "rung 2 of 2: the best by validation_loss is lr=3e-3" in again.stdout
+    record = study.read()
+    assert record is not None
+    assert [(point.label, len(study.run(point).read_attempts())) for point in record.points] == [
+        *(("lr=1e-5", 1), ("lr=3e-3", 1), ("lr=3e-3 rung=2", 2))
+    ]
+    idle = titan_exp("sweep", "mine", folder=tmp_path, limit=300)
+    assert (idle.returncode, "3 done" in idle.stdout) == (0, True)
+    assert [len(study.run(point).read_attempts()) for point in record.points] == [1, 1, 2]
+
+    words = [
+        text for text in record.points[1].overrides if not text.startswith(("training.stop_after", "experiment.name"))
+    ]
+    whole = titan_exp("train", "experiment.name=whole", *words, folder=tmp_path, limit=300)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    (folder,) = (tmp_path / "runs" / "whole").iterdir()
+    assert [(row["step"], row["loss"], row["lr"]) for row in read_history(last.path)] == [
+        (row["step"], row["loss"], row["lr"]) for row in read_history(folder)
+    ]
+
+
+def last_runs(study: StudyFolder) -> list[RunFolder]:
+    """Runs of the second rung that exist."""
+    record = study.read()
+    points = [] if record is None else [point for point in record.points if point.round == 2]
+    return [study.run(point) for point in points if study.run(point).config.exists()]

@@ -1,0 +1,178 @@
+"""Tuned groups and the outcome of adaptive studies as text tables with notes, shared by all outputs."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric
+from titan_exp.compare.comparison import Comparison
+from titan_exp.compare.differing_keys import value_text
+from titan_exp.compare.findings import verdict
+from titan_exp.compare.learnt import Cost, Learnt, Marginal
+from titan_exp.compare.stats.format_numbers import interval, signed, with_interval
+from titan_exp.compare.stats.ttest import Estimate
+from titan_exp.compare.tuning import Group, Reached, Tuning
+from titan_exp.tracking.number_format import format_count, format_duration, format_items
+
+BEST = 8
+"""Points of an adaptive study that are listed."""
+NONE = "—"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Table with notes."""
+
+    title: str
+    heads: tuple[str, ...]
+    left: int
+    """Number of left-aligned columns."""
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+
+
+def sections(comparison: Comparison) -> list[Section]:
+    """Sections of a comparison; none for runs that are neither tuned nor of an adaptive study."""
+    found = []
+    if comparison.tuning is not None:
+        found.append(_tuned(comparison, comparison.tuning))
+    if comparison.learnt is not None:
+        found += [_ranking(comparison.learnt), _marginals(comparison.learnt)]
+    return [section for section in found if section.rows]
+
+
+def _tuned(comparison: Comparison, tuning: Tuning) -> Section:
+    metric = comparison.main
+    heads = ("", f"best {tuning.short}", f"{tuning.short} tried", "n", metric.title, "against the baseline")
+    heads += ("steps to its loss", "time to its loss")
+    rows = tuple(_group_row(metric, tuning, group) for group in tuning.groups)
+    return Section(f"Each at its best {tuning.short}", heads, 1, rows, tuple(_tuning_notes(comparison, tuning)))
+
+
+def _group_row(metric: Metric, tuning: Tuning, group: Group) -> tuple[str, ...]:
+    best, delta = group.best, group.delta
+    found = None if best is None else best.estimate
+    change = "baseline" if group.is_baseline else NONE
+    if delta is not None:
+        change = f"{signed(metric, delta.difference)}{interval(metric, delta)} {verdict(metric, delta)}"
+    return (
+        group.label,
+        NONE if best is None else value_text(best.value) + (f" ({group.edge})" if group.edge else ""),
+        ", ".join(value_text(point.value) for point in group.points),
+        str(0 if found is None else found.n),
+        with_interval(metric, found),
+        change,
+        _reached(group.steps, lambda steps: f"{steps:,.0f}"),
+        _reached(group.seconds, format_duration),
+    )
+
+
+def _reached(found: Reached, text: Callable[[float], str]) -> str:
+    estimate = found.estimate
+    if estimate is None:
+        return "not reached"
+    some = "" if found.reached == found.of else f", {found.reached} of {found.of} seeds"
+    return f"{text(estimate.mean)}{_bounds(estimate, text)}{some}"
+
+
+def _bounds(estimate: Estimate, text: Callable[[float], str]) -> str:
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f" [{text(max(0.0, estimate.low))}, {text(estimate.high)}]"
+
+
+def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
+    base = next(group for group in tuning.groups if group.is_baseline)
+    seeds = sorted({len(comparison.rows[point.row].runs) for group in tuning.groups for point in group.points})
+    count = format_items(seeds[-1], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    yield (
+        f"The best {tuning.short} of a group has the best mean of {comparison.main.title} over its seeds ({count} for "
+        f"each value); one that diverged with any seed is left out."
+    )
+    if seeds[-1] == 1:
+        yield "With one seed the best of several values is partly luck, and the group with most values gains by it."
+    for group in tuning.groups:
+        if group.edge in ("lowest", "highest"):
+            more = "lower" if group.edge == "lowest" else "higher"
+            yield f"{group.label}: the best {tuning.short} is the {group.edge} that was tried; try {more} ones."
+        elif group.edge == "one value":
+            yield f"{group.label} has one value of {tuning.short}, so that it is not tuned."
+        for point in group.points:
+            if point.diverged:
+                runs = format_items(len(comparison.rows[point.row].runs), "run")
+                yield f"{group.label} at {tuning.short}={value_text(point.value)}: {point.diverged} of {runs} diverged."
+    yield (
+        f"Steps and time to the training loss that {base.label} at its best ends with, seed by seed; time is that of "
+        "training alone, at the run's median speed. Brackets are 95 % intervals over seeds."
+    )
+
+
+def _ranking(learnt: Learnt) -> Section:
+    heads = ("point", *(["rung"] if learnt.rungs else []), _title(learnt.metric), "n")
+    rows = []
+    for trial in learnt.trials[:BEST]:
+        rung = [f"{trial.round} of {learnt.rungs}"] if learnt.rungs else []
+        rows.append((trial.label, *rung, _number(learnt, trial.value), str(trial.seeds)))
+    cost, notes = learnt.cost, []
+    if len(learnt.trials) > BEST:
+        notes.append(f"The best {BEST} of {len(learnt.trials)} points.")
+    if cost.tokens:
+        notes.append(_cost_text(cost))
+    return Section("Best points", heads, 1, tuple(rows), tuple(notes))
+
+
+def _cost_text(cost: Cost) -> str:
+    hours, whole_hours = cost.gpu_hours, cost.whole_gpu_hours
+    text = f"Cost: {format_count(cost.tokens)} tokens" + ("" if hours is None else f", {hours:.3g} GPU-hours")
+    if cost.tokens < cost.whole_tokens:
+        about = "" if whole_hours is None else f", about {whole_hours:.3g} GPU-hours"
+        share = f"{cost.tokens / cost.whole_tokens:.0%}"
+        text += f", {share} of every point to its end ({format_count(cost.whole_tokens)} tokens{about})"
+    return f"{text}. On CPU a process counts as a GPU."
+
+
+def _marginals(learnt: Learnt) -> Section:
+    where = " at the first rung" if learnt.rungs else ""
+    heads = ("parameter", "values", f"mean {_title(learnt.metric)}", "best", "points")
+    rows = [
+        (parameter.short if place == 0 else "", *_marginal_row(learnt, marginal))
+        for parameter in learnt.parameters
+        for place, marginal in enumerate(parameter.marginals)
+    ]
+    notes = [
+        f"The best point has {parameter.short}={parameter.best}, at the {parameter.edge} edge of its range: widen it."
+        for parameter in learnt.parameters
+        if parameter.edge
+    ]
+    if rows:
+        notes.append("A mean is over all points in a part of the range, whatever their other parameters.")
+    return Section(f"{_title(learnt.metric).capitalize()} by parameter{where}", heads, 2, tuple(rows), tuple(notes))
+
+
+def _marginal_row(learnt: Learnt, marginal: Marginal) -> tuple[str, ...]:
+    diverged = f" ({marginal.diverged} diverged)" if marginal.diverged else ""
+    points = f"{marginal.points}{diverged}"
+    return marginal.part, _number(learnt, marginal.mean), _number(learnt, marginal.best), points
+
+
+def _number(learnt: Learnt, value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.4f}" if math.isfinite(value) else "diverged"
+
+
+def _title(metric: str) -> str:
+    known = METRIC_BY_NAME.get(metric)
+    return metric.replace("_", " ") if known is None else known.title
+
+
+def markdown(found: Sequence[Section], escape: Callable[[str], str]) -> list[str]:
+    """Sections as lines of Markdown."""
+    lines = []
+    for section in found:
+        rule = ["---"] * section.left + ["--:"] * (len(section.heads) - section.left)
+        table = [section.heads, *section.rows]
+        rows = ["| " + " | ".join(map(escape, row)) + " |" for row in table]
+        rows.insert(1, "|" + "|".join(rule) + "|")
+        lines += [f"### {section.title}", "", *rows, "", *(f"- {escape(note)}" for note in section.notes), ""]
+    return lines

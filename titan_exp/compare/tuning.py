@@ -1,0 +1,189 @@
+"""Tuned comparison: each group of runs, such as an optimizer, at the best value of one key, such as its learning rate.
+
+The best value is that of the best mean over seeds, not of the luckiest run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from titan_exp.compare.compared_metrics import Metric, final_loss, own_values, target_metric
+from titan_exp.compare.differing_keys import ABSENT, DifferingKeys, value_text
+from titan_exp.compare.row import Row, finite
+from titan_exp.compare.run_record import Run
+from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError
+
+ROUNDING = 1e-9
+"""Relative difference between equal losses."""
+
+
+@dataclass(frozen=True)
+class TunedPoint:
+    """One value of the tuned key in a group."""
+
+    value: Any
+    row: int
+    """Index of the comparison's row."""
+    estimate: Estimate | None
+    """Main metric over seeds; None if every run diverged or has not reached the budget."""
+    diverged: int = 0
+    """Number of seeds that diverged; such a value is never the best."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Cost of reaching the final loss of the baseline's best runs, seed by seed."""
+
+    estimate: Estimate | None
+    """Over the seeds that reached it; None if none did."""
+    reached: int
+    """Number of seeds that reached it."""
+    of: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in the tuned key and the seed."""
+
+    label: str
+    points: tuple[TunedPoint, ...]
+    """Values of the tuned key in order."""
+    best: TunedPoint | None
+    """Value with the best mean; None without any."""
+    edge: str
+    """`lowest` or `highest` if the best value is the first or last of several numbers; `one value` if there is one."""
+    delta: Delta | None
+    """Difference of the best to the baseline group's; None in the baseline's group."""
+    steps: Reached
+    seconds: Reached
+    """Training time without evaluation and checkpoints, from the run's median speed."""
+    is_baseline: bool
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Groups, the best first."""
+
+    key: str
+    """Full name of the tuned key."""
+    short: str
+    metric: str
+    """Title of the metric."""
+    groups: tuple[Group, ...]
+
+
+def tune(
+    rows: Sequence[Row], columns: DifferingKeys, metric: Metric, tokens: float, *, key: str, baseline: int
+) -> Tuning:
+    """Group rows and choose each group's best value of `key`, a full or short name. Raises UserError if the runs do not
+    differ in it, or no direction of the metric is better."""
+    full = _tuned_key(columns, key)
+    if metric.better is None:
+        raise UserError(f"tune={key}: neither direction of {metric.name} is better. Put another first: metrics=loss.")
+    others = [column for column in columns.keys if column != full]
+    members: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.values.get(full, ABSENT) != ABSENT:
+            members.setdefault(columns.label(row.values, others) or "all runs", []).append(index)
+    curves = {label: _curve(rows, indices, full, metric) for label, indices in members.items()}
+    bests = {label: _best(points, metric) for label, points in curves.items()}
+    reference = next((label for label, indices in members.items() if baseline in indices), next(iter(members)))
+    base = bests[reference]
+    base_runs = () if base is None else rows[base.row].runs
+    targets: dict[object, float] = {
+        run.seed: loss for run in base_runs if (loss := final_loss(run, tokens)) is not None
+    }
+    deltas = _deltas(rows, bests, reference, metric)
+    groups = [
+        Group(
+            label,
+            points,
+            best,
+            _edge(points, best),
+            deltas[label],
+            *_reached(() if best is None else rows[best.row].runs, targets, tokens),
+            label == reference,
+        )
+        for (label, points), best in zip(curves.items(), bests.values(), strict=True)
+    ]
+    groups.sort(key=lambda group: _rank(group.best, metric))
+    return Tuning(full, columns.short[full], metric.title, tuple(groups))
+
+
+def _tuned_key(columns: DifferingKeys, key: str) -> str:
+    found = [full for full in columns.keys if key in (full, columns.short[full], full.rpartition(".")[2])]
+    if len(found) == 1:
+        return found[0]
+    names = [columns.short[full] for full in columns.keys]
+    offer = did_you_mean(key, names) or (f"They differ in {listed(names, 'and')}." if names else "They differ in none.")
+    raise UserError(f"tune={key}: the runs do not differ in this key. {offer}")
+
+
+def _curve(rows: Sequence[Row], indices: Sequence[int], key: str, metric: Metric) -> tuple[TunedPoint, ...]:
+    points = [
+        TunedPoint(
+            rows[index].values[key], index, rows[index].estimates[metric.name], rows[index].diverged(metric.name)
+        )
+        for index in indices
+    ]
+    numbers = all(_is_number(point.value) for point in points)
+    return tuple(sorted(points, key=lambda point: point.value) if numbers else points)
+
+
+def _rank(point: TunedPoint | None, metric: Metric) -> tuple[bool, float]:
+    found = None if point is None else point.estimate
+    return (True, 0.0) if found is None else (False, found.mean if metric.better == "min" else -found.mean)
+
+
+def _best(points: Sequence[TunedPoint], metric: Metric) -> TunedPoint | None:
+    known = [point for point in points if point.estimate is not None and not point.diverged]
+    return min(known, key=lambda point: _rank(point, metric), default=None)
+
+
+def _edge(points: Sequence[TunedPoint], best: TunedPoint | None) -> str:
+    if len(points) == 1:
+        return "one value"
+    if best is None or not all(_is_number(point.value) for point in points):
+        return ""
+    return "lowest" if best is points[0] else "highest" if best is points[-1] else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _deltas(
+    rows: Sequence[Row], bests: Mapping[str, TunedPoint | None], reference: str, metric: Metric
+) -> dict[str, Delta | None]:
+    base = bests[reference]
+    numbers = {} if base is None else finite(rows[base.row].numbers[metric.name])
+    found = [
+        None if label == reference or best is None else difference(finite(rows[best.row].numbers[metric.name]), numbers)
+        for label, best in bests.items()
+    ]
+    return dict(zip(bests, holm(found), strict=True))
+
+
+def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
+    """Steps and seconds to the target loss of each run's seed, or, without that seed, to the mean of all."""
+    steps: list[float] = []
+    seconds: list[float] = []
+    mean = sum(targets.values()) / len(targets) if targets else None
+    for run in runs:
+        target = targets.get(run.seed, mean)
+        # The last value of a smoothed curve is the final loss up to rounding.
+        seen = None if target is None else target_metric(target + ROUNDING * abs(target)).read(run, tokens)
+        if seen is None:
+            continue
+        steps.append(next(float(row["step"] or 0) for row in run.rows if row.get("tokens") == seen))
+        speeds = own_values(run, "tokens_per_second", tokens)
+        seconds += [(seen - run.begins) / median(speeds)] if speeds else []
+    return Reached(estimate(steps), len(steps), len(runs)), Reached(estimate(seconds), len(seconds), len(runs))
+
+
+def point_text(tuning: Tuning, point: TunedPoint | None) -> str:
+    """Value of the tuned key as text."""
+    return "—" if point is None else f"{tuning.short}={value_text(point.value)}"

@@ -101,7 +101,8 @@ def explicit(run: Experiment) -> nn.Module:
             own = base_out if name.endswith(("out.weight", "down.weight")) else std
             table[name] = replace(init, std=own / width**0.5)
     init_weights(model, table, 0)
-    for block in model.blocks.values():  # type: ignore[union-attr,operator]
+    blocks: Any = model.blocks
+    for block in blocks.values():
         for linear in (block.attention.out, block.feed_forward.down):
             linear.register_forward_hook(lambda _, __, output: output / depth)
     model.head.register_forward_hook(lambda _, __, output: output / width)  # type: ignore[union-attr,operator]

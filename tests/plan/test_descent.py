@@ -29,7 +29,8 @@ def _say_nothing(line: str) -> None:
 def totals(candidate: Candidate, device: Device) -> LayoutCost:
     """Cost of a layout: more memory is faster, messages and small micro-batches are slower."""
     own, layout, parallelism = candidate.experiment.activation_checkpoint, candidate.layout, candidate.parallelism
-    saved = {"none": 1.0, "full": 0.1, "every_n": 1 - 0.9 / own.every, "selective": 0.2 + 0.7 * own.budget}[own.mode]
+    partly = 0.2 + 0.7 * own.budget
+    saved = {"none": 1.0, "full": 0.1, "every_n": 1 - 0.9 / own.every, "selective": partly, "budget": partly}[own.mode]
     tokens = layout.micro_batch_size * layout.training.seq_len // parallelism.cp
     chunk, kept = min(tokens, layout.loss_chunk_tokens or tokens), RESHARDING[layout.reshard_policy]
     seconds = (1.3 - 0.3 * saved) * (1 + 0.3 / layout.micro_batch_size) * (1 + 200 / chunk) * (1.03 - kept / 100)

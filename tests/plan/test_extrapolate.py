@@ -169,7 +169,7 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     from titan_exp.plan.trace.inductor import uses_inductor
     from titan_exp.plan.trace.trace_step import trace_step
 
-    experiment = load_experiment(path)
+    experiment = load_experiment(path, trust=True)
     cuda = device_type(experiment.cluster) == "cuda"
     assert unsupported_reason(experiment) is None
     parts, found, layout = trace_parts(experiment, cuda=cuda), [], ResolvedLayout.of(experiment)
@@ -294,7 +294,7 @@ def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]
     from titan_exp.plan.trace.dispatch_mode import OpCosts, ranks_by_axis
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
 
-    experiment = load_experiment(path)
+    experiment = load_experiment(path, trust=True)
     small: Experiment = replace(experiment, model=replace(experiment.model, layers=2))
     with fake_rank(small, pipeline_ranks(ResolvedLayout.of(small))[1]) as fake:
         axes = ranks_by_axis(fake.state.mesh)

@@ -28,9 +28,20 @@ class PipelineModel:
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run the schedule once per `microbatches` micro-batches; gradients are reduced once."""
-        sums = MetricSums(self.objective, self._mesh.device)
+        sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.microbatches
+        assert len(batches) % size == 0, "checked by the rules"
+
+        def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
+            batch = shard_batch(batches[first + microbatch], self._mesh)
+            if not stage.last:
+                return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+            divisors = loss_divisors(tokens, self._mesh.device)
+            loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisors, hidden)
+            sums.add(metrics)
+            return loss
+
         with self.weights.training():
-            self._run_schedule(batches, tokens, sums)
+            self._pipeline.train(partial(compute, first) for first in range(0, len(batches), size))
         self._pipeline.sum_tied_gradients()
         return sums.values
 
@@ -49,20 +60,6 @@ class PipelineModel:
         with self.weights.in_use():
             self._pipeline.forward_only(len(batches), compute)
         return total
-
-    def _run_schedule(self, batches: Sequence[Batch], tokens: Sequence[int], sums: MetricSums) -> None:
-        divisors, size = loss_divisors(tokens, self._mesh.device), self._pipeline.microbatches
-        assert len(batches) % size == 0, "checked by the rules"
-
-        def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
-            batch = shard_batch(batches[first + microbatch], self._mesh)
-            if not stage.last:
-                return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
-            loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisors, hidden)
-            sums.add(metrics)
-            return loss
-
-        self._pipeline.train(partial(compute, first) for first in range(0, len(batches), size))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank's stages."""

@@ -233,9 +233,6 @@ class PhaseObserver(StepObserver):
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
         self._tracker.outside_passes = {"F": EMBEDDING, "W": ""}.get(action.kind, LOSS)
-        if action.kind == "F":
-            # And not that of the action before, which depends on the schedule.
-            self._tracker.category = "activations"
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""

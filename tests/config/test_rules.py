@@ -702,6 +702,8 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
             "optimizer.implementation",
             "cpu_offload=false",
         ),
+        (["optimizer=muon", "parallelism.cpu_offload=true"], "optimizer.name", "cpu_offload=false"),
+        (["optimizer=lion", "parallelism.cpu_offload=true"], "", ""),
         (
             ["optimizer.implementation=triton", "optimizer.name=torch.optim.SGD"],
             "optimizer.implementation",

@@ -29,6 +29,11 @@ class Config(OptimizerConfig):
     """Largest root mean square of an update, before the learning rate."""
 
     @property
+    def sends_messages(self) -> bool:
+        """True: means are over whole rows and columns."""
+        return True
+
+    @property
     def max_state(self) -> float | None:
         """A second moment in vectors; less in matrices."""
         return 2

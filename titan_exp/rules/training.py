@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.optimizer import LRScheduleConfig
+from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, head_is_fp32
@@ -36,6 +37,15 @@ def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> It
         key, value, largest = "lr_schedule.decay_steps", decay, steps - warmup
         reason = f"with a warm-up of {warmup} it is longer than the run of {steps} steps"
     yield Violation(key, value, reason, f"at most {key}={largest}, or training.steps={warmup + decay}")
+
+
+def offloaded_weights_are_updated_alone(
+    optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
+) -> Iterator[Violation]:
+    """An optimizer that sends messages has its weights on the GPU, since NCCL sends nothing from CPU memory."""
+    if device == "cuda" and parallelism.cpu_offload and optimizer.sends_messages:
+        reason = "it exchanges parts of weights between GPUs, and parallelism.cpu_offload keeps them in CPU memory"
+        yield Violation("optimizer.name", optimizer.name, reason, "parallelism.cpu_offload=false, or optimizer=adamw")
 
 
 def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -70,6 +80,7 @@ def _ranks(count: int) -> str:
 
 
 RULES = rules(
+    offloaded_weights_are_updated_alone,
     schedule_fits,
     trace_fits,
     Refuse(

@@ -84,6 +84,11 @@ class OptimizerConfig:
         return None
 
     @property
+    def sends_messages(self) -> bool:
+        """True if ranks that share a weight exchange parts of it, or sums over it, in an update."""
+        return False
+
+    @property
     def is_homogeneous(self) -> bool:
         """True if identical layers have identical state and updates; else the planner compares those of few layers."""
         return False
@@ -133,6 +138,11 @@ class MatrixOptimizerConfig(OptimizerConfig):
     """AdamW's decay rates of the first and second moment, for embedding, head and vectors."""
     eps: PositiveFloat
     """Added to AdamW's denominator, for embedding, head and vectors."""
+
+    @property
+    def sends_messages(self) -> bool:
+        """True: an update needs whole matrices or their factors."""
+        return True
 
 
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:

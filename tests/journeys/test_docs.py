@@ -58,7 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("\n\n".join(f"{name}: paragraph {number} of many." for number in range(100)))
     (folder / "corpus.jsonl").write_text('{"body": "a text"}\n' * 2000)
     (folder / "my_package.py").write_text(
-        "import torch\n\nLion = torch.optim.SGD\n\n\ndef quadratic(progress):\n    return (1 - progress) ** 2\n"
+        "import torch\n\nSignum = torch.optim.SGD\n\n\ndef quadratic(progress):\n    return (1 - progress) ** 2\n"
     )
     for copy in ("olmo", "docs/examples/olmo_debug"):
         shutil.copytree(REPOSITORY / "docs/examples/olmo_debug", folder / copy)

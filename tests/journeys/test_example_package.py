@@ -36,7 +36,7 @@ def example(*overrides: str) -> Experiment:
 def test_the_package_passes_the_check_before_a_launch(package: Path, model: str):
     experiment = check(example(f"model={model}"))
     check_user_code(experiment)
-    assert experiment.optimizer.name == "my_package.optim.Lion"
+    assert experiment.optimizer.name == "my_package.optim.Signum"
 
 
 def test_branches_of_the_example_are_parallel(package: Path):

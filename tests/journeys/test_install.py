@@ -19,7 +19,7 @@ def test_make_hands_overrides_on():
     """In any order, those of make itself left out."""
     words = ["model=qwen3_moe_laptop", "+optimizer.lr_scales.expert=0.5", "experiment.notes=a b", "paths.runs=here"]
     found = run(
-        ["make", "--dry-run", "train", *words, "PYTHON=python3", "ARGS=--cfg job 'data.paths=[a, b]'"],
+        ["make", "--dry-run", "--no-print-directory", "train", *words, "PYTHON=python3", "ARGS=--cfg job 'data.paths=[a, b]'"],
         REPOSITORY,
         environment={"MAKEFLAGS": ""},
     )
@@ -81,5 +81,5 @@ def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
     assert swept.returncode == 0, swept.stdout + swept.stderr
     assert len(list(Path(away, "runs", "first").iterdir())) == 1
     plan = run([command, "sweep", "optimizers", "--dry-run"], away, environment=needs)
-    assert "24 to start." in plan.stdout, plan.stderr
+    assert "36 to start." in plan.stdout, plan.stderr
     assert os.listdir(away) == ["runs"]

@@ -164,12 +164,14 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
 def _progress() -> Iterator[Callable[[str], None]]:
     """Progress line on a terminal, or a line for every best layout so far; yields the function that updates it."""
     if not sys.stderr.isatty():
-        best = dict[str, None]()
+        shown = ""
 
         def show(line: str) -> None:
-            _, found, layout = line.partition("; ")
-            if found and layout not in best:
-                best[layout] = print(layout, file=sys.stderr, flush=True)
+            nonlocal shown
+            _, _, layout = line.partition("; ")
+            if layout not in ("", shown):
+                shown = layout
+                print(layout, file=sys.stderr, flush=True)
 
         yield show
         return

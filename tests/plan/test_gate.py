@@ -201,7 +201,7 @@ def test_an_unknown_device_or_kernel_is_reported_and_does_not_refuse(overrides: 
     assert found["why_not_predicted"] == memory_check.why_not
 
 
-def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path):
+def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = resolved("model=llama_debug", "cluster.device=cpu")
     same = resolved(
         *("model=llama_debug", "cluster.device=cpu", "optimizer.lr=1e-5", "lr_schedule=cosine", "experiment.seed=3"),
@@ -216,7 +216,10 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path):
         assert cache_key(resolved("model=llama_debug", "cluster.device=cpu", other), None) != cache_key(first, None), (
             other
         )
-    assert cache_key(resolved("model=llama_debug", "cluster.device=cpu", "optimizer.name=torch.optim.RAdam"), None) is None
+    (tmp_path / "optimizers_of_a_user.py").write_text("from torch.optim import SGD as Signum\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = resolved("model=llama_debug", "cluster.device=cpu", "optimizer.name=optimizers_of_a_user.Signum")
+    assert cache_key(own, None) is None
     assert get(tmp_path, "x") is None
     put(tmp_path, "x", synthetic(1.0, 2.0))
     assert get(tmp_path, "x") == synthetic(1.0, 2.0)

@@ -18,11 +18,9 @@ SHORT = "model=llama_debug training.seq_len=64 training.evaluate_every=0 cluster
 def test_make_hands_overrides_on():
     """In any order, those of make itself left out."""
     words = ["model=qwen3_moe_laptop", "+optimizer.lr_scales.expert=0.5", "experiment.notes=a b", "paths.runs=here"]
-    found = run(
-        ["make", "--dry-run", "--no-print-directory", "train", *words, "PYTHON=python3", "ARGS=--cfg job 'data.paths=[a, b]'"],
-        REPOSITORY,
-        environment={"MAKEFLAGS": ""},
-    )
+    own = ["PYTHON=python3", "ARGS=--cfg job 'data.paths=[a, b]'"]
+    command = ["make", "--dry-run", "--no-print-directory", "train", *words, *own]
+    found = run(command, REPOSITORY, environment={"MAKEFLAGS": ""})
     *_, train, generate = found.stdout.splitlines()
     typed = shlex.split(train)[2:]
     assert typed[-3:] == ["--cfg", "job", "data.paths=[a, b]"]

@@ -16,7 +16,7 @@ from tests.cli.test_plan import planned
 from titan_exp.cli.plan_commands.search import search_options
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import compose
+from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
@@ -45,6 +45,8 @@ TYPED = [
     "training.mixed_precision=bf16",
     "training.global_batch_size=64",
 ]
+
+DEBUG_MODELS = sorted(path.stem for path in Path(CONF_DIR, "model").glob("*_debug.yaml"))
 
 
 def composed(*more: str) -> Experiment:
@@ -169,7 +171,21 @@ def test_the_ranking_is_what_plan_predicts():
         "parallelism.pp_schedule=1F1B",
         "parallelism.dp_replicate=1",
     ]
-    found = json.loads(planned("search", "--gpus", "8", "--tokens", "1e9", "--limit", "2", "--json", *words))
+    rows_as_planned("--gpus", "8", *words)
+
+
+@pytest.mark.night
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", [name for name in DEBUG_MODELS if name != "llama_debug"])
+def test_every_family_is_searched(model: str):
+    """Over all axes but replicas and recomputation."""
+    words = [f"model={model}", *TYPED[1:], "training.global_batch_size=16", "parallelism.dp_replicate=1"]
+    rows_as_planned("--gpus", "4", *words, "activation_checkpoint=selective", "compile=none")
+
+
+def rows_as_planned(*words: str) -> None:
+    """Rows of a search, whose numbers are those that `plan` prints for their commands."""
+    found = json.loads(planned("search", "--tokens", "1e9", "--limit", "2", "--json", *words))
     rows = found["layouts"]
     assert len(rows) == 2
     speeds = [row["tokens_per_second_per_device"] for row in rows]

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch.distributed.tensor", "torch.distributed.checkpoint", "tests.warm"]
+PRELOAD = ["torch.distributed.checkpoint", "titan_exp.trainer.trainer", "tests.warm"]
+"""A rank would spend more time importing these than training."""
 
 
 def run_ranks(world: int, job: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:

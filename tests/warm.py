@@ -1,4 +1,4 @@
-"""What the fork server of ranks loads once: the trainer, and what every rank would build for itself."""
+"""What the fork server of ranks loads once and every rank would build for itself."""
 
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment

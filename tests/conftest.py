@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -11,6 +12,7 @@ from zlib import crc32
 
 import pytest
 from jaxtyping import install_import_hook
+from omegaconf import OmegaConf
 
 from tests import proofs
 
@@ -23,6 +25,22 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-t
 # Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
 install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
+
+def _parse_files_once() -> None:
+    """Cache OmegaConf.load by inode and time: nearly half of a composition is Hydra parsing the same YAML."""
+    load, parsed = OmegaConf.load, dict[tuple[int, int, int], bytes]()
+
+    def cached(file: Any) -> Any:
+        status = os.stat(file) if isinstance(file, (str, Path)) else os.fstat(file.fileno())
+        key = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if key not in parsed:
+            parsed[key] = pickle.dumps(load(file))
+        return pickle.loads(parsed[key])
+
+    OmegaConf.load = staticmethod(cached)
+
+
+_parse_files_once()
 
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
 SHARE_FIXTURES = ("tests/parity/", "tests/journeys/test_docs", "tests/checkpoint/test_convert_verb")

@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import os
-import pickle
 import random
 import re
 import shlex
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.cli.command_lines import CommandLines
 from titan_exp.cli.main import main
@@ -66,7 +64,6 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HOME", str(folder))
         patch.setenv("HF_HUB_OFFLINE", "1")
         launch_nothing(patch)
-        parse_files_once(patch)
         fill(folder)
         yield folder
 
@@ -91,20 +88,6 @@ def launch_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("titan_exp.launch.sweep.shipped_study.StudySweep.record", refuse)
     for verb in ("logs", "status"):  # --follow and --watch
         patch.setattr(f"titan_exp.cli.{verb}.time", SimpleNamespace(sleep=refuse))
-
-
-def parse_files_once(patch: pytest.MonkeyPatch) -> None:
-    """Cache OmegaConf.load by file and time: most of a line's time is Hydra parsing the same YAML."""
-    load, parsed = OmegaConf.load, dict[tuple[str, int, int], bytes]()
-
-    def cached(file: Any) -> Any:
-        status = os.stat(file.name)
-        key = (str(file.name), status.st_mtime_ns, status.st_size)
-        if key not in parsed:
-            parsed[key] = pickle.dumps(load(file))
-        return pickle.loads(parsed[key])
-
-    patch.setattr(OmegaConf, "load", staticmethod(cached))
 
 
 def fill(folder: Path) -> None:

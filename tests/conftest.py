@@ -43,7 +43,6 @@ def _parse_files_once() -> None:
 _parse_files_once()
 
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
-SHARE_FIXTURES = ("tests/parity/", "tests/journeys/test_docs", "tests/checkpoint/test_convert_verb")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow runs it, and make test does"))
     for item in items:
         # Curves and exports that a module's cases share are made once, not once in every worker.
-        if item.nodeid.startswith(SHARE_FIXTURES) and "test_drawn" not in item.nodeid:
+        if _shares_fixtures(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         # A busy machine may start a process later than a test waits. What fails twice is broken; a rerun is reported.
         if item.nodeid.startswith(TIMED_BY_THE_MACHINE):
@@ -86,6 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("night") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def _shares_fixtures(item: pytest.Item) -> bool:
+    made = getattr(item, "_fixtureinfo", None)  # doctests have none
+    return made is not None and any(made.name2fixturedefs[name][-1].scope == "module" for name in made.name2fixturedefs)
 
 
 @pytest.hookimpl(wrapper=True)

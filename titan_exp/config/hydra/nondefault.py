@@ -22,6 +22,7 @@ from titan_exp.config.schema.identity_keys import idle_keys, is_among
 from titan_exp.config.schema.schema import hints
 
 _PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)
+_NAME = re.compile(r"^name: (\S+)$", re.MULTILINE)
 _lock = Lock()
 """Hydra has one global state."""
 
@@ -47,7 +48,7 @@ def _nearest_option(group: str, defaults: DictConfig, wanted: Mapping[str, Any],
     """Option of a group that leaves the fewest keys to set; None for the default."""
     left = len(list(_differing(_raw(defaults), group, wanted, plain)))
     best, found = (left, left), None
-    for name, option in _options(group).items() if left else ():
+    for name, option in _options(group, wanted.get(f"{group}.name")).items() if left else ():
         left = len(list(_differing({group: option}, group, wanted, plain)))
         if (1 + left, left) < best:
             best, found = (1 + left, left), name
@@ -125,14 +126,17 @@ def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
 
 
 @cache
-def _options(group: str) -> dict[str, Any]:
-    """Uninterpolated values of every option of a group, by name."""
-    files = [path for path in sorted((CONF_DIR / group).glob("*.yaml")) if "@package _global_" not in path.read_text()]
-    if not files:
+def _options(group: str, named: str | None) -> dict[str, Any]:
+    """Uninterpolated values of the options of a group by name, where one has the name `named`, of none with another."""
+    texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
+    names = {option: found[1] if (found := _NAME.search(text)) else None for option, text in texts.items()}
+    near = {named, None} if named in names.values() else {*names.values()}
+    options = [option for option, text in texts.items() if "@package _global_" not in text and names[option] in near]
+    if not options:
         return {}
     with _lock, config_folder():
-        found = _raw(hydra_compose(None, [f"+{group}@option{place}={path.stem}" for place, path in enumerate(files)]))
-    return {path.stem: found[f"option{place}"] for place, path in enumerate(files)}
+        found = _raw(hydra_compose(None, [f"+{group}@option{place}={option}" for place, option in enumerate(options)]))
+    return {option: found[f"option{place}"] for place, option in enumerate(options)}
 
 
 def _raw(cfg: DictConfig) -> dict[str, Any]:

@@ -26,12 +26,24 @@ from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
+from titan_exp.parallel.tensor_parallel import collectives
+from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 from titan_exp.trainer.distributed import joined_process_group
 
 THREE_BLOCKS = replace(TINY, layers=3)
 TOKENS = torch.randint(97, (4, 2, 16), generator=torch.Generator().manual_seed(5))
 """Rows of two micro-batches of two ranks: [rank and micro-batch, batch, seq]."""
 ENDS = ["embedding.weight", "norm.weight", "head.weight"]
+
+
+def test_an_embedding_of_one_sequence_returns_no_view(monkeypatch: pytest.MonkeyPatch):
+    # FSDP2 warns about a view in each rank's log.
+    monkeypatch.setattr(collectives, "reduce_scatter", lambda x, degree, _: x[: len(x) // degree].clone())
+    region = TensorParallelGroup("", 2, 0, sequence=True)
+    for batch in (1, 2):
+        found = region.reduce_output(torch.ones(batch, 8, 4, requires_grad=True) + 1)
+        assert found.shape == (batch, 4, 4)
+        assert found._base is None
 
 
 def loss_of(model: nn.Module, tokens: Tensor, *, chunked: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Output of `titan-exp plan`: tables and lines for a terminal, or JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -128,13 +128,10 @@ def _host_json(host: HostUsage) -> dict[str, Any]:
 def _memory(plan: Plan) -> Table:
     largest = max(rank.bytes for rank in plan.ranks)
     unit, word = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-    title = f"Peak memory, {word}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
-    table.add_column("pp")
     reserving = any(rank.allocator is not None for rank in plan.ranks)
-    for name in (*shown, "in all", *(("reserved",) if reserving else ())):
-        table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
+    sizes = [_SHORT.get(name, name) for name in shown] + ["in all", *(["reserved"] if reserving else [])]
+    table = _table(f"Peak memory, {word}", ["pp"], sizes)
     table.add_column("during")
     for rank in plan.ranks:
         peak = rank.trace.peak
@@ -213,13 +210,8 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
 
 
 def _messages(plan: Plan, largest: RankPlan) -> Table:
-    which = f" of pipeline rank {largest.pipeline_rank}" if len(plan.ranks) > 1 else ""
-    title = f"Messages{which} in a step"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for name in ("axis", "message"):
-        table.add_column(name)
-    for name in ("ranks", "nodes", "calls", "MiB", *(() if plan.device is None else ("ms",))):
-        table.add_column(name, justify="right")
+    numbers = ["ranks", "nodes", "calls", "MiB", *([] if plan.device is None else ["ms"])]
+    table = _table(f"Messages{_of_rank(plan, largest)} in a step", ["axis", "message"], numbers)
     work, node = largest.trace.costs, plan.layout.node_size
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
         ranks = largest.trace.axes.get(axis, [])
@@ -234,20 +226,28 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
 
 
 def _kernels(plan: Plan, largest: RankPlan) -> Table:
-    which = f" of pipeline rank {largest.pipeline_rank}" if len(plan.ranks) > 1 else ""
-    title = f"Kernels{which} in a step"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    table.add_column("class")
-    for name in ("launches", "TFLOP", "GB", "ms"):
-        table.add_column(name, justify="right")
+    table = _table(f"Kernels{_of_rank(plan, largest)} in a step", ["class"], ["launches", "TFLOP", "GB", "ms"])
     for part in largest.kernels:
         seconds = "?" if part.seconds is None else f"{part.seconds * 1e3:,.2f}"
-        flops, size = (
-            f"{part.flops / 1e12:,.2f}" if part.flops else "",
-            f"{part.bytes / 1e9:,.2f}" if part.bytes else "",
+        amounts = (part.flops / 1e12, part.bytes / 1e9)
+        table.add_row(
+            part.name, str(part.launches), *(f"{amount:,.2f}" if amount else "" for amount in amounts), seconds
         )
-        table.add_row(part.name, str(part.launches), flops, size, seconds)
     return table
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Empty table with columns of words, and of numbers, which are aligned on the right."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _of_rank(plan: Plan, rank: RankPlan) -> str:
+    return f" of pipeline rank {rank.pipeline_rank}" if len(plan.ranks) > 1 else ""
 
 
 def _emulated(plan: Plan) -> Iterator[str]:

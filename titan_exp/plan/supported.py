@@ -5,7 +5,7 @@ from dataclasses import replace
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, CUDNN_EVERYWHERE, HEAD_SIZES
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, auto_backend
 from titan_exp.config.machine.devices import device_type
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
@@ -80,47 +80,36 @@ def check_supported_on(experiment: Experiment, device: Device) -> None:
 
 
 def attention_kernel(experiment: Experiment) -> str:
-    """Attention kernel of a plan for CUDA: `flash` (others save the same tensors), `efficient` or `math`.
-
-    Resolves `auto` like `ops.attention.choose_backend` on CUDA.
-    """
-    spec, backend = model_spec(experiment.model), attention_backend(experiment.model)
-    if backend != "auto":
-        return "flash" if backend == "cudnn" else backend
-    fp32, parallelism, seq_len = (
-        experiment.training.mixed_precision == "fp32",
-        experiment.parallelism,
-        experiment.training.seq_len,
-    )
-    if spec is not None and (spec.has_sinks or spec.is_masked(seq_len)):
-        merges = parallelism.cp > 1 and parallelism.cp_method != "ulysses"
-        return "efficient" if merges else "flash"
-    attention = None if spec is None else spec.attention
-    takes = attention is None or HEAD_SIZES["flash"].takes(attention.qk_dim)
-    return "efficient" if fp32 or experiment.data.document_mask or not takes else "flash"
+    """Attention kernel of a plan for CUDA: `flash` (others save the same tensors), `efficient` or `math`."""
+    backend = attention_backend(experiment.model)
+    if backend == "auto":
+        return "efficient" if _auto_backend(experiment) == "efficient" else "flash"
+    return "flash" if backend == "cudnn" else backend
 
 
 def with_run_kernels(device: Device, experiment: Experiment) -> Device:
     """Device with the recipe, attention kernel and head size of a run, which choose among its rates."""
-    spec = model_spec(experiment.model)
+    spec, kernel = model_spec(experiment.model), attention_backend(experiment.model)
     attention = None if spec is None else spec.attention
+    if kernel == "auto":
+        hopper, kernel = device.capability is not None and device.capability >= HOPPER, _auto_backend(experiment)
+        kernel = "flash" if kernel == "cudnn" and not hopper else kernel
     return replace(
         device,
         recipe=experiment.quantization.recipe,
-        kernel=_attention_backend(experiment, device),
+        kernel=kernel,
         head_dim=device.head_dim if attention is None else attention.qk_dim,
     )
 
 
-def _attention_backend(experiment: Experiment, device: Device) -> str:
-    """Attention backend of a run on a GPU, resolved like `ops.attention.choose_backend`."""
-    backend, kernel = attention_backend(experiment.model), attention_kernel(experiment)
-    if backend != "auto" or kernel != "flash":
-        return kernel if backend == "auto" else backend
-    spec, parallelism = model_spec(experiment.model), experiment.parallelism
-    if spec is not None and (spec.has_sinks or spec.is_masked(experiment.training.seq_len)):
-        return "flex"
-    merges = parallelism.cp > 1 and parallelism.cp_method != "ulysses"
-    wide = spec is not None and spec.attention is not None and not CUDNN_EVERYWHERE.takes(spec.attention.qk_dim)
-    hopper = device.capability is not None and device.capability >= HOPPER
-    return "cudnn" if hopper and not (merges or wide or experiment.training.deterministic) else "flash"
+def _auto_backend(experiment: Experiment) -> str:
+    """Attention backend that `auto` chooses on CUDA, cuDNN on older GPUs too."""
+    spec, parallelism, training = model_spec(experiment.model), experiment.parallelism, experiment.training
+    return auto_backend(
+        None if spec is None or spec.attention is None else spec.attention.qk_dim,
+        bf16=training.mixed_precision == "bf16",
+        documents=experiment.data.document_mask,
+        masked=spec is not None and (spec.has_sinks or spec.is_masked(training.seq_len)),
+        parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
+        deterministic=training.deterministic,
+    )

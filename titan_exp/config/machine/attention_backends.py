@@ -38,6 +38,23 @@ CUDNN_EVERYWHERE = HeadSizes(128, 8)
 """Head sizes of cuDNN on all GPUs with cuDNN."""
 
 
+def auto_backend(
+    head_dim: int | None, *, bf16: bool, documents: bool, masked: bool, parts: bool, deterministic: bool
+) -> str:
+    """Kernel that `auto` is on CUDA: `flex`, `efficient`, `flash`, or `cudnn`, which older GPUs replace by `flash`.
+
+    `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that attention is
+    merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for `deterministic` runs.
+    A `head_dim` of None fits any kernel.
+    """
+    if masked:
+        return "efficient" if parts else "flex"
+    if documents or not bf16 or not (head_dim is None or HEAD_SIZES["flash"].takes(head_dim)):
+        return "efficient"
+    wide = head_dim is not None and not CUDNN_EVERYWHERE.takes(head_dim)
+    return "flash" if parts or deterministic or wide else "cudnn"
+
+
 @dataclass(frozen=True)
 class FlashPackage:
     """FlashAttention package that replaces torch's older implementation."""

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_exp.config.machine.attention_backends import CUDNN_EVERYWHERE, HEAD_SIZES
+from titan_exp.config.machine.attention_backends import auto_backend
 from titan_exp.ops.attention.flash_attention import activate
 from titan_exp.ops.attention.flex import block_mask, flex_attention, pattern_mask
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
@@ -46,10 +46,7 @@ def choose_backend(
 ) -> AttentionBackend:
     """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
 
-    `auto` is flash on CPU. On CUDA it is FlexAttention if a layer is `masked`, by a window or chunks shorter than the
-    sequence or by sinks; efficient for fp32, document masks and heads wider than 256; else cuDNN from Hopper on, and
-    flash on older GPUs. `parts` says that attention is merged by LSE, which excludes cuDNN and FlexAttention;
-    `deterministic` excludes cuDNN, since torch refuses it for its backward pass.
+    `auto` is flash on CPU and `auto_backend` on CUDA, with cuDNN from Hopper on; the arguments are described there.
 
     Raises:
         UserError: the device or the installed packages cannot run the requested backend.
@@ -59,14 +56,13 @@ def choose_backend(
         return requested  # type: ignore[return-value]  # checked by the configuration
     if device.type != "cuda":
         return "flash"
-    if masked:
-        return "efficient" if parts else "flex"
-    if documents or not bf16 or not HEAD_SIZES["flash"].takes(head_dim):
-        return "efficient"
-    if parts or deterministic or not CUDNN_EVERYWHERE.takes(head_dim):
-        return "flash"
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    return "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"
+    chosen = auto_backend(
+        head_dim, bf16=bf16, documents=documents, masked=masked, parts=parts, deterministic=deterministic
+    )
+    if chosen == "cudnn":
+        hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+        chosen = "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"
+    return chosen  # type: ignore[return-value]  # one of these
 
 
 def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"]:

@@ -66,7 +66,9 @@ def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
 
 def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:
-        return reduce_scatter(x[0], region.degree, region.group)[None]
+        # No view, which FSDP2 warns about where it is the output of the embedding.
+        tokens = reduce_scatter(x[0], region.degree, region.group)
+        return torch.ops.aten._unsafe_view(tokens, (1, *tokens.shape))
     return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
 
 

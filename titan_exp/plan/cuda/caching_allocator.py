@@ -141,6 +141,14 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
 
+    def cut(self, size: int) -> "Block":
+        """Shrink to `size` bytes; returns the rest, of the same kind and linked behind it."""
+        rest = Block(self.address + size, self.size - size, self.pool, self.mapped, before=self, after=self.after)
+        if rest.after is not None:
+            rest.after.before = rest
+        self.size, self.after = size, rest
+        return rest
+
 
 @dataclass(eq=False)
 class _Pool:
@@ -240,11 +248,7 @@ class CachingAllocator:
         rest = block.size - size
         if rest < MIN_BLOCK or (not self._expandable and not block.pool.small and rest <= SMALL_SIZE):
             return
-        remaining = Block(block.address + size, rest, block.pool, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = remaining
-        block.size, block.after = size, remaining
-        block.pool.put(remaining)
+        block.pool.put(block.cut(size))
 
     @staticmethod
     def _merge(block: Block) -> None:
@@ -298,11 +302,7 @@ class CachingAllocator:
             return None
         block.pool.take(block)
         if size < block.size:
-            rest = Block(block.address + size, block.size - size, block.pool, mapped=False)
-            rest.before, rest.after, block.after, block.size = block, block.after, rest, size
-            if rest.after is not None:
-                rest.after.before = rest
-            block.pool.put(rest)
+            block.pool.put(block.cut(size))
         block.mapped = True
         self._merge(block)
         return block
@@ -349,18 +349,11 @@ class CachingAllocator:
             return
         pool.take(block)
         if block.address < first:
-            head = Block(block.address, first - block.address, pool, before=block.before, after=block)
-            if block.before is not None:
-                block.before.after = head
-            block.before = head
+            head, block = block, block.cut(first - block.address)
             pool.put(head)
         if last < block.address + block.size:
-            tail = Block(last, block.address + block.size - last, pool, before=block, after=block.after)
-            if block.after is not None:
-                block.after.before = tail
-            block.after = tail
-            pool.put(tail)
-        block.address, block.size, block.mapped = first, last - first, False
+            pool.put(block.cut(last - first))
+        block.mapped = False
         self.reserved -= last - first
         self._merge(block)
         pool.put(block)

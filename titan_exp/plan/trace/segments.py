@@ -232,6 +232,9 @@ class PhaseObserver(StepObserver):
 
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
+        if action.kind == "F":
+            # The phase of the action before depends on the schedule.
+            self._tracker.category, self._tracker.where = "activations", "forward, embedding"
         self._tracker.outside_passes = {"F": EMBEDDING, "W": ""}.get(action.kind, LOSS)
 
     def stage_reduction_begin(self, stage: int) -> None:
@@ -260,9 +263,9 @@ class SegmentObserver(PhaseObserver):
         self._tracker.cut(MICRO_BATCH)
 
     def action_begin(self, action: Action) -> None:
-        """Begin a pipeline action."""
-        super().action_begin(action)
+        """Begin a pipeline action; its phase begins in its own segment."""
         self._tracker.cut(f"{ACTION} {action.stage}")
+        super().action_begin(action)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """Begin the segment between two pipeline actions."""

@@ -79,7 +79,7 @@ def sharded_experts_are_taken_for_matrices() -> None:
         pytest.param("schedule_free_adamw", "parallelism.tp=2", "parallelism.dp_shard=2", marks=pytest.mark.night),
         *(
             pytest.param(name, "parallelism.tp=2 parallelism.dp_shard=2", HALVES, marks=pytest.mark.night)
-            for name in ("dion", "adafactor", "schedule_free_adamw")
+            for name in ("dion", "adafactor", "schedule_free_adamw", "soap")
         ),
     ],
 )

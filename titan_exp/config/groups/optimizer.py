@@ -89,6 +89,11 @@ class OptimizerConfig:
         return False
 
     @property
+    def costliest(self) -> "OptimizerConfig":
+        """Configuration whose every step takes as much memory and work as this one's costliest: the planner's."""
+        return self
+
+    @property
     def is_homogeneous(self) -> bool:
         """True if identical layers have identical state and updates; else the planner compares those of few layers."""
         return False
@@ -143,6 +148,17 @@ class MatrixOptimizerConfig(OptimizerConfig):
     def sends_messages(self) -> bool:
         """True: an update needs whole matrices or their factors."""
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitMatrixOptimizerConfig(MatrixOptimizerConfig):
+    """Fields of an optimizer of matrices that may split fused weights."""
+
+    split_attention: Literal["fused", "projection", "head"]
+    """Matrices of fused attention weights that are updated alone: the whole weight, each of queries, keys and values,
+    or each head of them."""
+    split_feed_forward: Literal["fused", "projection"]
+    """Matrices of fused gate and up that are updated alone: the whole weight, or each of the two."""
 
 
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:

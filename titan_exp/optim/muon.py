@@ -33,6 +33,21 @@ class Config(SplitMatrixOptimizerConfig):
     are as large as AdamW's and one learning rate serves all (Liu et al. 2025); `original` is
     sqrt(max(1, rows / columns))."""
 
+    def matrix_scale(self, rows: float, columns: float) -> float:
+        """`scale` of a matrix; its orthogonalized update has norm 1."""
+        match self.scale:
+            case "match_rms_adamw":
+                return 0.2 * max(rows, columns) ** 0.5
+            case "original":
+                return max(1.0, rows / columns) ** 0.5
+            case "none":
+                return 1.0
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are orthogonalized; but a head is no matrix that grows with the width."""
+        return self.split_attention != "head"
+
     @property
     def max_state(self) -> float | None:
         """AdamW's moments; a matrix has a momentum only."""

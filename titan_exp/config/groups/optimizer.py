@@ -78,6 +78,10 @@ class OptimizerConfig:
         depth have rules for such optimizers."""
         return False
 
+    def matrix_scale(self, rows: float, columns: float) -> float | None:
+        """Spectral norm of a matrix's update at a learning rate of 1; None if updates are elementwise, as Adam's."""
+        return None
+
     @property
     def max_state(self) -> float | None:
         """Upper bound of the numbers of optimizer state per parameter; None if it is unknown."""

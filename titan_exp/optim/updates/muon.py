@@ -51,7 +51,7 @@ class Muon(MatrixOptimizer):
             matrix_weights += [weight] * len(stack)
         updates = iter(self._orthogonalized(shards, matrix_weights, owners))
         for weight in weights:
-            step_size = group["lr"] * self._scale(weight.shapes[0])
+            step_size = group["lr"] * self._config.matrix_scale(*weight.shapes[0])
             for matrix, update in zip(local_matrices(weight.parameter), updates, strict=False):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update[: matrix.shape[0], : matrix.shape[1]], alpha=-step_size)
@@ -73,7 +73,10 @@ class Muon(MatrixOptimizer):
             first, *others = weight.shapes
             pieces = [next(orthogonal)]
             # The scale of the first piece is applied in fp32, with the learning rate.
-            pieces += [next(orthogonal) * (self._scale(shape) / self._scale(first)) for shape in others]
+            pieces += [
+                next(orthogonal) * (self._config.matrix_scale(*shape) / self._config.matrix_scale(*first))
+                for shape in others
+            ]
             done[index] = weight.sharding.split(join_rows(pieces, weight.rows))
         return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
 
@@ -85,17 +88,6 @@ class Muon(MatrixOptimizer):
         gradient, kept = local_matrices(parameter.grad), local_matrices(state["momentum"])  # type: ignore[arg-type]
         kept.lerp_(gradient, 1 - momentum)
         return (gradient.lerp(kept, momentum) if self._config.nesterov else kept).to(self._dtype)
-
-    def _scale(self, shape: tuple[int, int]) -> float:
-        """Factor of the learning rate of a matrix."""
-        rows, columns = shape
-        match self._config.scale:
-            case "match_rms_adamw":
-                return 0.2 * max(rows, columns) ** 0.5
-            case "original":
-                return max(1.0, rows / columns) ** 0.5
-            case "none":
-                return 1.0
 
     def _weight(self, parameter: Tensor) -> MatrixWeight:
         if parameter not in self._weights:

@@ -139,7 +139,8 @@ def test_soap_is_the_published_update(largest: int):
 def test_bases_do_not_follow_rounding(size: int):
     """Covariances of eight columns have a null space, in which eigensolvers return any basis."""
     torch.manual_seed(0)
-    gradients = [torch.randn(1, size, 8) for _ in range(2)]
+    spectrum = torch.logspace(0, -4, 8)
+    gradients = [torch.randn(1, size, 8) * spectrum for _ in range(2)]
     rounded = [gradient * (1 + 1e-7 * torch.randn(gradient.shape)) for gradient in gradients]
     bases = []
     for first, second in (gradients, rounded):
@@ -148,8 +149,8 @@ def test_bases_do_not_follow_rounding(size: int):
         torch.testing.assert_close(diagonal, diagonal.diagonal(dim1=1, dim2=2).diag_embed(), atol=1e-4, rtol=0)
         torch.testing.assert_close(basis.mT @ basis, torch.eye(size)[None])
         bases.append((basis, iterated_basis(first @ first.mT + second @ second.mT, basis)[0]))
-    for basis, other in zip(*bases, strict=True):
-        torch.testing.assert_close(basis.abs(), other.abs(), atol=1e-2, rtol=0)
+    for basis, other, tolerance in zip(*bases, (1e-4, 0.03), strict=True):
+        torch.testing.assert_close(basis.abs(), other.abs(), atol=tolerance, rtol=0)
 
 
 BY_HAND = {

@@ -47,6 +47,19 @@ def test_a_broken_factor_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert verdict(tmp_path / "check.png", "parametrization=mup") == 3
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("optimizer", ["muon", "muon optimizer.scale=original", "dion", "lion optimizer.lr=1e-3"])
+def test_mup_passes_with_other_optimizers(tmp_path: Path, optimizer: str):
+    words = ["parametrization=mup", *f"optimizer={optimizer}".split()]
+    assert verdict(tmp_path / "check.png", *words) == 0
+
+
+@pytest.mark.night
+def test_adams_learning_rates_fail_for_muon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_exp.optim.parameter_groups._with_own_lr", lambda named, config: named.scale)
+    assert verdict(tmp_path / "check.png", "parametrization=mup", "optimizer=muon") == 3
+
+
 def test_slopes():
     assert slope([64, 128, 256], [1, 2, 4]) == pytest.approx(1)
     assert slope([64, 256], [4, 2]) == pytest.approx(-0.5)

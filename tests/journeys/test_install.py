@@ -79,5 +79,5 @@ def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
     assert swept.returncode == 0, swept.stdout + swept.stderr
     assert len(list(Path(away, "runs", "first").iterdir())) == 1
     plan = run([command, "sweep", "optimizers", "--dry-run"], away, environment=needs)
-    assert "36 to start." in plan.stdout, plan.stderr
+    assert "108 to start." in plan.stdout, plan.stderr
     assert os.listdir(away) == ["runs"]

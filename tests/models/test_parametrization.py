@@ -18,7 +18,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.parameter_roles import parameter_roles
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import set_lr
-from titan_exp.optim.parameter_groups import freeze, named_parameters
+from titan_exp.optim.parameter_groups import freeze, hyperparameters, named_parameters
 from titan_exp.parallel.meta_init import init_weights
 from titan_exp.rules import check
 from titan_exp.trainer.parameter_table import has_groups, parameter_table
@@ -53,12 +53,12 @@ def test_mup_is_table_3():
     """A fourth of the width: initial weights, learning rate, decay and epsilon of input, hidden and output weights."""
     found = scales(*WIDE, "parametrization=mup")
     assert found["embedding.weight"] == found["blocks.0.attention_norm.weight"] == ParameterScale(eps=1 / 4)
-    assert found["blocks.0.attention.qkv.weight"] == ParameterScale(1 / 2, 1 / 4, 4.0, 1 / 4)
-    assert found["blocks.7.feed_forward.down.weight"] == ParameterScale(1 / 2, 1 / 4, 4.0, 1 / 4)
+    assert found["blocks.0.attention.qkv.weight"] == ParameterScale(1 / 2, 1 / 4, 4.0, 1 / 4, 4.0, 4.0)
+    assert found["blocks.7.feed_forward.down.weight"] == ParameterScale(1 / 2, 1 / 4, 4.0, 1 / 4, 4.0, 4.0)
     assert found["head.weight"] == ParameterScale(1 / 4, 1 / 4, 4.0, 1.0)
     assert scales("model=qwen3_moe_debug", "parametrization=mup", "parametrization.base_width=16")[
         "blocks.0.feed_forward.router.weight"
-    ] == ParameterScale(1 / 4, 1 / 4, 4.0, 1.0)
+    ] == ParameterScale(1 / 4, 1 / 4, 4.0, 1.0, 4.0)
 
 
 def test_a_tied_heads_factor_is_in_the_last_norm():
@@ -73,6 +73,42 @@ def test_inputs_that_stay_the_same_are_not_scaled():
     found = scales(*options, "parametrization.fixed=[kv_lora_rank,moe.ffn_dim]")
     assert found["blocks.0.attention.kv_b.weight"].lr == found["blocks.1.feed_forward.experts.down.weight"].lr == 1
     assert found["blocks.0.attention.kv_a.weight"].lr == found["blocks.0.feed_forward.down.weight"].lr < 1
+
+
+ROUTER, OUT, EXPANDED = "feed_forward.router", "attention.out", "attention.kv_b"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "router", "out", "expanded"),
+    [
+        ("lion", 1 / 4, 1 / 4, 1),
+        # Spectral norms of updates grow as sqrt(outputs / inputs): 1/2, 1 and 2. Those of orthogonal ones are constant.
+        ("muon optimizer.scale=none", 1 / 2, 1, 2),
+        ("muon optimizer.scale=match_rms_adamw", 1 / 4, 1 / 2, 1),
+        ("dion optimizer.scale=original", 1, 1, 1),
+    ],
+)
+def test_learning_rates_follow_from_the_norm_of_updates(optimizer: str, router: float, out: float, expanded: float):
+    """Factors of 4 times the width: fixed outputs, inputs and outputs that grow, fixed inputs."""
+    width = ["parametrization=mup", "parametrization.base_width=16", "parametrization.fixed=[kv_lora_rank]"]
+    run = composed("model=deepseek_debug", *width, *f"optimizer={optimizer}".split())
+    assert run.model.dim == 64
+    with torch.device("meta"):
+        model = build_model(run.model, seq_len=32, attention_backend="math")
+    found = {
+        named.name.removeprefix("blocks.1.").removesuffix(".weight"): hyperparameters(named, run.optimizer)
+        for named in named_parameters([model], scales_of(run.parametrization, run.model))
+    }
+    for name, factor in ((ROUTER, router), (OUT, out), (EXPANDED, expanded)):
+        assert found[name].get("lr_scale", 1) == pytest.approx(factor), name
+        assert found[name]["weight_decay"] == pytest.approx(run.optimizer.weight_decay / factor), name
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "muon split_attention=head"])
+def test_optimizers_without_rules_are_refused(optimizer: str):
+    name, *words = optimizer.split()
+    with pytest.raises(UserError, match=f"optimizer.name={name}"):
+        composed("parametrization=mup", f"optimizer={name}", *(f"optimizer.{word}" for word in words))
 
 
 def built(run: Experiment, names: Any = None, **changes: Any) -> nn.Module:
@@ -222,7 +258,7 @@ def test_groups_and_the_table():
     [
         (["parametrization=mup", "parametrization.fixed=[ffn_dm]"], r"did you mean ffn_dim"),
         (["parametrization=mup", "parametrization.fixed=[vocab_size]"], r"no linear layer has inputs that depend"),
-        (["parametrization=mup", "optimizer=sgd"], r"those of Adam, and not of sgd"),
+        (["parametrization=mup", "optimizer=sgd"], r"no learning rates for optimizer.name=sgd"),
         (["parametrization.name=mupp"], r"did you mean mup"),
         (["parametrization.name=os.path"], r"defines Config and parameter_scales"),
         (["parametrization=mup", "model=llama4_debug", "parametrization.base_head_dim=8"], r"a norm without weight"),

@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 from tests.optim.updates import Tensors, assert_same, experiment_of, optimizer_config, updated
 from tests.patching import patch
@@ -13,6 +14,8 @@ OPTIMIZERS = {
     "muon, heads": ["optimizer=muon", "optimizer.split_attention=head", "optimizer.scale=original"],
     "muon, fused": ["optimizer=muon", "optimizer.split_attention=fused", "optimizer.split_feed_forward=fused"],
     "dion": ["optimizer=dion"],
+    "soap": ["optimizer=soap", "optimizer.precondition_every=2"],
+    "soap, heads": ["optimizer=soap", "optimizer.split_attention=head", "optimizer.sides=smaller"],
     "lion": ["optimizer=lion"],
     "adafactor": ["optimizer=adafactor"],
     "schedule-free AdamW": ["optimizer=schedule_free_adamw"],
@@ -60,7 +63,7 @@ def test_a_restored_optimizer_continues_bitwise():
 
 def muon_orthogonalizes_local_shards() -> None:
     patch(
-        "titan_exp.optim.updates.muon.ShardedMatrix.of",
+        "titan_exp.optim.matrices.matrix_weight.ShardedMatrix.of",
         lambda original: classmethod(lambda _, tensor: original(local_tensor(tensor))),
     )
 
@@ -83,6 +86,26 @@ def muon_updates_come_back_from_another_owner() -> None:
     )
 
 
+def soap_computes_bases_of_local_shards() -> None:
+    patch(
+        "titan_exp.optim.matrices.matrix_weight.ShardedMatrix.of",
+        lambda original: classmethod(lambda _, tensor: original(local_tensor(tensor))),
+    )
+
+
+def soap_permutes_nothing_with_its_basis() -> None:
+    """The second moment stays where the eigenvectors before were."""
+    patch(
+        "titan_exp.optim.updates.soap.iterated_basis",
+        lambda original: (
+            lambda covariance, basis: (
+                original(covariance, basis)[0],
+                torch.arange(basis.shape[-1]).expand(len(basis), -1),
+            )
+        ),
+    )
+
+
 def dion_sums_nothing_over_columns() -> None:
     patch("titan_exp.optim.updates.dion.COLUMNS", lambda _: -9)
 
@@ -95,6 +118,8 @@ MUTATIONS = [
     ("muon", muon_orthogonalizes_local_shards),
     ("muon", muon_joins_shards_in_the_order_of_the_mesh),
     ("muon", muon_updates_come_back_from_another_owner),
+    ("soap", soap_computes_bases_of_local_shards),
+    ("soap", soap_permutes_nothing_with_its_basis),
     ("dion", dion_sums_nothing_over_columns),
     ("adafactor", adafactor_keeps_local_means),
 ]

@@ -11,6 +11,7 @@ from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.gradient_point import HasGradientPoint
+from titan_exp.optim.matrices.eigenbasis import initial_basis, iterated_basis
 from titan_exp.optim.matrices.newton_schulz import COEFFICIENTS
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]
@@ -91,9 +92,78 @@ class Fused(nn.Module):
         self.qkv = nn.Linear(12, 32, bias=False)
 
 
+def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, largest: int | None = None) -> Tensor:
+    """SOAP with bases of the sides up to `largest`, which is the smaller side unless given; lr 0.01, decay 0.1."""
+    weight, largest = weight.double(), largest or min(weight.shape)
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    covariances, bases = [], []
+    for step, gradient in enumerate(gradient.double() for gradient in gradients):
+        sides = [gradient @ gradient.T, gradient.T @ gradient]
+        weight = weight * (1 - 0.01 * 0.1)
+        if step == 0:
+            covariances = [0.05 * side for side in sides]
+            bases = [
+                torch.linalg.eigh(side).eigenvectors if len(side) <= largest else torch.eye(len(side)).double()
+                for side in covariances
+            ]
+            continue
+        left, right = bases
+        mean, square = 0.95 * mean + 0.05 * gradient, 0.95 * square + 0.05 * (left.T @ gradient @ right) ** 2
+        root = (square / (1 - 0.95**step)).sqrt() + 1e-8
+        update = left @ ((left.T @ mean @ right) / (1 - 0.95**step) / root) @ right.T
+        weight = weight - 0.01 * update
+        covariances = [0.95 * old + 0.05 * side for old, side in zip(covariances, sides, strict=True)]
+        if step % every == 0:
+            for dim in (dim for dim in (0, 1) if weight.shape[dim] <= largest):
+                order = (bases[dim].T @ covariances[dim] @ bases[dim]).diagonal().argsort(descending=True)
+                bases[dim], square = bases[dim][:, order], square.index_select(dim, order)
+                bases[dim] = torch.linalg.qr(covariances[dim] @ bases[dim]).Q
+    return weight
+
+
+SOAP = ["optimizer=soap", "optimizer.lr=0.01", "optimizer.precondition_every=2"]
+
+
+@pytest.mark.parametrize("largest", [16, 8, 4])
+def test_soap_is_the_published_update(largest: int):
+    """Both sides of a square matrix, the smaller one of the others, or none, which is Adam."""
+    config, module = optimizer_config(*SOAP, f"optimizer.max_dim={largest}"), linears()
+    starts, gradients = [p.detach().clone() for p in module.parameters()], gradients_of(module, 8)
+    expected = [
+        soap_by_hand(start, [step[index] for step in gradients], largest=largest) for index, start in enumerate(starts)
+    ]
+    assert_close(trained(module, config, gradients), expected)
+
+
+@pytest.mark.parametrize("size", [24, 8])
+def test_bases_do_not_follow_rounding(size: int):
+    """Covariances of eight columns have a null space, in which eigensolvers return any basis."""
+    torch.manual_seed(0)
+    spectrum = torch.logspace(0, -4, 8)
+    gradients = [torch.randn(1, size, 8) * spectrum for _ in range(2)]
+    rounded = [gradient * (1 + 1e-7 * torch.randn(gradient.shape)) for gradient in gradients]
+    bases = []
+    for first, second in (gradients, rounded):
+        basis = initial_basis(first.double() @ first.double().mT, 8).float()
+        diagonal = basis.mT @ first @ first.mT @ basis
+        torch.testing.assert_close(diagonal, diagonal.diagonal(dim1=1, dim2=2).diag_embed(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(size)[None])
+        bases.append((basis, iterated_basis(first @ first.mT + second @ second.mT, basis)[0]))
+    for basis, other, tolerance in zip(*bases, (1e-4, 0.03), strict=True):
+        torch.testing.assert_close(basis.abs(), other.abs(), atol=tolerance, rtol=0)
+
+
+BY_HAND = {
+    "muon": (["optimizer=muon", "optimizer.lr=0.01"], muon_by_hand),
+    "soap": ([*SOAP, "optimizer.sides=smaller"], soap_by_hand),
+}
+
+
+@pytest.mark.parametrize("name", ["muon", "soap"])
 @pytest.mark.parametrize("split", ["fused", "projection", "head"])
-def test_muon_orthogonalizes_the_projections_of_a_fused_weight(split: str):
-    config = optimizer_config("optimizer=muon", "optimizer.lr=0.01", f"optimizer.split_attention={split}")
+def test_projections_of_a_fused_weight_are_updated_apart(name: str, split: str):
+    words, by_hand = BY_HAND[name]
+    config = optimizer_config(*words, f"optimizer.split_attention={split}")
     module = Fused()
     start, gradients = module.qkv.weight.detach().clone(), gradients_of(module)
     rows = torch.arange(32).view(2, 4, 4)  # unit, head, row
@@ -101,16 +171,18 @@ def test_muon_orthogonalizes_the_projections_of_a_fused_weight(split: str):
     parts = {"fused": [torch.arange(32)], "projection": projections, "head": list(rows.flatten(0, 1))}[split]
     expected = torch.empty(32, 12).double()
     for part in parts:
-        expected[part] = muon_by_hand(start[part], [step[0][part] for step in gradients])
+        expected[part] = by_hand(start[part], [step[0][part] for step in gradients])
     assert_close(trained(module, config, gradients), [expected])
 
 
-def test_muon_orthogonalizes_experts_one_by_one():
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_experts_are_updated_one_by_one(name: str):
+    words, by_hand = BY_HAND[name]
     module = GroupedLinear(3, 8, 6, 0.02)
     nn.init.normal_(module.weight)
     start, gradients = module.weight.detach().clone(), gradients_of(module)
-    config = optimizer_config("optimizer=muon", "optimizer.lr=0.01")
-    expected = [muon_by_hand(start[expert], [step[0][expert] for step in gradients]) for expert in range(3)]
+    config = optimizer_config(*words)
+    expected = [by_hand(start[expert], [step[0][expert] for step in gradients]) for expert in range(3)]
     assert_close(trained(module, config, gradients), [torch.stack(expected)])
 
 
@@ -209,7 +281,7 @@ def test_dion_is_the_published_update():
     assert_close(trained(module, config, gradients), expected)
 
 
-@pytest.mark.parametrize("name", ["muon", "dion", "lion", "adafactor", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["muon", "dion", "soap", "lion", "adafactor", "schedule_free_adamw"])
 def test_keys_of_other_optimizers_are_refused(name: str):
     with pytest.raises(UserError, match=r"optimizer\.implementation"):
         optimizer_config(f"optimizer={name}", "+optimizer.implementation=fused")

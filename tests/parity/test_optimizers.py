@@ -79,7 +79,7 @@ def sharded_experts_are_taken_for_matrices() -> None:
         pytest.param("schedule_free_adamw", "parallelism.tp=2", "parallelism.dp_shard=2", marks=pytest.mark.night),
         *(
             pytest.param(name, "parallelism.tp=2 parallelism.dp_shard=2", HALVES, marks=pytest.mark.night)
-            for name in ("dion", "adafactor", "schedule_free_adamw")
+            for name in ("dion", "adafactor", "schedule_free_adamw", "soap")
         ),
     ],
 )
@@ -89,8 +89,15 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path, optimizer: str, before:
     assert_continues(whole, changed)
 
 
-def test_a_schedule_free_run_resumes_bitwise(tmp_path: Path):
-    own = ["optimizer=schedule_free_adamw", "optimizer.lr=1e-3", "lr_schedule=constant", "training.seq_len=32"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("optimizer=schedule_free_adamw lr_schedule=constant", marks=pytest.mark.day),
+        pytest.param("optimizer=soap optimizer.precondition_every=2 parallelism.dp_shard=2", marks=pytest.mark.night),
+    ],
+)
+def test_a_run_resumes_bitwise(tmp_path: Path, words: str):
+    own = [*words.split(), "optimizer.lr=1e-3", "training.seq_len=32"]
     whole, changed = continued(tmp_path, own, own)
     assert changed.loss == whole.loss[5:]
     assert all(torch.equal(changed.weights[name], weight) for name, weight in whole.weights.items())

@@ -76,6 +76,7 @@ LAYOUTS = {
     "training.max_grad_norm=null",
     "tp 2 x fsdp 2, Muon": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=muon",
     "fsdp 2, Dion": "parallelism.dp_shard=2 optimizer=dion",
+    "tp 2 x fsdp 2, SOAP": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=soap optimizer.precondition_every=1",
     "fsdp 2, another optimizer, for loop": "parallelism.dp_shard=2 optimizer.name=torch.optim.SGD "
     "optimizer.implementation=for_loop +optimizer.options.momentum=0.9",
     # Recipes

@@ -60,6 +60,13 @@ def no_compiler_is_there() -> None:
     os.environ["PATH"] = os.environ["CXX"] = "/nowhere"
 
 
+@pytest.mark.night
+def test_every_step_of_soap_is_predicted_as_its_costliest(tmp_path: Path):
+    words = "parallelism.dp_shard=2 optimizer=soap optimizer.precondition_every"
+    few, every = (predicted(experiment_of(f"{words}={steps}"), tmp_path / str(steps)) for steps in (10, 1))
+    assert few == every
+
+
 def every_block_keeps_a_copy_of_its_feed_forward() -> None:
     """A change of the trainer, unknown to the planner."""
     patch(

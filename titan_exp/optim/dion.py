@@ -26,6 +26,21 @@ class Config(MatrixOptimizerConfig):
     """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
     sqrt(rows / columns)."""
 
+    def matrix_scale(self, rows: float, columns: float) -> float:
+        """`scale` of a matrix; its orthogonalized update has norm 1."""
+        match self.scale:
+            case "match_rms_adamw":
+                return 0.2 * max(rows, columns) ** 0.5
+            case "original":
+                return (rows / columns) ** 0.5
+            case "none":
+                return 1.0
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are orthonormalized."""
+        return True
+
     @property
     def max_state(self) -> float | None:
         """The momentum, and at most as many numbers of the right factor."""

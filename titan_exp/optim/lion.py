@@ -22,6 +22,11 @@ class Config(OptimizerConfig):
     """Precision of the momentum; the update is computed in fp32."""
 
     @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are signs, whose rules are Adam's (Yang and Littwin 2023, arXiv 2308.01814)."""
+        return True
+
+    @property
     def max_state(self) -> float | None:
         """The momentum."""
         return 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from titan_exp.config.groups.optimizer import MatrixOptimizerConfig
+from titan_exp.config.groups.optimizer import SplitMatrixOptimizerConfig
 from titan_exp.config.groups.types import PositiveInt
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MatrixOptimizerConfig):
+class Config(SplitMatrixOptimizerConfig):
     """Fields of Muon."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)]
@@ -32,11 +32,21 @@ class Config(MatrixOptimizerConfig):
     """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), so that updates
     are as large as AdamW's and one learning rate serves all (Liu et al. 2025); `original` is
     sqrt(max(1, rows / columns))."""
-    split_attention: Literal["fused", "projection", "head"]
-    """Matrices of fused attention weights that are orthogonalized: the whole weight, each of queries, keys and values,
-    or each head of them."""
-    split_feed_forward: Literal["fused", "projection"]
-    """Matrices of fused gate and up that are orthogonalized: the whole weight, or each of the two."""
+
+    def matrix_scale(self, rows: float, columns: float) -> float:
+        """`scale` of a matrix; its orthogonalized update has norm 1."""
+        match self.scale:
+            case "match_rms_adamw":
+                return 0.2 * max(rows, columns) ** 0.5
+            case "original":
+                return max(1.0, rows / columns) ** 0.5
+            case "none":
+                return 1.0
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are orthogonalized; but a head is no matrix that grows with the width."""
+        return self.split_attention != "head"
 
     @property
     def max_state(self) -> float | None:

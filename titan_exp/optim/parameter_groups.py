@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -79,7 +79,7 @@ def parameter_groups(
 
 def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str, Any]:
     """Options of a parameter's group: `weight_decay`, and `lr_scale`, `betas` and `eps` where they are its own."""
-    group, scale = config.group_of(named.name, named.role), named.scale
+    group, scale = config.group_of(named.name, named.role), _with_own_lr(named, config)
     decay = config.weight_decays.get(named.role, config.weight_decay if _is_decayed(named, config) else 0.0)
     factor = config.lr_scales.get(named.role, 1.0)
     options: dict[str, Any] = {}
@@ -92,6 +92,22 @@ def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str,
     if factor * scale.lr != 1 or named.role in config.lr_scales:
         options["lr_scale"] = factor * scale.lr
     return {"weight_decay": decay * scale.weight_decay, **options}
+
+
+def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterScale:
+    """Scale of a parameter for an optimizer whose updates of matrices have a known spectral norm.
+
+    Features change as much at every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023,
+    arXiv 2310.17813); Adam's is proportional to its learning rate and to inputs times that root, so that both agree.
+    """
+    scale = named.scale
+    rows, columns = named.parameter.shape[-2:] if named.is_matrix else (0, 0)
+    norm = config.matrix_scale(rows, columns) if named.is_matrix else None
+    base = config.matrix_scale(rows / scale.outputs, columns / scale.inputs) if named.is_matrix else None
+    if norm is None or base is None or scale.inputs == scale.outputs == 1:
+        return scale
+    factor = (scale.inputs * scale.outputs) ** 0.5 * base / norm
+    return replace(scale, lr=scale.lr * factor, weight_decay=scale.weight_decay / factor)
 
 
 def _is_decayed(named: NamedParameter, config: OptimizerConfig) -> bool:

@@ -86,10 +86,11 @@ def _numbers(config: Any, prefix: str = "") -> list[str]:
 
 
 def optimizer_has_rules(optimizer: OptimizerConfig, parametrization: ParametrizationConfig) -> Iterator[Violation]:
-    """Rules of learning rates are those of an optimizer whose updates do not depend on the scale of gradients."""
+    """Learning rates of a parametrization are for optimizers whose updates do not depend on the scale of gradients."""
     if isinstance(parametrization, BaseShapeConfig) and not optimizer.is_scale_invariant:
-        reason = f"its learning rates are those of Adam, and not of {optimizer.name}"
-        yield Violation(_NAME, parametrization.name, reason, "optimizer=adamw, or parametrization=standard")
+        reason = f"it has no learning rates for optimizer.name={optimizer.name} as configured"
+        remedy = "optimizer=adamw, lion, dion or muon (its heads in one matrix), or parametrization=standard"
+        yield Violation(_NAME, parametrization.name, reason, remedy)
 
 
 RULES = rules(

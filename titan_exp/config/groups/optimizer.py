@@ -78,6 +78,10 @@ class OptimizerConfig:
         depth have rules for such optimizers."""
         return False
 
+    def matrix_scale(self, rows: float, columns: float) -> float | None:
+        """Spectral norm of a matrix's update at a learning rate of 1; None if updates are elementwise, as Adam's."""
+        return None
+
     @property
     def max_state(self) -> float | None:
         """Upper bound of the numbers of optimizer state per parameter; None if it is unknown."""
@@ -87,6 +91,11 @@ class OptimizerConfig:
     def sends_messages(self) -> bool:
         """True if ranks that share a weight exchange parts of it, or sums over it, in an update."""
         return False
+
+    @property
+    def costliest(self) -> "OptimizerConfig":
+        """Configuration whose every step takes as much memory and work as this one's costliest: the planner's."""
+        return self
 
     @property
     def is_homogeneous(self) -> bool:
@@ -143,6 +152,17 @@ class MatrixOptimizerConfig(OptimizerConfig):
     def sends_messages(self) -> bool:
         """True: an update needs whole matrices or their factors."""
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitMatrixOptimizerConfig(MatrixOptimizerConfig):
+    """Fields of an optimizer of matrices that may split fused weights."""
+
+    split_attention: Literal["fused", "projection", "head"]
+    """Matrices of fused attention weights that are updated alone: the whole weight, each of queries, keys and values,
+    or each head of them."""
+    split_feed_forward: Literal["fused", "projection"]
+    """Matrices of fused gate and up that are updated alone: the whole weight, or each of the two."""
 
 
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parametrization import BaseShapeConfig
@@ -13,18 +13,20 @@ from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec
 
 def width_scales(spec: ModelSpec, model: ModelConfig, config: BaseShapeConfig) -> dict[str, ParameterScale]:
     """muP's scale of every parameter by full name; the table is in `mup.py`."""
-    growth, fixed = spec.dim / config.base_width, fixed_inputs(model, config.fixed)
+    growth = spec.dim / config.base_width
+    fixed, fixed_outputs = fixed_inputs(model, config.fixed), _fixed_sizes(model, config.fixed, "outputs")
     small_gradients = ParameterScale(eps=1 / growth)
-    hidden = ParameterScale(init=growth**-0.5, lr=1 / growth, weight_decay=growth, eps=1 / growth)
+    hidden = ParameterScale(init=growth**-0.5, lr=1 / growth, weight_decay=growth, eps=1 / growth, inputs=growth)
     output = small_gradients.times(multiplier(1 / growth))
     scales = dict.fromkeys(spec.shapes, small_gradients)
     for number, layer in enumerate(spec.blocks):
         prefix = f"blocks.{number}"
         for linear in layer.linears:
-            if linear.name not in fixed:
-                scales[f"{prefix}.{linear.name}.weight"] = hidden
+            scale = small_gradients if linear.name in fixed else hidden
+            outputs = 1.0 if linear.name in fixed_outputs else growth
+            scales[f"{prefix}.{linear.name}.weight"] = replace(scale, outputs=outputs)
         if layer.router is not None:
-            scales[f"{prefix}.{layer.router.name}.weight"] = output
+            scales[f"{prefix}.{layer.router.name}.weight"] = replace(output, inputs=growth)
         for name, scale in _score_scales(layer, config.base_head_dim).items():
             scales[f"{prefix}.{name}"] = scales[f"{prefix}.{name}"].times(scale)
     embedded = multiplier(config.embedding_multiplier)
@@ -45,17 +47,21 @@ def block_parameters(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec | None]
 
 def fixed_inputs(model: ModelConfig, keys: tuple[str, ...]) -> frozenset[str]:
     """Linear layers, by module path in the block, whose inputs depend on one of these keys of the model."""
-    inputs, fixed = _inputs(model), set[str]()
+    return _fixed_sizes(model, keys, "inputs")
+
+
+def _fixed_sizes(model: ModelConfig, keys: tuple[str, ...], side: Literal["inputs", "outputs"]) -> frozenset[str]:
+    sizes, fixed = _sizes(model, side), set[str]()
     for key in keys:
-        changed = _inputs(_with_other_value(model, key.split(".")))
-        fixed |= {name for name, count in inputs.items() if changed.get(name) != count}
+        changed = _sizes(_with_other_value(model, key.split(".")), side)
+        fixed |= {name for name, count in sizes.items() if changed.get(name) != count}
     return frozenset(fixed)
 
 
-def _inputs(model: ModelConfig) -> dict[str, int]:
+def _sizes(model: ModelConfig, side: Literal["inputs", "outputs"]) -> dict[str, int]:
     spec = model_spec(model)
     assert spec is not None, "the model has a spec"
-    return {linear.name: linear.inputs for layer in spec.blocks for linear in layer.linears}
+    return {linear.name: getattr(linear, side) for layer in spec.blocks for linear in layer.linears}
 
 
 def _with_other_value(config: Any, parts: list[str]) -> Any:

@@ -1,6 +1,6 @@
 """Scale of a parameter: factors of its initial weights, learning rate, weight decay and epsilon. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -15,21 +15,23 @@ class ParameterScale:
     """Factor of the weight decay."""
     eps: float = 1.0
     """Factor of Adam's epsilon."""
+    inputs: float = 1.0
+    """Inputs of a matrix, relative to the base model's; its learning rate is Adam's, and others follow from these."""
+    outputs: float = 1.0
+    """Outputs of a matrix, relative to the base model's."""
 
     def times(self, other: "ParameterScale") -> "ParameterScale":
         """Both scales applied."""
-        return ParameterScale(
-            self.init * other.init, self.lr * other.lr, self.weight_decay * other.weight_decay, self.eps * other.eps
-        )
+        return ParameterScale(*(getattr(self, field.name) * getattr(other, field.name) for field in fields(self)))
 
 
 def multiplier(factor: float) -> ParameterScale:
     """Scale of w' = factor · w, which trains as `factor` in front of w does.
 
-    Adam's update does not depend on the gradient's scale, which changes by 1 / factor: the update of w' is `factor`
-    times that of w if epsilon is divided by the factor, and so is the decoupled decay of w' if the decay per learning
-    rate is (Yang et al. 2022, Tensor Programs V, lemma J.1). No multiplier is left in the forward pass, so that a
-    checkpoint of any format holds the function that was trained.
+    The update of Adam, and of every optimizer that `is_scale_invariant`, does not depend on the gradient's scale, which
+    changes by 1 / factor: the update of w' is `factor` times that of w if epsilon is divided by the factor, and so is
+    the decoupled decay of w' if the decay per learning rate is (Yang et al. 2022, Tensor Programs V, lemma J.1). No
+    multiplier is left in the forward pass, so that a checkpoint of any format holds the function that was trained.
     """
     return ParameterScale(init=factor, lr=factor, weight_decay=1 / factor, eps=1 / factor)
 

@@ -14,12 +14,16 @@ from titan_exp.optim.matrices.sharded_matrix import ShardAxis
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """Owner of each matrix: the costliest first, each to the rank with the least work. The same on every rank."""
+    """Owner of each matrix: the costliest first, each to the rank with the least work. The same on every rank.
+
+    The first rank, which the planner traces, has the most work.
+    """
     loads, owners = [0.0] * ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owners[index] = min(range(ranks), key=loads.__getitem__)
         loads[owners[index]] += costs[index]
-    return owners
+    by_load = sorted(range(ranks), key=lambda rank: -loads[rank])
+    return [by_load.index(owner) for owner in owners]
 
 
 class OwnerGroup:

@@ -60,16 +60,7 @@ class Dion(MatrixOptimizer):
         right.copy_(torch.where(norms > 0, found / norms.clamp(min=torch.finfo(norms.dtype).tiny), right))
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         step = torch.where(norms > 0, right, 0.0)
-        weight.baddbmm_(left, step, alpha=-group["lr"] * self._scale(sharding))
-
-    def _scale(self, sharding: ShardedMatrix) -> float:
-        match self._config.scale:
-            case "match_rms_adamw":
-                return 0.2 * max(sharding.rows, sharding.columns) ** 0.5
-            case "original":
-                return (sharding.rows / sharding.columns) ** 0.5
-            case "none":
-                return 1.0
+        weight.baddbmm_(left, step, alpha=-group["lr"] * self._config.matrix_scale(sharding.rows, sharding.columns))
 
     def _state_of(self, parameter: Tensor, sharding: ShardedMatrix) -> dict[str, Tensor]:
         state = self.state[parameter]

@@ -1,46 +1,20 @@
 """Muon's update (Jordan et al. 2024; Liu et al. 2025): momentum, orthogonalized by Newton–Schulz on an owner rank."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
-from titan_exp.optim.matrices.newton_schulz import BATCH_ELEMENTS, orthogonalize_all
+from titan_exp.optim.matrices.matrix_weight import MatrixWeight, rounds
+from titan_exp.optim.matrices.newton_schulz import orthogonalize_all
 from titan_exp.optim.matrices.owners import OwnerGroup, assign_owners
 from titan_exp.optim.matrices.row_splits import join_rows, split_rows
-from titan_exp.optim.matrices.sharded_matrix import ShardedMatrix, local_matrices
+from titan_exp.optim.matrices.sharded_matrix import local_matrices
 from titan_exp.optim.muon import Config
 from titan_exp.optim.parameter_groups import NamedParameter
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A parameter of one matrix or a stack of them, and how each is split."""
-
-    parameter: Tensor
-    sharding: ShardedMatrix
-    rows: FusedRows | None
-    by_head: bool
-
-    @cached_property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices of each piece."""
-        rows, columns = self.sharding.rows, self.sharding.columns
-        if self.rows is None:
-            return [(rows, columns)]
-        units = rows // self.rows.unit
-        return [(piece.width * (1 if self.by_head else units * piece.heads), columns) for piece in self.rows.pieces]
-
-    @property
-    def flops(self) -> float:
-        """Work on one matrix, relative to other weights'."""
-        return self.sharding.rows * self.sharding.columns * min(self.sharding.rows, self.sharding.columns)
 
 
 class Muon(MatrixOptimizer):
@@ -55,7 +29,7 @@ class Muon(MatrixOptimizer):
 
     def __init__(self, parameters: Sequence[NamedParameter], config: Config) -> None:
         super().__init__(parameters, config)
-        self._config, self._weights = config, dict[Tensor, _Weight]()
+        self._config, self._weights = config, dict[Tensor, MatrixWeight]()
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -66,24 +40,24 @@ class Muon(MatrixOptimizer):
             by_axes[tuple(axis.group.group_name for axis in weight.sharding.axes)].append(weight)
         for weights in by_axes.values():
             owners = OwnerGroup(weights[0].sharding.axes)
-            for few in _rounds(weights, owners.size):
+            for few in rounds(weights, owners.size):
                 self._update(few, owners, group)
 
-    def _update(self, weights: Sequence[_Weight], owners: OwnerGroup, group: dict[str, Any]) -> None:
-        shards, matrix_weights = list[Tensor](), list[_Weight]()
+    def _update(self, weights: Sequence[MatrixWeight], owners: OwnerGroup, group: dict[str, Any]) -> None:
+        shards, matrix_weights = list[Tensor](), list[MatrixWeight]()
         for weight in weights:
             stack = weight.sharding.pad(self._direction(weight.parameter))
             shards += stack.unbind()
             matrix_weights += [weight] * len(stack)
         updates = iter(self._orthogonalized(shards, matrix_weights, owners))
         for weight in weights:
-            step_size = group["lr"] * self._scale(weight.shapes[0])
+            step_size = group["lr"] * self._config.matrix_scale(*weight.shapes[0])
             for matrix, update in zip(local_matrices(weight.parameter), updates, strict=False):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update[: matrix.shape[0], : matrix.shape[1]], alpha=-step_size)
 
     def _orthogonalized(
-        self, shards: Sequence[Tensor], weights: Sequence[_Weight], owners: OwnerGroup
+        self, shards: Sequence[Tensor], weights: Sequence[MatrixWeight], owners: OwnerGroup
     ) -> Sequence[Tensor]:
         """This rank's shards of the orthogonalized matrices, of which each owner computes its own."""
         owner_of = assign_owners([weight.flops for weight in weights], owners.size)
@@ -99,7 +73,10 @@ class Muon(MatrixOptimizer):
             first, *others = weight.shapes
             pieces = [next(orthogonal)]
             # The scale of the first piece is applied in fp32, with the learning rate.
-            pieces += [next(orthogonal) * (self._scale(shape) / self._scale(first)) for shape in others]
+            pieces += [
+                next(orthogonal) * (self._config.matrix_scale(*shape) / self._config.matrix_scale(*first))
+                for shape in others
+            ]
             done[index] = weight.sharding.split(join_rows(pieces, weight.rows))
         return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
 
@@ -112,35 +89,7 @@ class Muon(MatrixOptimizer):
         kept.lerp_(gradient, 1 - momentum)
         return (gradient.lerp(kept, momentum) if self._config.nesterov else kept).to(self._dtype)
 
-    def _scale(self, shape: tuple[int, int]) -> float:
-        """Factor of the learning rate of a matrix."""
-        rows, columns = shape
-        match self._config.scale:
-            case "match_rms_adamw":
-                return 0.2 * max(rows, columns) ** 0.5
-            case "original":
-                return max(1.0, rows / columns) ** 0.5
-            case "none":
-                return 1.0
-
-    def _weight(self, parameter: Tensor) -> _Weight:
+    def _weight(self, parameter: Tensor) -> MatrixWeight:
         if parameter not in self._weights:
-            rows = self.named[parameter].rows
-            split = "fused" if rows is None else getattr(self._config, f"split_{rows.kind}")
-            rows = None if split == "fused" else rows
-            self._weights[parameter] = _Weight(parameter, ShardedMatrix.of(parameter), rows, split == "head")
+            self._weights[parameter] = MatrixWeight.of(self.named[parameter], self._config)
         return self._weights[parameter]
-
-
-def _rounds(weights: Sequence[_Weight], ranks: int) -> Iterator[list[_Weight]]:
-    """Consecutive weights that give each rank at most `BATCH_ELEMENTS` numbers, at least one weight."""
-    few, elements = list[_Weight](), 0
-    for weight in weights:
-        size = len(local_matrices(weight.parameter)) * weight.sharding.rows * weight.sharding.columns
-        if few and elements + size > ranks * BATCH_ELEMENTS:
-            yield few
-            few, elements = [], 0
-        few.append(weight)
-        elements += size
-    if few:
-        yield few

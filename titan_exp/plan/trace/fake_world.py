@@ -6,7 +6,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +112,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
     """
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
     layout = ResolvedLayout.of(experiment)
+    experiment = replace(experiment, optimizer=experiment.optimizer.costliest)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()

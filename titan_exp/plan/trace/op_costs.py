@@ -65,6 +65,8 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     if packet is _aten.linalg_qr:
         rows, columns = args[0].shape[-2:]
         return 4 * args[0].numel() * min(rows, columns)  # Householder vectors, then Q
+    if packet is _aten._linalg_eigh:
+        return 9 * args[0].numel() * args[0].shape[-1]  # tridiagonal form, its eigenvectors, and these rotated back
     namespace, _, name = str(packet).partition(".")
     if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
         raise unknown_operator(str(operator))

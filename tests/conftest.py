@@ -30,11 +30,11 @@ def _parse_files_once() -> None:
     """Cache OmegaConf.load by inode and time: nearly half of a composition is Hydra parsing the same YAML."""
     load, parsed = OmegaConf.load, dict[tuple[int, int, int], bytes]()
 
-    def cached(file: Any) -> Any:
-        status = os.stat(file) if isinstance(file, (str, Path)) else os.fstat(file.fileno())
+    def cached(file_: Any) -> Any:
+        status = os.stat(file_) if isinstance(file_, (str, Path)) else os.fstat(file_.fileno())
         key = (status.st_ino, status.st_mtime_ns, status.st_size)
         if key not in parsed:
-            parsed[key] = pickle.dumps(load(file))
+            parsed[key] = pickle.dumps(load(file_))
         return pickle.loads(parsed[key])
 
     OmegaConf.load = staticmethod(cached)

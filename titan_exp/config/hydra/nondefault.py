@@ -127,10 +127,10 @@ def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
 
 @cache
 def _options(group: str, named: str | None) -> dict[str, Any]:
-    """Uninterpolated values of the options of a group by name, where one has the name `named`, of none with another."""
+    """Uninterpolated values of the options of a group by name, if any is called `named`, of none with another."""
     texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
     names = {option: found[1] if (found := _NAME.search(text)) else None for option, text in texts.items()}
-    near = {named, None} if named in names.values() else {*names.values()}
+    near = {named, None} if named and named in names.values() else {*names.values()}
     options = [option for option, text in texts.items() if "@package _global_" not in text and names[option] in near]
     if not options:
         return {}

@@ -303,11 +303,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "chain",
     [
         ["dcp", "huggingface"],
-        pytest.param(["llama", "dcp"], marks=pytest.mark.night),
-        pytest.param(["torch"], marks=pytest.mark.night),
+        ["llama", "dcp"],
+        ["torch"],
     ],
     ids="-".join,
 )
+@pytest.mark.night
 def test_memory_of_a_conversion(chain: list[str], large: Path, folder: Path, tmp_path: Path):
     """Only the written tensor and those it is made of are in memory, never the model."""
     total = sum(file.stat().st_size for file in large.glob("*.safetensors"))

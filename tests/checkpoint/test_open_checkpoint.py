@@ -13,7 +13,11 @@ from titan_exp.config.errors.user_error import UserError
 SAVED = ("checkpoint.mode=sync", "checkpoint.every=5", "training.steps=10")
 
 
-@pytest.mark.parametrize("layout", [(), ("parallelism.dp_shard=2", "parallelism.tp=2")], ids=["one", "four"])
+@pytest.mark.parametrize(
+    "layout",
+    [(), pytest.param(("parallelism.dp_shard=2", "parallelism.tp=2"), marks=pytest.mark.night)],
+    ids=["one", "four"],
+)
 def test_export_is_bitwise(layout: tuple[str, ...], tmp_path: Path):
     trained = train(tmp_path / "run", *SAVED, *layout)
     source = open_checkpoint(tmp_path / "run")

@@ -121,7 +121,6 @@ def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
         ("some/gated", "", "gated. Set the environment variable HF_TOKEN"),
         ("some/gated", "hf_wrong", "The token in HF_TOKEN has no access"),
         ("some/nowhere", "", "not on the hub, or is private"),
-        ("some/strange", "", "some/strange is not downloaded; files=all does it anyway. config.json: model_type is"),
         ("model", "", "model is not OWNER/NAME"),
     ],
 )
@@ -133,6 +132,7 @@ def test_unavailable_repositories_are_reported(repo: str, token: str, says: str,
     assert fetched(tmp_path / "downloads") <= {"strange/config.json"}
 
 
+@pytest.mark.night
 def test_a_configuration_of_no_family_is_refused(tmp_path: Path, hub: str):
     done = download(tmp_path, hub, "some/strange", "files=config")
     assert done.returncode == 2

@@ -111,7 +111,7 @@ WIDE = ("model.dim=512", "model.layers=8")
 """Large enough that expandable segments reserve less; of a small model, they reserve a page more."""
 
 
-@pytest.mark.parametrize("segments", ["expandable", "fixed"])
+@pytest.mark.parametrize("segments", ["expandable", pytest.param("fixed", marks=pytest.mark.night)])
 def test_what_the_allocator_reserves_under_pressure_decides(segments: str):
     words = [*WIDE, f"cluster.expandable_segments={str(segments == 'expandable').lower()}"]
     plan = planned_here(*words)
@@ -135,6 +135,7 @@ def test_what_the_allocator_reserves_under_pressure_decides(segments: str):
     assert verdict(small).startswith("Does not fit: ")
 
 
+@pytest.mark.night
 def test_a_run_that_does_not_fit_ends_with_changes_that_would():
     words = ("model=llama_debug", "cluster.device=cpu", "cluster.memory_gb=2", "cluster=slurm", "training.seq_len=4096")
     words = (*words, "model.vocab_size=32768", "training.global_batch_size=4", "training.micro_batch_size=4")

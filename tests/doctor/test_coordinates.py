@@ -32,7 +32,13 @@ def test_mup_passes_and_the_standard_parametrization_fails(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("part", "factor"), [("head.weight", "lr"), ("qkv.weight", "lr"), ("down.weight", "lr"), ("embedding.weight", "lr")]
+    ("part", "factor"),
+    [
+        ("head.weight", "lr"),
+        pytest.param("qkv.weight", "lr", marks=pytest.mark.night),
+        pytest.param("down.weight", "lr", marks=pytest.mark.night),
+        ("embedding.weight", "lr"),
+    ],
 )
 def test_a_broken_factor_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, factor: str):
     original = module.scales_of

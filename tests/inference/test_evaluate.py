@@ -108,7 +108,9 @@ def test_a_longer_context_is_declared(trained: Path, capsys: pytest.CaptureFixtu
     assert len({plain["loss"], linear["loss"], yarn["loss"]}) == 3
 
 
-@pytest.mark.parametrize("layout", ["parallelism.tp=2 parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=4"])
+@pytest.mark.parametrize(
+    "layout", ["parallelism.tp=2 parallelism.dp_shard=2", pytest.param("parallelism.tp=4", marks=pytest.mark.night)]
+)
 def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
     words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]

@@ -100,6 +100,8 @@ def by_day(command: str) -> object:
         "my_package",
         "sweep optimizers",
         "sweep halving",
+        "sweep width_transfer",
+        "retry",
     )
     verb_and_words = command.removeprefix("titan-exp ")
     marks = [pytest.mark.night] if any(part in verb_and_words for part in slow) else []

@@ -34,7 +34,7 @@ WORDS: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("lose", WORDS)
+@pytest.mark.parametrize("lose", [move, *(pytest.param(way, marks=pytest.mark.night) for way in (delete, empty))])
 def test_run_ends_in_words_and_writes_nothing_more(tmp_path: Path, lose: Callable[[Path], None]) -> None:
     run = Launch(tmp_path, "wait_for_ever", "parallelism.dp_shard=2")
     folder = run.wait_for("seen-0.json", "seen-1.json")

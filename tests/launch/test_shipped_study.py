@@ -82,6 +82,7 @@ def test_record_has_the_keys_and_choices_of_named_lists(home: Path, monkeypatch:
     assert [point.choices["change"] for point in record.points] == ["none", "none", "both", "both"]
 
 
+@pytest.mark.night
 def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = finish(start("die_unless_lucky", "sweep", "mine"))
     assert code == 1

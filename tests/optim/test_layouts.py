@@ -22,7 +22,7 @@ OPTIMIZERS = {
 }
 DENSE, EXPERTS, LATENT = "model=llama_debug", "model=qwen3_moe_debug", "model=deepseek_debug"
 LAYOUTS = [
-    pytest.param(f"{DENSE} parallelism.tp=2 parallelism.dp_shard=2", marks=pytest.mark.day),
+    pytest.param(f"{DENSE} parallelism.tp=2 parallelism.dp_shard=2", marks=pytest.mark.night),
     pytest.param(f"{EXPERTS} parallelism.dp_shard=2 parallelism.tp=2 parallelism.etp=2", marks=pytest.mark.day),
     pytest.param(f"{DENSE} parallelism.dp_shard=3 training.global_batch_size=12", marks=pytest.mark.night),
     pytest.param(f"{DENSE} parallelism=hsdp parallelism.tp=2", marks=pytest.mark.night),

@@ -71,5 +71,6 @@ def assert_one_run(whole: Curve, half: Curve, rest: Curve) -> None:
     assert all(torch.equal(rest.weights[name], weight) for name, weight in whole.weights.items())
 
 
+@pytest.mark.night
 def test_a_run_that_stops_early_and_its_continuation_are_one_run(tmp_path):
     assert_one_run(*stopped_early(tmp_path))

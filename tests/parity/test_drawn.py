@@ -8,7 +8,7 @@ import pytest
 from tests.parity.drawn import draw
 from tests.parity.runs import assert_same_curve, train
 
-MOST_RANKS = 16
+MOST_RANKS, MOST_RANKS_BY_DAY = 16, 4
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -21,8 +21,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("drawn_by", [f"{seed}-{number}" for number in range(count)])
 
 
-def test_a_drawn_layout_does_not_change_the_curve(tmp_path, drawn_by: str):
-    drawn = draw(random.Random(drawn_by), MOST_RANKS)
+def test_a_drawn_layout_does_not_change_the_curve(tmp_path, request: pytest.FixtureRequest, drawn_by: str):
+    many = request.config.getoption("--layouts") > 1
+    drawn = draw(random.Random(drawn_by), MOST_RANKS if many else MOST_RANKS_BY_DAY)
     print(f"the run: {drawn}")
     alone = train(tmp_path / "one", *drawn.experiment)
     assert_same_curve(train(tmp_path / "many", *drawn.experiment, *drawn.layout, timeout=240), alone)

@@ -87,6 +87,7 @@ def test_its_linears_are_quantized(tmp_path: Path, one_device, words):
     assert one_device("gemma float8").loss != one_device("gemma").loss
 
 
+@pytest.mark.night
 def test_resumes_in_another_layout(tmp_path: Path, words):
     given = words("gpt_neox").split()
     whole, changed = continued(tmp_path, [*given, TP2], [*given, FSDP2])

@@ -14,7 +14,9 @@ CHECKPOINTING = [
     f"{FSDP2} activation_checkpoint=every_n activation_checkpoint.every=3 training.micro_batch_size=2",
     f"activation_checkpoint=every_n {AOT}",
     f"{FSDP2} activation_checkpoint=selective training.micro_batch_size=1",
-    f"{HSDP} activation_checkpoint=selective activation_checkpoint.save=[aten.mm]",
+    pytest.param(
+        f"{HSDP} activation_checkpoint=selective activation_checkpoint.save=[aten.mm]", marks=pytest.mark.night
+    ),
     f"{FSDP2} activation_checkpoint=selective training.micro_batch_size=2 {AOT}",
     f"{FSDP2} activation_checkpoint=budget training.micro_batch_size=2 {AOT}",
     f"parallelism.tp=2 activation_checkpoint=budget {AOT}",

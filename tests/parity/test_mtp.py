@@ -16,11 +16,11 @@ EXPERIMENTS = {
     "deep": f"{MTP} model.mtp.depth=2 training.steps=5",
 }
 DAY = [
-    ("documents", "parallelism.cp=2 training.micro_batch_size=2"),
     ("documents", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble"),
 ]
 """Experiments and layouts of every test run."""
 NIGHT = [
+    ("documents", "parallelism.cp=2 training.micro_batch_size=2"),
     ("v3", "training.micro_batch_size=2 activation_checkpoint=full"),
     ("v3", "parallelism.tp=2 parallelism.ep=2 training.loss_chunk_tokens=37"),
     ("v3", "parallelism.tp=2 parallelism.sequence_parallel=false"),

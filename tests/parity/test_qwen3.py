@@ -51,6 +51,7 @@ def test_quantized_linears_are_those_of_one_device(tmp_path: Path, recipe: str):
     assert_same_recipe(train(tmp_path / "many", *words, "parallelism.tp=2", "parallelism.dp_shard=2"), expected)
 
 
+@pytest.mark.night
 def test_resumes_in_another_layout(tmp_path: Path):
     whole, changed = continued(tmp_path, [QWEN3, "parallelism.tp=2"], [QWEN3, "parallelism.pp=2"])
     assert_continues(whole, changed)

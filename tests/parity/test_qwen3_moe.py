@@ -42,6 +42,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     assert_same_curve(found, one_device(experiment))
 
 
+@pytest.mark.night
 def test_resumes_in_another_layout(tmp_path: Path):
     words = EXPERIMENTS["sequence"].split()
     whole, changed = continued(tmp_path, [*words, "parallelism.dp_shard=2"], [*words, "parallelism.pp=2"])

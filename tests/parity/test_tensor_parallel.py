@@ -65,7 +65,11 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
     [
         ("evaluated", f"{TP2} {FSDP2}"),
         ("evaluated", f"{TP4} training.loss_chunk_tokens=16384"),
-        ("documents", f"{TP2} {FSDP2} training.micro_batch_size=1 training.loss_chunk_tokens=37"),
+        pytest.param(
+            "documents",
+            f"{TP2} {FSDP2} training.micro_batch_size=1 training.loss_chunk_tokens=37",
+            marks=pytest.mark.night,
+        ),
         ("documents", f"{TP2} parallelism.cp=2"),
         ("uneven", f"{TP2} parallelism.dp_shard=4"),
         ("uneven", f"{TP4} {WHOLE_LOGITS} training.micro_batch_size=1"),
@@ -96,7 +100,7 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, experiment, layou
         (f"{TP2} {FSDP2}", TP4),
         (f"{TP4} model.vocab_size=257", f"{TP2} {FSDP2} model.vocab_size=257"),
         (f"{TP2} {FSDP2} parallelism.cp=2", ""),
-        ("parallelism=hsdp", f"{TP2} parallelism.cp=2"),
+        pytest.param("parallelism=hsdp", f"{TP2} parallelism.cp=2", marks=pytest.mark.night),
         pytest.param(f"{TP2} {FSDP2} model.ffn_dim=160", f"{TP4} model.ffn_dim=160", marks=pytest.mark.night),
     ],
 )

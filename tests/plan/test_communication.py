@@ -53,6 +53,7 @@ def test_first_rank_holds_sent_activations(sends_complete: bool, expected: int):
     assert last.before[made] == expected
 
 
+@pytest.mark.night
 def test_plan_counts_all_sends_of_a_pass(capsys: pytest.CaptureFixture[str]):
     few, many = planned(4), planned(MICROBATCHES)
     rank, other = many.ranks[0], few.ranks[0]

@@ -37,6 +37,7 @@ def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
 MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 activation_checkpoint=selective " + BF16
 
 
+@pytest.mark.night
 def test_cached_operators_equal_torch(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(experiment_of(MEMO)))
     ((plain, cached, size),) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))

@@ -132,7 +132,6 @@ PIPELINES = {
 
 QUICK = (
     "multi-token prediction, 1F1B x ep on CUDA",
-    "1F1B x fsdp, full, bf16",
     "modules in fp32, SGD by its import path",
 )
 """Compared each time; the others by `make night`."""

@@ -36,8 +36,6 @@ MANY = {
 }
 QUICK = (
     "experts x ep on CUDA, full",
-    "hsdp, every third recomputed, bf16",
-    "interleaved, every third recomputed",
     "compiled, accumulated",
     "tied, document mask, embedding alone in a stage, in passes",
 )
@@ -127,6 +125,7 @@ def named(events: list[Event]) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.night
 def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
     experiment = experiment_of(
         CUDA + "model.layers=13 parallelism.pp=4 parallelism.dp_shard=2 "

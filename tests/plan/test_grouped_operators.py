@@ -72,6 +72,7 @@ def test_flops_equal_torchs_counter():
     assert [flops for _, flops in count.found] == [ONE, ONE]
 
 
+@pytest.mark.night
 def test_experts_are_predicted_as_measured(tmp_path: Path):
     experiment = experiment_of(
         "model.architecture=tests.models.own_experts.Mixture parallelism.dp_shard=2 quantization=mxfp8 "

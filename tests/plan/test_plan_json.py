@@ -11,10 +11,7 @@ from tests.plan.layouts import COMPILED, LAYOUTS, allocated_peaks, experiment_of
 from tests.proofs import proves
 from titan_exp.models.spec.lookup import model_spec
 
-BY_DAY = (
-    "pp 2 x cp 2 x tp 2",
-    "fsdp 2, float8 tensorwise",
-)
+BY_DAY = ("fsdp 2, float8 tensorwise",)
 """Layouts that are compared in every run of the tests; the others by `make night`."""
 
 

@@ -68,7 +68,7 @@ def exact() -> list[float]:
     return curve("none", bf16=False)
 
 
-@pytest.mark.parametrize("recipe", ["none", *RECIPES])
+@pytest.mark.parametrize("recipe", ["none", *(pytest.param(recipe, marks=pytest.mark.night) for recipe in RECIPES)])
 def test_the_curve_is_near_that_in_high_precision(exact: list[float], recipe: str):
     found = curve(recipe)
     assert exact[-1] < exact[0] - 0.5, "it learns"

@@ -124,10 +124,11 @@ def assert_same(found: Trained, expected: Trained) -> None:
             marks=pytest.mark.night,
         ),
         pytest.param(10, "activation_checkpoint=selective model.layers=2", marks=pytest.mark.night),
-        (
+        pytest.param(
             8,
             "training.mixed_precision=bf16 quantization=float8_tensorwise quantization.precomputed_scales=true "
             "optimizer.state_precision=bf16 model.layers=2",
+            marks=pytest.mark.night,
         ),
         pytest.param(
             6,

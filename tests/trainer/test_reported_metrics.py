@@ -52,10 +52,10 @@ def model_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 @pytest.mark.parametrize(
     "layout",
     [
-        "parallelism.dp_shard=2 training.micro_batch_size=2",
-        "parallelism.pp=2",
+        pytest.param("parallelism.dp_shard=2 training.micro_batch_size=2", marks=pytest.mark.night),
+        pytest.param("parallelism.pp=2", marks=pytest.mark.night),
         "parallelism.pp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
-        "parallelism.tp=2 parallelism.sequence_parallel=false",
+        pytest.param("parallelism.tp=2 parallelism.sequence_parallel=false", marks=pytest.mark.night),
         "parallelism.tp=2",
         "tracking.log_every=2",
     ],

@@ -113,10 +113,10 @@ def command(out: Path, source: str, workers: int, options: str) -> subprocess.Co
 @pytest.mark.parametrize(
     ("source", "at", "workers", "victim"),
     [
-        (TEXTS, 0, 1, ""),
-        (TEXTS, 41, 1, ""),
+        pytest.param(TEXTS, 0, 1, "", marks=pytest.mark.night),
+        pytest.param(TEXTS, 41, 1, "", marks=pytest.mark.night),
         (STREAM, 33, 1, ""),
-        (TEXTS, 38, 2, "parent"),
+        pytest.param(TEXTS, 38, 2, "parent", marks=pytest.mark.night),
         (TEXTS, 38, 2, "worker"),
         (STREAM, 38, 2, "interrupted parent"),
     ],

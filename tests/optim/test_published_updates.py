@@ -135,6 +135,15 @@ def test_soap_is_the_published_update(largest: int):
     assert_close(trained(module, config, gradients), expected)
 
 
+def test_gradients_that_are_not_finite_do_not_end_soap():
+    """The trainer reports them, as it does for every optimizer."""
+    module = linears()
+    gradients = gradients_of(module, 5)
+    gradients[0][0][0, 0] = torch.inf
+    found = trained(module, optimizer_config(*SOAP), gradients)
+    assert [bool(weight.isfinite().all()) for weight in found] == [False, True, True]
+
+
 @pytest.mark.parametrize("size", [24, 8])
 def test_bases_do_not_follow_rounding(size: int):
     """Covariances of eight columns have a null space, in which eigensolvers return any basis."""

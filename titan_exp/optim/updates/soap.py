@@ -132,8 +132,10 @@ class Soap(MatrixOptimizer):
             if side in kept:
                 # In fp64: eigenvectors of small eigenvalues would be rounding noise, and be another in every layout.
                 covariance = _covariance(gradient.double(), side)
+                # An eigensolver raises for numbers that are not finite; the trainer reports them.
+                finite = covariance.where(covariance.isfinite(), 0)
                 kept[side].lerp_(covariance.float(), 1 - group["betas"][1])
-                kept[f"{side}_basis"].copy_(initial_basis(covariance, min(gradient.shape[-2:])))
+                kept[f"{side}_basis"].copy_(initial_basis(finite, min(gradient.shape[-2:])))
         return torch.zeros_like(gradient)
 
     def _rotated_adam(

@@ -102,6 +102,7 @@ def by_day(command: str) -> object:
         "sweep halving",
         "sweep width_transfer",
         "retry",
+        "optimizer=soap",
     )
     verb_and_words = command.removeprefix("titan-exp ")
     marks = [pytest.mark.night] if any(part in verb_and_words for part in slow) else []

@@ -77,7 +77,7 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, method, experimen
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather"])
-@pytest.mark.parametrize("experiment", ["documents", "no groups"])
+@pytest.mark.parametrize("experiment", ["documents", pytest.param("no groups", marks=pytest.mark.night)])
 def test_neighbours_exchange_heads_and_groups_of_them_keys(tmp_path: Path, one_device, method, experiment):
     mixed = ["parallelism.cp=4", "parallelism.cp_ulysses=2", f"parallelism.cp_method={method}"]
     found = train(tmp_path, *mixed, *EXPERIMENTS[experiment].split(), "activation_checkpoint=full")

@@ -47,6 +47,7 @@ def test_the_curve_continues(tmp_path, before, after):
     assert_continues(whole, changed)
 
 
+@pytest.mark.night
 def test_in_the_same_layout_it_is_bitwise(tmp_path):
     whole, changed = continued(tmp_path, FSDP4, FSDP4)
     assert changed.loss == whole.loss[5:]

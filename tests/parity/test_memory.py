@@ -24,7 +24,7 @@ CHECKPOINTING = [
 CHUNKED = [
     "training.loss_chunk_tokens=1000",
     f"{FSDP2} training.loss_chunk_tokens=37 training.micro_batch_size=1",
-    f"{HSDP} training.loss_chunk_tokens=16384 activation_checkpoint=selective",
+    pytest.param(f"{HSDP} training.loss_chunk_tokens=16384 activation_checkpoint=selective", marks=pytest.mark.night),
     f"{DDP2} training.loss_chunk_tokens=50 training.micro_batch_size=2 activation_checkpoint=full {AOT}",
 ]
 LOSS = "compile=all compile.components=[loss] compile.backend=aot_eager"

@@ -70,6 +70,7 @@ def test_scales_are_padded_to_128_rows():
     assert with_it[numbers] > without[numbers]
 
 
+@pytest.mark.night
 def test_matmuls_read_bytes_instead_of_halves():
     instructed, emulated, plain = planned("b200", *RECIPE), planned("h100", *RECIPE), planned("b200")
     works = [plan.ranks[0].trace.costs for plan in (instructed, emulated, plain)]

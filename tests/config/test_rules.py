@@ -77,7 +77,32 @@ TILES = [
         (["parallelism.dp_shard=4", "training.global_batch_size=2"], "training.global_batch_size", "=4"),
         (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "", ""),
         (["parallelism.dp_replicate=128", "training.global_batch_size=128"], "", ""),
+        # averages, clipping
+        (["weight_average=tail", "weight_average.steps=700"], "weight_average.steps", "=600"),
+        (["weight_average=ema", "optimizer=schedule_free_adamw"], "weight_average.mode", "weight_average=none"),
+        (["weight_average=tail", "weight_average.steps=600"], "", ""),
+        (
+            ["grad_clip=adagc", "+optimizer.groups.a={match:[vector],max_grad_norm:1}"],
+            "optimizer.groups.a.max_grad_norm",
+            "grad_clip=norm",
+        ),
+        (
+            ["+optimizer.groups.rest={match:[vector],max_grad_norm:1}"],
+            "optimizer.groups.rest.max_grad_norm",
+            "another name",
+        ),
+        (["grad_clip=value", "+optimizer.groups.a={match:[vector],max_grad_norm:1}"], "", ""),
         # precision
+        (["training.accumulation_precision=bf16"], "training.accumulation_precision", "mixed_precision=bf16"),
+        (["training.accumulation_precision=bf16", "training.mixed_precision=bf16"], "", ""),
+        (
+            [
+                *("training.accumulation_precision=bf16", "training.mixed_precision=bf16"),
+                *("model.tied_embeddings=true", "parallelism.pp=2"),
+            ],
+            "training.accumulation_precision",
+            "parallelism.pp=1",
+        ),
         (["training.fp32_modules=[embedding]"], "training.fp32_modules", "mixed_precision=bf16"),
         (
             ["training.fp32_modules=[embed*]", "training.mixed_precision=bf16", "model.tied_embeddings=true"],

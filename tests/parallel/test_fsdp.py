@@ -7,6 +7,7 @@ from tests.parallel.test_meta_init import CPU, layout
 from tests.ranks import run_ranks
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
+from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
@@ -78,6 +79,31 @@ def test_bf16_gradients_are_added_in_fp32():
     """Sums of two numbers of eight bits have more; summed in bf16, all would have eight."""
     for fraction in run_ranks(2, gradients_that_are_bf16):
         assert 0.01 < fraction < 0.8
+
+
+def summed_in_bf16(bf16_sums: bool) -> float:
+    """Fraction that bf16 holds exactly of the sum over three micro-batches of rank 0, to which rank 1 adds nothing."""
+    with joined_process_group(CPU):
+        with torch.device("meta"):
+            model = build_model(TINY, seq_len=16, attention_backend="math")
+        table = init_specs(model)
+        assert table is not None
+        apply_fsdp(model, build_mesh(layout(1, 2), CPU), FSDPOptions(bf16=True, bf16_sums=bf16_sums))
+        materialize_parameters(model, CPU)
+        init_weights(model, table, seed=0)
+        for index in range(3):
+            set_gradient_sync(model, last=index == 2)
+            logits = model(torch.arange(32).view(2, 16) + 5 * index)
+            (logits.float().square().sum() * (dist.get_rank() == 0)).backward()
+        values = torch.cat([parameter.grad.to_local().flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+        values = values[values != 0]
+        assert values.dtype == torch.float32
+        return float((values == values.bfloat16()).double().mean())
+
+
+def test_micro_batches_are_summed_in_the_asked_precision():
+    assert set(run_ranks(2, summed_in_bf16, True)) == {1.0}
+    assert max(run_ranks(2, summed_in_bf16, False)) < 0.8
 
 
 def gathered_ahead(ahead: int) -> list[list[int]]:

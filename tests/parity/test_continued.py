@@ -21,14 +21,16 @@ THREE = ["parallelism.dp_shard=3", "training.global_batch_size=12"]
 """Three ranks, which read 64 virtual shards together."""
 
 
-def continued(tmp_path: Path, before: list[str], after: list[str]) -> tuple[Curve, Curve]:
-    """A whole run in layout `before`, and one that goes over to `after` half way."""
+def continued(
+    tmp_path: Path, before: list[str], after: list[str], mutate: Callable[[], None] | None = None
+) -> tuple[Curve, Curve]:
+    """A whole run in layout `before`, and one that goes over to `after` half way, with a mutation."""
     whole = train(tmp_path / "whole", *SAVING, *before)
     folder = RunFolder(tmp_path / "changed")
     checkpoints = CheckpointFolder(RunFolder(tmp_path / "whole").checkpoints)
     assert checkpoints.complete_steps() == [5, 10]
     shutil.copytree(checkpoints.path_of(5), CheckpointFolder(folder.checkpoints).path_of(5))
-    return whole, train(tmp_path / "changed", *SAVING, *after)
+    return whole, train(tmp_path / "changed", *SAVING, *after, mutate=mutate)
 
 
 def assert_continues(whole: Curve, changed: Curve) -> None:

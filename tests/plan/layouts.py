@@ -79,6 +79,12 @@ LAYOUTS = {
     "tp 2 x fsdp 2, SOAP": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=soap optimizer.precondition_every=1",
     "fsdp 2, another optimizer, for loop": "parallelism.dp_shard=2 optimizer.name=torch.optim.SGD "
     "optimizer.implementation=for_loop +optimizer.options.momentum=0.9",
+    # Averages, clipping, accumulation
+    "fsdp 2 x tp 2, average of weights": "parallelism.dp_shard=2 parallelism.tp=2 weight_average=ema",
+    "fsdp 2, AdaGC": "parallelism.dp_shard=2 grad_clip=adagc",
+    "pp 2, clamped": "parallelism.pp=2 parallelism.pp_microbatches=4 grad_clip=value",
+    "fsdp 2, bf16 sums": "parallelism.dp_shard=2 training.mixed_precision=bf16 training.micro_batch_size=1 "
+    "training.accumulation_precision=bf16",
     # Recipes
     "fsdp 2, float8 tensorwise": "parallelism.dp_shard=2 quantization=float8_tensorwise",
     "tp 2 x fsdp 2, float8 rowwise, bf16": "parallelism.tp=2 parallelism.dp_shard=2 quantization=float8_rowwise "
@@ -249,9 +255,15 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)
 
         def step() -> None:
-            lr, clip = trainer.schedule(1), experiment.training.max_grad_norm
             train_step(
-                trainer.model, trainer.optimizer, batches, tokens=tokens, lr=lr, max_grad_norm=clip, mesh=trainer.mesh
+                trainer.model,
+                trainer.optimizer,
+                batches,
+                tokens=tokens,
+                lr=trainer.schedule(1),
+                max_grad_norm=experiment.training.max_grad_norm,
+                mesh=trainer.mesh,
+                clipper=trainer.clipper,
             )
 
         # The parts are handed on, not put together again.

@@ -28,6 +28,10 @@ MANY = {
     "interleaved x tp x cp, selective": CUDA
     + "model.layers=14 parallelism.pp=2 parallelism.tp=2 parallelism.cp=2 parallelism.pp_schedule=Interleaved1F1B "
     "parallelism.pp_microbatches=8 activation_checkpoint=selective training.loss_chunk_tokens=37",
+    "averaged weights, bf16 sums": ACCUMULATED + BF16 + "model.layers=6 parallelism.dp_shard=2 weight_average=ema "
+    "training.accumulation_precision=bf16",
+    "pipeline, averaged weights, bf16 sums": BF16 + "model.layers=8 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.pp_microbatches=4 weight_average=ema training.accumulation_precision=bf16",
     "SGD with momentum": ACCUMULATED + BF16 + "optimizer=sgd model.layers=6 parallelism.dp_shard=2",
     "tied, document mask, embedding alone in a stage, in passes": BF16
     + "model.layers=8 model.tied_embeddings=true parallelism.pp=2 parallelism.pp_layers=[0,8] data.document_mask=true "

@@ -28,9 +28,11 @@ from titan_exp.checkpoint.state_dict import (
     OPTIMIZER_PREFIX,
     PROGRESS_KEY,
     WEIGHTS_ONLY_KEY,
+    average_state_dict,
     decode_json,
     encode_json,
     init_optimizer_state,
+    is_optional,
     model_state_dict,
     optimizer_state_dict,
     sync_tied_state,
@@ -149,7 +151,8 @@ class Checkpointer:
                 step,
             )
         if weights_only:
-            state = {**model_state_dict(parts), PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
+            weights = {**model_state_dict(parts), **average_state_dict(parts, optimizer)}
+            state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
             state = training_state_dict(parts, optimizer, data, progress)
         writer = PublishingWriter(self.folder, step)
@@ -413,7 +416,8 @@ def load_state(path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Op
         # Before its first step an optimizer has no state, and none is saved.
         if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
             init_optimizer_state(parts, optimizer)
-            load_into(path, optimizer_state_dict(parts, optimizer))
+            state = optimizer_state_dict(parts, optimizer).items()
+            load_into(path, {key: value for key, value in state if key in shapes or not is_optional(key)})
         entries = _read_json_entries(path, shapes, DATA_PREFIX)
         data = {key.removeprefix(DATA_PREFIX): state for key, state in entries.items()}
     sync_tied_state(parts, optimizer)

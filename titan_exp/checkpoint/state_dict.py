@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
+from titan_exp.optim.clipping.adagc import AVERAGE_NORM
+from titan_exp.optim.weight_average import AVERAGE
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
 WEIGHTS_ONLY_KEY = "weights_only"
@@ -44,6 +46,26 @@ def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state tensors by full parameter name, not copied."""
     return _first_by_name(_optimizer_tensors(parts, optimizer))
+
+
+def average_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Averaged weights among the optimizer's state, with the same keys, not copied."""
+    return {key: value for key, value in optimizer_state_dict(parts, optimizer).items() if is_average(key)}
+
+
+def average_key(name: str) -> str:
+    """Key of a parameter's averaged weights."""
+    return f"{OPTIMIZER_PREFIX}{name}.{AVERAGE}"
+
+
+def is_average(key: str) -> bool:
+    """True for the key of averaged weights."""
+    return key.endswith(f".{AVERAGE}")
+
+
+def is_optional(key: str) -> bool:
+    """True for optimizer state that a continued run may begin without: of an average, of clipping."""
+    return key.endswith((f".{AVERAGE}", f".{AVERAGE_NORM}"))
 
 
 @torch.no_grad()
@@ -103,9 +125,11 @@ def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
-        for name, parameter in part.named_parameters():
+        own = dict(part.named_parameters())
+        # A plain model's weights have an entry for each name of a tied parameter, so their average has one as well.
+        for name, parameter in part.named_parameters(remove_duplicate=False):
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and (name in own or key == AVERAGE):
                     yield f"{OPTIMIZER_PREFIX}{name}.{key}", value
 
 

@@ -48,11 +48,12 @@ def run(argv: Sequence[str]) -> int:
             raise UserError(f"{target} exists. Use another target, or remove it first.")
         path = local_copy(run_path(options.source), step=options.step)
         return_freed_memory(2**20)
-        source = open_checkpoint(path, options.step, trust=options.trust)
+        source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
         if source.format == "huggingface":
             _require_family(options, source.path)
         form = _format(options, source)
-        print(f"{source.path}: {source.model.name} ({source.format})")
+        averaged = ", averaged weights" if source.averaged else ""
+        print(f"{source.path}: {source.model.name} ({source.format}{averaged})")
         if source.format == "huggingface":
             print("\n".join(repository_lines(config_json(source.path), source.model.name, source.model)))
         with byte_progress(f"writing {form}") as progress:

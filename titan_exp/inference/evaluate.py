@@ -54,13 +54,14 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 USAGE = f"""\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
                    [training.micro_batch_size=N] [{ROPE}.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
-                   [paths.runs=FOLDER] [--experts] [--positions] [--json] [--trust]
+                   [paths.runs=FOLDER] [--averaged] [--experts] [--positions] [--json] [--trust]
   for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
 
   Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
   process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
   need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
+  --averaged evaluates the averaged weights of a run with weight_average.
   --experts also prints what each expert specialises in: which classes of tokens are routed to it. --positions also
   prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or
   data source of a run that another user launched."""
@@ -97,7 +98,7 @@ def evaluate_command(
     if len(paths) != 1:
         raise UserError(USAGE)
     path = local_copy(run_path(paths[0], runs[-1] if runs else None), step=options.step)
-    source = open_checkpoint(path, options.step, trust=options.trust)
+    source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
     observed = Observed(options.experts, options.positions)
@@ -109,7 +110,7 @@ def evaluate_command(
     else:
         assert run_on_ranks is not None, "given by the command line"
         request = {"path": str(source.path), "all_documents": all_documents, "trust": options.trust}
-        request["observed"] = dataclasses.asdict(observed)
+        request |= {"observed": dataclasses.asdict(observed), "averaged": options.averaged}
         evaluation = Evaluation.from_json(run_on_ranks(f"{__name__}.rank_main", experiment, request))
     found = evaluation.result
     numbers: dict[str, Any] = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
@@ -231,7 +232,7 @@ def rank_main(run_folder: str) -> None:
     """Entry point of one rank."""
 
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
-        source = open_checkpoint(Path(request["path"]), trust=request["trust"])
+        source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
         mesh = _mesh(experiment, device)
         found = evaluate_source(source, experiment, mesh, request["all_documents"], Observed(**request["observed"]))
         return dataclasses.asdict(found)

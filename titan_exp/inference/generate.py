@@ -55,7 +55,7 @@ def generate_command(
     prompts = _prompts(options, arguments)
     runs = Path(options.runs)
     path = local_copy(run_path(options.run, runs), step=options.step) if options.run else _latest_run(runs)
-    source = open_checkpoint(path, options.step, trust=options.trust)
+    source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
     if options.tp == 1:
         texts = generate(source, options, prompts, window=training_length(path, source))
     else:
@@ -118,7 +118,7 @@ def rank_main(run_folder: str) -> None:
 
     def complete(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
         path, options = Path(request["path"]), GenerateOptions(**request["options"])
-        source = open_checkpoint(path, options.step, trust=options.trust)
+        source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
         mesh = build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model))
         return generate(source, options, request["prompts"], window=training_length(path, source), mesh=mesh)
 

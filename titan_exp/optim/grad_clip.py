@@ -5,7 +5,7 @@ mixture of meshes; a replicated tensor counts once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -46,6 +46,38 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     return total.sqrt()
+
+
+@torch.no_grad()
+def parameter_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each parameter's whole gradient, fp32 [parameters], equal on its ranks; 0 without a gradient."""
+    gradients = [parameter.grad for parameter in parameters]
+    norms = iter(_norms([local_tensor(gradient) for gradient in gradients if gradient is not None]))
+    squares = [
+        local_tensor(parameter.detach()).new_zeros((), dtype=torch.float32)
+        if parameter.grad is None
+        else next(norms).square()
+        for parameter in parameters
+    ]
+    return sum_over_shards(squares, parameters).sqrt()
+
+
+def sum_over_shards(numbers: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """Sum of a number per shard over each parameter's shards, [parameters]; a message per mesh and placement."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, parameter in enumerate(parameters):
+        is_sharded = isinstance(parameter, DTensor)
+        groups[(parameter.device_mesh, parameter.placements) if is_sharded else None].append(index)
+    sums = list(numbers)
+    for indices in groups.values():
+        sample, found = parameters[indices[0]], torch.stack([numbers[index] for index in indices])
+        if isinstance(sample, DTensor):
+            for axis, placement in enumerate(sample.placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(found, group=sample.device_mesh.get_group(axis))
+        for index, total in zip(indices, found.unbind(), strict=True):
+            sums[index] = total
+    return torch.stack(sums)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -33,6 +33,11 @@ class Config(OptimizerConfig):
         return 2
 
     @property
+    def averages_weights(self) -> bool:
+        """True: evaluations and checkpoints have the averaged weights x."""
+        return True
+
+    @property
     def is_homogeneous(self) -> bool:
         """False: weights move before the first forward pass, which the traced optimizer step does not have."""
         return False

@@ -51,6 +51,7 @@ def parallelize(
         apply_activation_checkpointing(model, checkpointing, random=random)
     sharding = FSDPOptions(
         bf16=training.mixed_precision == "bf16",
+        bf16_sums=training.accumulation_precision == "bf16",
         reshard_after_forward=layout.reshard_policy,
         cpu_offload=parallelism.cpu_offload,
         prefetch_blocks=parallelism.prefetch_blocks,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.config.groups.parallelism import ParallelismConfig
@@ -71,6 +72,24 @@ def frozen_parameters_are_possible(
             yield Violation(field, True, reason, f"{remedy}; or lr_scale: 0, which keeps the gradients")
 
 
+def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfig) -> Iterator[Violation]:
+    """Groups with a limit of their norm have gradients, and no limits from AdaGC; none takes the name of the others."""
+    for name, group in optimizer.groups.items():
+        if group.max_grad_norm is None:
+            continue
+        field = f"optimizer.groups.{name}.max_grad_norm"
+        if group.frozen:
+            reason = "the group is frozen, so that it has no gradients"
+            yield Violation(field, group.max_grad_norm, reason, "leave it out")
+        if grad_clip.mode == "adagc":
+            reason = "grad_clip=adagc has a limit for every parameter"
+            yield Violation(field, group.max_grad_norm, reason, "leave it out, or grad_clip=norm")
+        if name == "rest":
+            reason = "clip/norm/rest is the norm of the parameters outside such groups"
+            yield Violation(field, group.max_grad_norm, reason, "another name")
+
+
 RULES = rules(
-    roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect, frozen_parameters_are_possible
+    *(roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect),
+    *(frozen_parameters_are_possible, group_norms_are_limited),
 )

@@ -90,6 +90,20 @@ RULES = rules(
         "at most training.stop_after={training.steps}, or null",
     ),
     Refuse(
+        "weight_average.steps",
+        lambda weight_average, training: (
+            weight_average.mode == "tail" and training.last_step and weight_average.steps > training.last_step
+        ),
+        "the run ends at step {training.last_step}",
+        "at most weight_average.steps={training.last_step}",
+    ),
+    Refuse(
+        "weight_average.mode",
+        lambda weight_average, optimizer: weight_average.enabled and optimizer.averages_weights,
+        "the weights of optimizer.name={optimizer.name} are an average already",
+        "weight_average=none, or another optimizer",
+    ),
+    Refuse(
         "profiling.memory_step",
         lambda profiling, training: (profiling.memory_step or 0) > training.last_step,
         "the run ends at step {training.last_step}",
@@ -111,6 +125,26 @@ RULES = rules(
         lambda training: training.fp32_modules and training.mixed_precision == "fp32",
         "everything computes in fp32 already",
         "training.mixed_precision=bf16, or leave it out",
+    ),
+    Refuse(
+        "training.accumulation_precision",
+        lambda training: training.accumulation_precision == "bf16" and training.mixed_precision == "fp32",
+        "gradients are computed in fp32",
+        "training.mixed_precision=bf16, or training.accumulation_precision=fp32",
+    ),
+    Refuse(
+        "training.accumulation_precision",
+        lambda training, compile: training.accumulation_precision == "bf16" and compile.cuda_graphs,
+        "a captured pass sums gradients at fixed addresses, in fp32",
+        "compile.cuda_graphs=false, or training.accumulation_precision=fp32",
+    ),
+    Refuse(
+        "training.accumulation_precision",
+        lambda training, parallelism, spec: (
+            training.accumulation_precision == "bf16" and parallelism.pp > 1 and spec.tied
+        ),
+        "the tied embedding and head are in two stages of the pipeline, whose gradients are summed in fp32",
+        "model.tied_embeddings=false, parallelism.pp=1, or training.accumulation_precision=fp32",
     ),
     tied_embedding_has_the_heads_precision,
     compiled_blocks_have_one_precision,

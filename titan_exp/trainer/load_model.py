@@ -111,4 +111,5 @@ def describe(path: Path, source: OpenCheckpoint) -> str:
         return str(source.path)
     run = path if path != source.path else path.parent.parent
     parents = "".join(f", continued from {ancestor.lineage}" for ancestor in ancestors(run))
-    return f"{source.model.name} after step {step} of {run}{parents}"
+    averaged = ", averaged weights" if source.averaged else ""
+    return f"{source.model.name}{averaged} after step {step} of {run}{parents}"

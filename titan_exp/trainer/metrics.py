@@ -106,6 +106,7 @@ class Report:
                 "tokens": tokens,
                 "loss": loss,
                 "grad_norm": float(result.grad_norm),
+                **{name: float(value) for name, value in result.clipping.items()},
                 "lr": lr,
                 **self.throughput.read(),
                 **memory,

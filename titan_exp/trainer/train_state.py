@@ -13,11 +13,14 @@ from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
 from titan_exp.optim.gradient_point import HasGradientPoint
+from titan_exp.optim.parameter_groups import named_parameters
+from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
-from titan_exp.parallel.fsdp.apply import uses_fsdp
+from titan_exp.parallel.fsdp.apply import free_gathered, uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
@@ -45,6 +48,10 @@ class TrainState:
     """Optimizer of this rank's parameters."""
     quantize_weights: Callable[[], None]
     """Recomputes what a recipe keeps of the weights. Optimizer steps call it; so must whoever loads weights."""
+    clipper: GradientClipper | None = None
+    """Clipping other than by the global norm alone."""
+    average: WeightAverage | None = None
+    """Average of the weights, which the optimizer's steps update."""
 
 
 def assemble(
@@ -86,7 +93,30 @@ def assemble(
         optimizer.register_step_post_hook(lambda *_: quantize_weights())
     if isinstance(optimizer, HasGradientPoint):
         optimizer.after_move = lambda: (weights.refresh(), quantize_weights())
-    return TrainState(mesh, built, model, optimizer, quantize_weights)
+    with fake_mode or nullcontext():
+        clipper = _clipper(optimizer, model, mesh, experiment)
+    average = None
+    if experiment.weight_average.enabled:
+        average = WeightAverage(optimizer, experiment.weight_average, last_step=experiment.training.last_step)
+        average.after_move = lambda: (free_gathered(parts), weights.refresh(), quantize_weights())
+    return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average)
+
+
+def _clipper(
+    optimizer: torch.optim.Optimizer, model: Model, mesh: Mesh, experiment: Experiment
+) -> GradientClipper | None:
+    groups = experiment.optimizer.groups.values()
+    if experiment.grad_clip.mode == "norm" and all(group.max_grad_norm is None for group in groups):
+        return None
+    return GradientClipper(
+        optimizer,
+        named_parameters(model.parts),
+        model.unique_parameters(),
+        experiment.grad_clip,
+        experiment.optimizer,
+        max_norm=experiment.training.max_grad_norm,
+        pp_group=mesh.pp_group,
+    )
 
 
 def _log_update(config: OptimizerConfig, optimizer: torch.optim.Optimizer, weights: ComputeWeights) -> None:
@@ -109,7 +139,8 @@ def _compute_weights(
         torch.bfloat16,
         fp32_modules=training.fp32_modules,
         # Copies of tied weights on two stages are summed in fp32 too.
-        accumulate=layout.gradient_accumulation > 1 or parallelism.pp > 1,
+        accumulate=training.accumulation_precision == "fp32"
+        and (layout.gradient_accumulation > 1 or parallelism.pp > 1),
         fixed=experiment.compile.cuda_graphs,
         unread=_float8_modules(parts, experiment),
     )

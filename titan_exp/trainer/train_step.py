@@ -1,13 +1,14 @@
 """One optimizer step: the recipe of the algorithm."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.data.batch import Batch
+from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights, cast_gradients
 from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
 from titan_exp.optim.gradient_point import HasGradientPoint
@@ -29,6 +30,8 @@ class StepResult:
     """Global gradient norm before clipping."""
     tokens: int
     """Predicted tokens of the global batch."""
+    clipping: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics of a `GradientClipper`, the same on every rank."""
 
 
 def train_step(
@@ -40,10 +43,12 @@ def train_step(
     lr: float,
     max_grad_norm: float | None,
     mesh: Mesh,
+    clipper: GradientClipper | None = None,
 ) -> StepResult:
     """Train on one global batch, of which `batches` are this rank's CPU micro-batches.
 
-    `tokens` are its predicted tokens, then those of each further prediction.
+    `tokens` are its predicted tokens, then those of each further prediction. A `clipper` takes the place of clipping to
+    `max_grad_norm`.
     """
     if isinstance(optimizer, HasGradientPoint):
         optimizer.to_gradient_point()
@@ -52,10 +57,13 @@ def train_step(
     step_observer().gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, mesh)
     updates_compute_weights = isinstance(optimizer, UpdatesComputeWeights)
-    if not updates_compute_weights:
+    if not updates_compute_weights or clipper is not None:
         cast_gradients(model.parameters())
     grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
-    if max_grad_norm is not None:
+    clipping: Mapping[str, Tensor] = {}
+    if clipper is not None:
+        clipping = clipper.clip(grad_norm)
+    elif max_grad_norm is not None:
         clip_gradients(optimizer, model.parameters(), grad_norm, max_grad_norm)
 
     set_lr(optimizer, lr)
@@ -65,7 +73,7 @@ def train_step(
     optimizer.zero_grad()
     if model.load is not None:
         model.load.update()
-    return StepResult(metrics, grad_norm, tokens[0])
+    return StepResult(metrics, grad_norm, tokens[0], clipping)
 
 
 def sync_step_flags(

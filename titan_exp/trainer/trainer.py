@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,6 +25,7 @@ from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.optim.lr_schedule import LRSchedule
+from titan_exp.optim.weight_average import AVERAGE
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.lineage import Lineage
@@ -42,7 +44,7 @@ from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
 from titan_exp.trainer.train_state import assemble
 from titan_exp.trainer.train_step import StepResult, sync_step_flags, train_step
-from titan_exp.trainer.validate import evaluate_sources
+from titan_exp.trainer.validate import averaged_row, evaluate_sources
 
 
 class Diverged(RuntimeError):
@@ -65,6 +67,7 @@ class Trainer:
         self.mesh, self.built, self.optimizer = state.mesh, state.built, state.optimizer
         self.model: Model = state.model
         self.quantize_weights = state.quantize_weights
+        self.clipper, self.average = state.clipper, state.average
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shard: dict[str, Any] = {
             "dp_rank": self.mesh.dp_rank,
@@ -174,6 +177,10 @@ class Trainer:
             batches = [next(self.loader) for _ in range(self.accumulation)]
         stop, save = self.folder.stop_requested(), self.checkpointer.interval_elapsed()
         tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
+        if self.clipper is not None:
+            self.clipper.step = step
+        if self.average is not None:
+            self.average.begin_step(step)
         with times.computing():
             result = train_step(
                 self.model,
@@ -183,6 +190,7 @@ class Trainer:
                 lr=self.schedule(step),
                 max_grad_norm=experiment.training.max_grad_norm,
                 mesh=self.mesh,
+                clipper=self.clipper,
             )
         self.step, self.tokens = step, self.tokens + result.tokens
         times.end()
@@ -201,6 +209,9 @@ class Trainer:
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
+                if self.average is not None and self.average.steps:
+                    with self.average.in_use():
+                        numbers |= averaged_row(evaluate_sources(self.model, self.validation.sources, self.mesh))
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
             numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
@@ -223,9 +234,13 @@ class Trainer:
                 self.model.parts,
                 self.optimizer,
                 self.loader.state_dict(),
-                {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment)},
+                {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment), **self._averaging},
                 weights_only=self._is_over and self.experiment.checkpoint.last == "weights",
             )
+
+    @property
+    def _averaging(self) -> dict[str, Any]:
+        return {} if self.average is None else {AVERAGE: self.average.progress()}
 
     @property
     def _is_over(self) -> bool:
@@ -234,6 +249,7 @@ class Trainer:
     def _load(self, step: int) -> None:
         restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
+        self._restore_average(restored.progress)
         if not restored.progress.get(WEIGHTS_ONLY_KEY):
             self.loader.load_state_dict(restored.data)
         elif not self._is_over:
@@ -256,6 +272,7 @@ class Trainer:
             lineage=Lineage.read(self.folder.path),
         )
         self.step, self.tokens = lineage.step, lineage.tokens
+        self._restore_average(restored.progress)
         if self._is_over:
             raise UserError(
                 f"checkpoint.continue_from={self.experiment.checkpoint.continue_from}: its checkpoint is of step "
@@ -268,6 +285,10 @@ class Trainer:
             lineage.write(self.folder.path)
             log_lineage(self.folder)
         self._log_changes(restored.progress.get("config"))
+
+    def _restore_average(self, progress: Mapping[str, Any]) -> None:
+        if self.average is not None:
+            self.average.restore(progress.get(AVERAGE), self.step)
 
     def _log_changes(self, saved: Any) -> None:
         changed = differences(saved, to_dict(self.experiment))

@@ -51,6 +51,11 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh:
     }
 
 
+def averaged_row(row: Mapping[str, float | int]) -> dict[str, float | int]:
+    """Losses of an evaluation of the averaged weights, under names of their own."""
+    return {f"averaged/{name}": value for name, value in row.items() if name.startswith("validation_loss")}
+
+
 @torch.no_grad()
 def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationResult:
     """Run the model over this data rank's share of a split, of which every rank has as many batches."""

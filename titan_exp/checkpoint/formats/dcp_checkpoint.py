@@ -21,19 +21,27 @@ from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, unreadabl
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
 from titan_exp.checkpoint.formats.tensor_reader import window_extent
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX, average_key, is_average
 
 CHUNK_BYTES = 2**28
 """Bytes of a chunk of a larger tensor, at least one row or expert: who reads it holds one at a time."""
 
 
 class DCPTensorReader:
-    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards."""
+    """Reader of a training checkpoint's model tensors by full name. A slice reads its rows of overlapping shards.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    With `averaged`, trained parameters are their averages; buffers and frozen parameters have none.
+    """
+
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
+        self._path, self._averaged = path, averaged
         self._metadata = SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
+
+    @property
+    def has_averages(self) -> bool:
+        """True if the checkpoint holds averaged weights."""
+        return any(map(is_average, self._metadata.state_dict_metadata))
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
@@ -49,7 +57,7 @@ class DCPTensorReader:
                 # Without collectives: other ranks read other slices.
                 try:
                     dcp.load(
-                        {f"{MODEL_PREFIX}{name}": tensor},
+                        {self._key(name): tensor},
                         storage_reader=reader,
                         planner=_SlicePlanner(tensor, starts),
                         no_dist=True,
@@ -60,12 +68,15 @@ class DCPTensorReader:
 
     @cached_property
     def _entries(self) -> dict[str, TensorStorageMetadata]:
-        entries = self._metadata.state_dict_metadata.items()
-        return {
-            key.removeprefix(MODEL_PREFIX): entry
-            for key, entry in entries
-            if key.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
-        }
+        entries = self._metadata.state_dict_metadata
+        names = [key.removeprefix(MODEL_PREFIX) for key in entries if key.startswith(MODEL_PREFIX)]
+        found = {name: entries[self._key(name)] for name in names}
+        return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def _key(self, name: str) -> str:
+        average = average_key(name)
+        has_average = self._averaged and average in self._metadata.state_dict_metadata
+        return average if has_average else f"{MODEL_PREFIX}{name}"
 
 
 def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:

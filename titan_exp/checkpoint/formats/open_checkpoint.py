@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,29 @@ class OpenCheckpoint:
     """`bytes`, or the path of a tokenizer.json or a folder with tokenizer files; None without one."""
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     """`bos_token_id` and `eos_token_id`, if known."""
+    averaged: bool = False
+    """True if the weights are a run's averages (`weight_average`)."""
 
 
-def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False) -> OpenCheckpoint:
+def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False, averaged: bool = False) -> OpenCheckpoint:
     """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest).
 
-    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged; Untrusted if the model
-    is code that a run of another user names, without `trust`.
+    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged, or has no `averaged`
+    weights; Untrusted if the model is code that a run of another user names, without `trust`.
     """
+    source = _open(path, step, trust)
+    if not averaged:
+        return source
+    averages = DCPTensorReader(source.path, averaged=True) if source.format == "dcp" else None
+    if averages is None or not averages.has_averages:
+        raise UserError(
+            f"--averaged: {source.path} has no averaged weights. Runs with weight_average=ema have them in every "
+            "checkpoint, runs with weight_average=tail in those of the last weight_average.steps steps."
+        )
+    return replace(source, parameters=averages, averaged=True)
+
+
+def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
     if path.is_file():

@@ -31,6 +31,8 @@ class GenerateOptions:
     one of these; empty is the run under `runs` that was last saved."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
+    averaged: bool = False
+    """Read the averaged weights of a run with `weight_average`."""
     runs: str = "runs"
     """Folder of all run folders, searched if `run` is omitted."""
     prompt: str = ""
@@ -74,6 +76,8 @@ class ConvertOptions:
     """Type of the written weights; `keep` changes no bit."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
+    averaged: bool = False
+    """Read the averaged weights of a run with `weight_average`."""
     file_gb: PositiveFloat = 5.0
     """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
     model: Literal["auto", "huggingface"] = "auto"
@@ -122,6 +126,8 @@ class EvaluateOptions:
 
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
+    averaged: bool = False
+    """Read the averaged weights of a run with `weight_average`."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
     experts: bool = False

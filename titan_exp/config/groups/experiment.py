@@ -6,6 +6,7 @@ from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointCo
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
@@ -15,6 +16,7 @@ from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.groups.weight_average import WeightAverageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,10 @@ class Experiment:
     """Initial weights and hyperparameters by the model's shape; runs of older versions have none."""
     lr_schedule: LRScheduleConfig
     """Learning rate over steps."""
+    grad_clip: GradClipConfig = field(default_factory=GradClipConfig)
+    """Gradient clipping; runs of older versions have the default."""
+    weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
+    """Average of the weights over steps; runs of older versions have none."""
     quantization: QuantizationConfig
     """Low-precision matmuls."""
     activation_checkpoint: ActivationCheckpointConfig

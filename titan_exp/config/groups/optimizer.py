@@ -32,6 +32,9 @@ class ParameterGroup:
     """Weight decay; null is the role's."""
     betas: Betas | None = None
     """AdamW's decay rates of the moments; null is the optimizer's."""
+    max_grad_norm: PositiveFloat | None = None
+    """Norm of the group's gradients above which they are scaled down to it; `training.max_grad_norm` then limits the
+    norm of the others. null is one norm with all others."""
     frozen: bool = False
     """Leave the parameters as they are, without gradient and optimizer state."""
 
@@ -86,6 +89,11 @@ class OptimizerConfig:
     def max_state(self) -> float | None:
         """Upper bound of the numbers of optimizer state per parameter; None if it is unknown."""
         return None
+
+    @property
+    def averages_weights(self) -> bool:
+        """True if the weights of a run are an average already, so that `weight_average` has nothing to add."""
+        return False
 
     @property
     def sends_messages(self) -> bool:

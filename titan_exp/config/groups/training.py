@@ -51,6 +51,9 @@ class TrainingConfig:
     `titan_exp.trainer.objective.language_modeling.LanguageModeling` or with the same methods."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for an objective of your own."""
+    accumulation_precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the sum of a rank's gradients over micro-batches, before ranks reduce it in fp32: `bf16` takes half
+    the memory, and loses what is below 2^-9 of the sum."""
     stop_after: PositiveInt | None = None
     """Step after which the run ends and is done, with the learning rates of a run of `steps`; null trains all steps. A
     run with `checkpoint.continue_from` trains the rest."""

@@ -47,6 +47,12 @@ _MODE = "activation_checkpoint.mode"
 
 COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
     "quantization": ("quantization.recipe", ("none",)),
+    "grad_clip.max_value": ("grad_clip.mode", ("norm", "adagc")),
+    "grad_clip.relative": ("grad_clip.mode", ("norm", "value")),
+    "grad_clip.decay": ("grad_clip.mode", ("norm", "value")),
+    "grad_clip.warmup_steps": ("grad_clip.mode", ("norm", "value")),
+    "weight_average.decay": ("weight_average.mode", ("none", "tail")),
+    "weight_average.steps": ("weight_average.mode", ("none", "ema")),
     "checkpoint.initial_exclude": ("checkpoint.initial", (None,)),
     "checkpoint.continue_step": ("checkpoint.continue_from", (None,)),
     "checkpoint.continue_data": ("checkpoint.continue_from", (None,)),

@@ -5,7 +5,7 @@ is HSDP with unsharded parameters.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from titan_exp.models.blocks.mtp import MTPModule
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.fp32_modules import matching_modules
-from titan_exp.parallel.fsdp.gradient_sync import move_forward_hooks, sum_gradients
+from titan_exp.parallel.fsdp.gradient_sync import accumulate_in_compute_dtype, move_forward_hooks, sum_gradients
 from titan_exp.parallel.fsdp.model_ends import shard_ends
 from titan_exp.parallel.mesh import Mesh
 
@@ -34,6 +34,8 @@ class FSDPOptions:
     """Compute in bf16 with fp32 parameters and fp32 gradient reduction."""
     reshard_after_forward: Literal["always", "never", "all_but_last"] = "all_but_last"
     """Blocks that free their all-gathered parameters after forward."""
+    bf16_sums: bool = False
+    """Sum gradients of micro-batches in bf16 under `bf16`, and reduce the sum in fp32."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
     prefetch_blocks: int = 1
@@ -62,11 +64,20 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
         _free_after_inference(model, [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)])
     _prefetch(blocks, options.prefetch_blocks)
     sum_gradients(model)
+    if options.bf16_sums:
+        accumulate_in_compute_dtype(model)
 
 
 def uses_fsdp(mesh: Mesh, *, cpu_offload: bool) -> bool:
     """True if there are several data ranks, or parameters lie in CPU memory; else `ComputeWeights` does the rest."""
     return max(mesh.fsdp_mesh.size(), mesh.expert_fsdp_mesh.size()) > 1 or cpu_offload
+
+
+def free_gathered(parts: Iterable[nn.Module]) -> None:
+    """Free gathered parameters of all units, so that the next pass gathers their current values."""
+    for part in parts:
+        for unit in _groups(part):
+            unit.reshard()
 
 
 class _Units:

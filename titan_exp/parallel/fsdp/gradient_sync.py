@@ -32,6 +32,17 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def accumulate_in_compute_dtype(model: nn.Module) -> None:
+    """Let autograd sum unreduced gradients in the dtype in which they are computed, without a cast."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(fsdp_state(module)):
+                if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+                    group._set_unsharded_grad_dtypes = lambda **_: None
+                for parameter in group.fsdp_params:
+                    parameter.to_accumulated_grad_if_needed = lambda: None
+
+
 def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
     """Reduce gradients in the next backward pass only if it is the last of the optimizer step."""
     if isinstance(model, FSDPModule):

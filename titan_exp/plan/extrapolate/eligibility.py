@@ -35,6 +35,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         "quantization.filter, quantization.high_precision_* or training.fp32_modules": distinct > MAX_DISTINCT_LAYERS
         or period > MAX_PERIOD,
         "optimizer.groups may treat layers differently": bool(experiment.optimizer.groups),
+        f"grad_clip.mode={experiment.grad_clip.mode}": experiment.grad_clip.mode != "norm",
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
     if distinct or period > 1 or parallelism.prefetch_blocks > 1:

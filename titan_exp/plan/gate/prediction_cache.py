@@ -28,13 +28,15 @@ IRRELEVANT_KEYS = {
     "model": ("name", "init_std", "norm_eps"),
     "training": ("steps", "stop_after", "evaluate_every", "gc_every", "deterministic", "stop_on_nonfinite"),
     "optimizer": ("lr", "betas", "eps"),
+    "grad_clip": ("max_value", "relative", "decay", "warmup_steps"),
+    "weight_average": ("decay", "steps"),
 }
 """Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys compared only as set or unset."""
 RELEVANT_GROUPS = (
     *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
-    *("activation_checkpoint", "compile"),
+    *("grad_clip", "weight_average", "activation_checkpoint", "compile"),
 )
 
 

@@ -90,6 +90,7 @@ class FakeRank:
             lr=self.experiment.optimizer.lr,
             max_grad_norm=self.experiment.training.max_grad_norm,
             mesh=self.state.mesh,
+            clipper=self.state.clipper,
         )
 
 

@@ -14,11 +14,14 @@ Row = Mapping[str, Value]
 | `step`, `tokens`, `attempt` | optimizer steps and tokens of the whole job so far; number of the attempt |
 | `loss` | mean over the tokens of the step's global batch, in nats per token |
 | `grad_norm`, `lr` | global gradient norm before clipping; learning rate of the step |
+| `clip/share`, `clip/factor` | share of numbers clamped or of parameters scaled; smallest factor (`grad_clip`) |
+| `clip/norm/NAME` | norm of the group's gradients, before its `max_grad_norm` |
 | `tokens_per_second`, `tokens_per_second_per_device` | throughput since the previous row, without evaluation, saves |
 | `tflops`, `mfu` | model TFLOP/s per device; its fraction of the dense bf16 peak, from 0 to 1 |
 | `memory`, `memory_reserved` | peak GiB of a rank in this attempt: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
 | `validation_loss/NAME` | per source of a mixture, when evaluated |
+| `averaged/validation_loss`, `averaged/validation_loss/NAME` | the same with the averaged weights (`weight_average`) |
 | `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
 | `experts/load_max` | tokens of the busiest expert over the mean, of the worst layer |
 | `experts/entropy` | entropy of the load, mean over layers; 1 is balanced |
@@ -29,8 +32,8 @@ Row = Mapping[str, Value]
 | `epoch`, `epoch/NAME` | passes over the training documents so far; per source of a mixture |
 """
 
-REPORTED = ("objective/", "model/", "optimizer/")
-"""Prefixes of metrics reported by the objective, the model or the optimizer."""
+REPORTED = ("objective/", "model/", "optimizer/", "averaged/")
+"""Prefixes of metrics reported by the objective, the model or the optimizer, and of those of averaged weights."""
 
 
 class Sink(Protocol):

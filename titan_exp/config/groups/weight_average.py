@@ -1,0 +1,25 @@
+"""Group `weight_average`: an average of the weights over steps, beside the weights."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_exp.config.groups.types import PositiveInt, Share
+
+
+@dataclass(frozen=True)
+class WeightAverageConfig:
+    """Average of the weights after each step, with an evaluation of its own. It changes no training step."""
+
+    mode: Literal["none", "ema", "tail"] = "none"
+    """`ema` is an exponential moving average without bias towards the initial weights, `tail` the mean over the last
+    `steps` steps. Evaluations log `averaged/validation_loss`; `convert`, `evaluate` and `generate` take the average of
+    a checkpoint with `--averaged`. It takes 4 bytes per parameter, sharded like the weights."""
+    decay: Share = 0.999
+    """Mode `ema`: factor of the average at every step."""
+    steps: PositiveInt = 100
+    """Mode `tail`: number of last steps that are averaged."""
+
+    @property
+    def enabled(self) -> bool:
+        """True if there is an average."""
+        return self.mode != "none"

@@ -1,0 +1,1 @@
+"""Gradient clipping other than by the global norm alone."""

@@ -1,0 +1,110 @@
+"""Gradient clipping by value, by the norms of parameter groups, or by AdaGC: one device's in every layout."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_exp.config.groups.grad_clip import GradClipConfig
+from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.clipping.adagc import AdaGC
+from titan_exp.optim.grad_clip import clip_factor, parameter_norms, sum_over_shards
+from titan_exp.optim.parameter_groups import NamedParameter
+
+REST = "rest"
+"""Name of the parameters whose group has no `max_grad_norm`."""
+
+
+class GradientClipper:
+    """Clips the gradients of this rank's parameters in place, in the dtype of the parameters.
+
+    `unique` are those without copies of tied weights that another pipeline stage counts; `max_norm` is that of
+    parameters without a limit of their own.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[NamedParameter],
+        unique: Iterable[Tensor],
+        config: GradClipConfig,
+        groups: OptimizerConfig,
+        *,
+        max_norm: float | None,
+        pp_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._config, self._max_norm, self._pp_group = config, max_norm, pp_group
+        self._parameters = [named.parameter for named in parameters]
+        self._limits = {REST: max_norm} | {
+            name: group.max_grad_norm for name, group in groups.groups.items() if group.max_grad_norm is not None
+        }
+        own = {name: groups.groups[name] for name in self._limits if name != REST}
+        self._limit_of = [
+            next((name for name, group in own.items() if group.has(named.name, named.role)), REST)
+            for named in parameters
+        ]
+        counted = set(unique)
+        self._counted = torch.tensor([float(parameter in counted) for parameter in self._parameters])
+        if self._parameters:
+            self._counted = self._counted.to(local_tensor(self._parameters[0]).device)
+        self._adagc = AdaGC(optimizer, self._parameters, config) if config.mode == "adagc" else None
+        self.step = 1
+        """Number of the next step."""
+
+    @torch.no_grad()
+    def clip(self, grad_norm: Tensor) -> Mapping[str, Tensor]:
+        """Clip gradients of the global norm `grad_norm`. Returns metrics, the same on every rank."""
+        metrics = {"clip/share": self._clamp()} if self._config.mode == "value" else {}
+        norms = parameter_norms(self._parameters)
+        if self._adagc is None:
+            factors, limited = self._by_limit(norms)
+            metrics |= limited
+        else:
+            factors = self._adagc.factors(norms, step=self.step, grad_norm=grad_norm, max_norm=self._max_norm)
+            metrics["clip/share"] = self._share((factors < 1).float(), torch.ones_like(factors))
+        for parameter, factor in zip(self._parameters, factors.unbind(), strict=True):
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).mul_(factor)
+        smallest = factors.amin()
+        if self._pp_group is not None:
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._pp_group)
+        return {**metrics, "clip/factor": smallest}
+
+    def _clamp(self) -> Tensor:
+        """Clamp every number of the gradients; returns the share that was beyond the limit."""
+        limit, beyond = self._config.max_value, []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                beyond.append(self._counted.new_zeros(()))
+                continue
+            local = local_tensor(gradient)
+            beyond.append((local.abs() > limit).sum(dtype=torch.float32))
+            local.clamp_(-limit, limit)
+        sizes = [0 if parameter.grad is None else parameter.numel() for parameter in self._parameters]
+        return self._share(sum_over_shards(beyond, self._parameters), self._counted.new_tensor(sizes))
+
+    def _by_limit(self, norms: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Factors [parameters] that limit the norm of each group of parameters; metrics of several groups."""
+        squares = norms.square() * self._counted
+        places = {name: [index for index, of in enumerate(self._limit_of) if of == name] for name in self._limits}
+        sums = torch.stack([sum((squares[index] for index in of), squares.new_zeros(())) for of in places.values()])
+        if self._pp_group is not None:
+            dist.all_reduce(sums, group=self._pp_group)
+        found = dict(zip(places, sums.sqrt().unbind(), strict=True))
+        one = norms.new_ones(())
+        factor = {
+            name: one if (limit := self._limits[name]) is None else clip_factor(norm, limit)
+            for name, norm in found.items()
+        }
+        metrics = {f"clip/norm/{name}": norm for name, norm in found.items()} if len(found) > 1 else {}
+        return torch.stack([factor[name] for name in self._limit_of]), metrics
+
+    def _share(self, numbers: Tensor, of: Tensor) -> Tensor:
+        """Ratio of two sums over all parameters of the model."""
+        sums = torch.stack([(numbers * self._counted).sum(), (of * self._counted).sum()])
+        if self._pp_group is not None:
+            dist.all_reduce(sums, group=self._pp_group)
+        return sums[0] / sums[1]

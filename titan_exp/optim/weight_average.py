@@ -1,0 +1,94 @@
+"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or the mean over the last steps.
+
+The average is fp32 optimizer state of each parameter, so it is sharded, saved, resharded and planned like any other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_exp.config.groups.weight_average import WeightAverageConfig
+from titan_exp.ops.local_tensor import local_tensor
+
+AVERAGE = "weight_average"
+"""Name of the average in a parameter's optimizer state."""
+
+
+class WeightAverage:
+    """Average of the weights of an optimizer, updated at the end of its `step`. A run has `last_step` steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: WeightAverageConfig, *, last_step: int) -> None:
+        self._optimizer, self._config = optimizer, config
+        self._first = max(1, last_step - config.steps + 1) if config.mode == "tail" else 1
+        self.steps = 0
+        """Number of averaged steps."""
+        self._share: float | None = 1.0
+        """Share of the weights after the next step in the average; None before the first."""
+        self.after_move: Callable[[], object] = lambda: None
+        """Recomputes what is kept of the weights elsewhere."""
+        optimizer.register_step_post_hook(lambda *_: self._update())
+
+    def begin_step(self, step: int) -> None:
+        """Set the share of the weights after a step, counted from 1; called before it."""
+        if step < self._first:
+            self._share = None
+            return
+        self.steps += 1
+        # As Adam's moments without bias: weights of the steps sum to 1.
+        is_ema, decay = self._config.mode == "ema", self._config.decay
+        self._share = (1 - decay) / (1 - decay**self.steps) if is_ema else 1 / self.steps
+
+    def progress(self) -> dict[str, Any]:
+        """State beside the tensors, for a checkpoint."""
+        return {"mode": self._config.mode, "steps": self.steps}
+
+    def restore(self, saved: Mapping[str, Any] | None, step: int) -> None:
+        """Continue a checkpoint's average after `step`, unless it is of another mode, or of steps before the first."""
+        fits = saved is not None and saved["mode"] == self._config.mode and step >= self._first
+        self.steps = saved["steps"] if saved is not None and fits else 0
+        if not self.steps:
+            for state in self._optimizer.state.values():
+                state.pop(AVERAGE, None)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Exchange weights and average in the `with` block."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        if self._share is None:
+            return
+        weights, averages = [], []
+        for parameter in self._parameters():
+            state = self._optimizer.state[parameter]
+            if AVERAGE not in state:
+                state[AVERAGE] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+            weights.append(local_tensor(parameter.detach()))
+            averages.append(local_tensor(state[AVERAGE]))
+        if averages:
+            torch._foreach_lerp_(averages, weights, self._share)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                average = self._optimizer.state.get(parameter, {}).get(AVERAGE)
+                if average is not None:
+                    weight, other = local_tensor(parameter.detach()), local_tensor(average)
+                    kept = weight.clone()
+                    weight.copy_(other)
+                    other.copy_(kept)
+        self.after_move()
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Parameters that a step has updated."""
+        for group in self._optimizer.param_groups:
+            yield from (parameter for parameter in group["params"] if parameter.grad is not None)

@@ -19,7 +19,7 @@ def use_it() -> None:
     interpret()
     patch(
         "titan_exp.trainer.train_state.build_optimizer",
-        lambda build: lambda model, config: build(model, replace(config, implementation="triton")),
+        lambda build: lambda model, config, *rest: build(model, replace(config, implementation="triton"), *rest),
     )
 
 
@@ -68,3 +68,20 @@ def test_on_one_data_rank_it_writes_the_compute_weights(tmp_path: Path):
     assert found.grad_norm[0] == expected.grad_norm[0]
     assert found.loss == pytest.approx(expected.loss, rel=2e-5)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+
+
+@pytest.mark.night
+@needs_triton
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_clipping_by_parameter_is_done_before_the_pass(tmp_path: Path, precision: str):
+    words = ["training.steps=4", "grad_clip=adagc", "grad_clip.warmup_steps=1", "grad_clip.relative=0.5"]
+    words.append(f"training.mixed_precision={precision}")
+    expected = train(tmp_path / "fused", *words)
+    assert max(row["clip/factor"] for row in expected.rows[1:]) < 0.8, "nothing is clipped"
+    found = train(tmp_path / "one_pass", *words, mutate=use_it)
+    if precision == "fp32":
+        assert_same_curve(found, expected)
+    assert found.grad_norm[0] == expected.grad_norm[0]
+    assert found.loss == pytest.approx(expected.loss, rel=2e-5)
+    factors = [[row["clip/factor"] for row in curve.rows] for curve in (found, expected)]
+    assert factors[0] == pytest.approx(factors[1], rel=1e-3)

@@ -15,6 +15,9 @@ EXPERIMENTS = {
     "plain": f"{GPT_OSS} model.init_std=0.05",
     "documents": " ".join([GPT_OSS, *LINES]),
     "limited": f"{GPT_OSS} model.swiglu_limit=0.1",
+    # One step of AdamW, whose update is 100 times the gradient: later ones amplify the rounding of small gradients.
+    "limited gradients": "model=gpt_oss_debug model.swiglu_limit=0.1 training.steps=1 optimizer.lr=1e8 optimizer.eps=1e6 "
+    "optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
 }
 
 
@@ -38,7 +41,7 @@ def one_device(tmp_path_factory):
                 ("plain", "parallelism.tp=4"),
                 ("documents", "parallelism.cp=2 parallelism.cp_method=allgather"),
                 ("documents", "parallelism.cp=2 parallelism.cp_method=ulysses parallelism.dp_shard=2"),
-                ("limited", "parallelism.cp=4 parallelism.cp_method=ring"),
+                ("limited gradients", "parallelism.cp=4 parallelism.cp_method=ring"),
                 ("plain", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble"),
                 ("limited", "parallelism.pp=2 parallelism.tp=2 parallelism.etp=2 "
                             "parallelism.pp_schedule=InterleavedZeroBubble"),

@@ -16,8 +16,8 @@ EXPERIMENTS = {
     "documents": " ".join([GPT_OSS, *LINES]),
     "limited": f"{GPT_OSS} model.swiglu_limit=0.1",
     # One step of AdamW, whose update is 100 times the gradient: later ones amplify the rounding of small gradients.
-    "limited gradients": "model=gpt_oss_debug model.swiglu_limit=0.1 training.steps=1 optimizer.lr=1e8 optimizer.eps=1e6 "
-    "optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
+    "limited gradients": "model=gpt_oss_debug model.swiglu_limit=0.1 training.steps=1 optimizer.lr=1e8 "
+    "optimizer.eps=1e6 optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
 }
 
 

@@ -172,3 +172,17 @@ def test_nested_outputs_are_recomputed_from_each_other():
         assert gradient is not None
         assert expected is not None
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_outputs_that_operators_save_do_not_keep_the_graph_alive():
+    x, weight = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+
+    def consumer(y: Tensor) -> Tensor:
+        return (y @ weight).exp()  # saves its output
+
+    out = recompute_input(torch.sin, x * 2, consumer)
+    saved = StorageWeakRef(out.untyped_storage())
+    # The first part of a split backward pass releases no saved tensors.
+    torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
+    del out
+    assert saved.expired()

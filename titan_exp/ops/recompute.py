@@ -47,7 +47,10 @@ class _Pack:
         return self._by_caller(saved)
 
     def _by_caller(self, saved: Tensor) -> Tensor | _Recomputed:
-        return saved if self._outer is None else self._outer(saved)
+        if self._outer is not None:
+            return self._outer(saved)
+        # An operator that saved its output with the graph behind it would keep itself alive.
+        return saved if saved.grad_fn is None else saved.detach()
 
 
 def _unpack(packed: Tensor | _Recomputed) -> Tensor:

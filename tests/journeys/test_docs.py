@@ -67,6 +67,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = titan_exp(
         *("train", "model=llama_debug", "training.steps=2", "training.seq_len=64", "training.evaluate_every=0"),
         *("cluster.device=cpu", "data=text", "data.paths=[notes]", "checkpoint=sync", "tracking.log_every=1"),
+        "weight_average=ema",
         folder=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr

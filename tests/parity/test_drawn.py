@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_drawn_layout_does_not_change_the_curve(tmp_path, request: pytest.FixtureRequest, drawn_by: str):
-    many = request.config.getoption("--layouts") > 1
+    many = int(str(request.config.getoption("--layouts"))) > 1
     drawn = draw(random.Random(drawn_by), MOST_RANKS if many else MOST_RANKS_BY_DAY)
     print(f"the run: {drawn}")
     alone = train(tmp_path / "one", *drawn.experiment)

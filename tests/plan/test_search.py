@@ -178,8 +178,14 @@ def test_the_ranking_is_what_plan_predicts():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", [name for name in DEBUG_MODELS if name != "llama_debug"])
 def test_every_family_is_searched(model: str):
-    """Over all axes but replicas and recomputation."""
-    words = [f"model={model}", *TYPED[1:], "training.global_batch_size=16", "parallelism.dp_replicate=1"]
+    """Over all axes but replicas and recomputation, with layers of each kind to extrapolate from."""
+    words = [
+        f"model={model}",
+        "model.layers=12",
+        *TYPED[1:],
+        "training.global_batch_size=16",
+        "parallelism.dp_replicate=1",
+    ]
     rows_as_planned("--gpus", "4", *words, "activation_checkpoint=selective", "compile=none")
 
 

@@ -121,6 +121,11 @@ def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
         ("some/gated", "", "gated. Set the environment variable HF_TOKEN"),
         ("some/gated", "hf_wrong", "The token in HF_TOKEN has no access"),
         ("some/nowhere", "", "not on the hub, or is private"),
+        pytest.param(
+            *("some/strange", ""),
+            "some/strange is not downloaded; files=all does it anyway. config.json: model_type is",
+            marks=pytest.mark.night,
+        ),
         ("model", "", "model is not OWNER/NAME"),
     ],
 )

@@ -109,7 +109,12 @@ def test_a_longer_context_is_declared(trained: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "layout", ["parallelism.tp=2 parallelism.dp_shard=2", pytest.param("parallelism.tp=4", marks=pytest.mark.night)]
+    "layout",
+    [
+        "parallelism.tp=2 parallelism.dp_shard=2",
+        pytest.param("parallelism.cp=2", marks=pytest.mark.night),
+        pytest.param("parallelism.tp=4", marks=pytest.mark.night),
+    ],
 )
 def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))

@@ -1,14 +1,13 @@
 """Clipping by value, by group and by AdaGC, against their formulas."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.config.composing import experiment
 from titan_exp.config.groups.grad_clip import GradClipConfig
-from titan_exp.config.groups.optimizer import OptimizerConfig, ParameterGroup
+from titan_exp.config.groups.optimizer import ParameterGroup
 from titan_exp.optim.clipping.adagc import AVERAGE_NORM
 from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.parameter_groups import named_parameters
@@ -18,14 +17,17 @@ class Clipped:
     """Two parameters and a clipper of their gradients."""
 
     def __init__(
-        self, config: GradClipConfig, *, groups: OptimizerConfig | None = None, max_norm: float | None = 1.0
+        self,
+        config: GradClipConfig,
+        *,
+        groups: Mapping[str, ParameterGroup] | None = None,
+        max_norm: float | None = 1.0,
     ) -> None:
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         named, self.parameters = named_parameters([self.model]), list(self.model.parameters())
-        groups = groups or experiment().optimizer
         self.clipper = GradientClipper(
-            self.optimizer, named, self.parameters, config, groups, max_norm=max_norm, pp_group=None
+            self.optimizer, named, self.parameters, config, groups or {}, max_norm=max_norm, pp_group=None
         )
 
     def step(self, weight: Tensor, bias: Tensor, step: int = 1) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -52,8 +54,7 @@ def test_values_are_clamped_and_then_their_norm_is_limited():
 
 def test_a_group_has_a_norm_of_its_own():
     own = {"biases": ParameterGroup(("vector",), max_grad_norm=0.1)}
-    groups = replace(experiment().optimizer, groups=own)
-    weight, bias, metrics = Clipped(GradClipConfig(), groups=groups, max_norm=100.0).step(WEIGHT, BIAS)
+    weight, bias, metrics = Clipped(GradClipConfig(), groups=own, max_norm=100.0).step(WEIGHT, BIAS)
     assert torch.equal(weight, WEIGHT)
     torch.testing.assert_close(bias, BIAS * 0.1 / BIAS.norm())
     norms = {"clip/norm/rest": float(WEIGHT.norm()), "clip/norm/biases": float(BIAS.norm())}

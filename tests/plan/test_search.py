@@ -299,7 +299,7 @@ def test_an_interrupted_search_returns_the_best_so_far():
         [sys.executable, "-c", INTERRUPTED],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=200,
         check=False,
         start_new_session=True,
     )

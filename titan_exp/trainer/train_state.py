@@ -105,15 +105,15 @@ def assemble(
 def _clipper(
     optimizer: torch.optim.Optimizer, model: Model, mesh: Mesh, experiment: Experiment
 ) -> GradientClipper | None:
-    groups = experiment.optimizer.groups.values()
-    if experiment.grad_clip.mode == "norm" and all(group.max_grad_norm is None for group in groups):
+    groups = experiment.optimizer.groups
+    if experiment.grad_clip.mode == "norm" and all(group.max_grad_norm is None for group in groups.values()):
         return None
     return GradientClipper(
         optimizer,
         named_parameters(model.parts),
         model.unique_parameters(),
         experiment.grad_clip,
-        experiment.optimizer,
+        groups,
         max_norm=experiment.training.max_grad_norm,
         pp_group=mesh.pp_group,
     )

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.config.groups.grad_clip import GradClipConfig
-from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.groups.optimizer import ParameterGroup
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.clipping.adagc import AdaGC
 from titan_exp.optim.grad_clip import clip_factor, parameter_norms, sum_over_shards
@@ -30,7 +30,7 @@ class GradientClipper:
         parameters: Sequence[NamedParameter],
         unique: Iterable[Tensor],
         config: GradClipConfig,
-        groups: OptimizerConfig,
+        groups: Mapping[str, ParameterGroup],
         *,
         max_norm: float | None,
         pp_group: dist.ProcessGroup | None,
@@ -38,9 +38,9 @@ class GradientClipper:
         self._config, self._max_norm, self._pp_group = config, max_norm, pp_group
         self._parameters = [named.parameter for named in parameters]
         self._limits = {REST: max_norm} | {
-            name: group.max_grad_norm for name, group in groups.groups.items() if group.max_grad_norm is not None
+            name: group.max_grad_norm for name, group in groups.items() if group.max_grad_norm is not None
         }
-        own = {name: groups.groups[name] for name in self._limits if name != REST}
+        own = {name: groups[name] for name in self._limits if name != REST}
         self._limit_of = [
             next((name for name, group in own.items() if group.has(named.name, named.role)), REST)
             for named in parameters

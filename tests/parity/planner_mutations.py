@@ -143,7 +143,6 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
 ]
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(("test", "mutate"), NOTICED, ids=lambda case: getattr(case, "__name__", ""))
 def test_mutation_is_noticed(monkeypatch: pytest.MonkeyPatch, test: Any, mutate: Any):
     test()

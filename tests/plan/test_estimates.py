@@ -110,8 +110,6 @@ def test_bounded_search_equals_exhaustive_search(name: str):
 
 
 @pytest.mark.night
-# Torch warns of the embedding's view, which no operator changes in place.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_estimates_are_near_the_exact_costs():
     """A layout's costs, scaled from a trace with another tp and micro-batch."""
     from titan_exp.plan.cuda.devices import device_named

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.test_plan import planned
+from tests.ranks import run_ranks
 from titan_exp.cli.plan_commands.search import search_options
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
@@ -211,24 +212,21 @@ WIDE = ["model.dim=512", "model.layers=8", "training.global_batch_size=16", "tra
 ONE_RANK = [*(f"parallelism.{degree}=1" for degree in ("dp_replicate", "tp", "cp", "pp")), "data.tokenizer=bytes"]
 
 
-# Torch warns of the embedding's view, which no operator changes in place.
 @pytest.mark.night
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_no_neighbour_of_the_best_layout_is_better():
     """On a device with memory for something between selective and no recomputation, which only refined keys reach."""
-    best = best_row(2, [*WIDE, *ONE_RANK], between=0.5)
+    [best] = run_ranks(1, best_row, 2, [*WIDE, *ONE_RANK], 0.5, limit=300)
     assert best.candidate.refined or best.candidate.mode == "every_n"
 
 
 @pytest.mark.night
 @pytest.mark.timeout(1200)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(("gpus", "words"), [(4, [*WIDE, "compile=none"]), (4, [*LONG, "parallelism.cp=2"])])
 def test_no_neighbour_of_the_best_of_more_keys_is_better(gpus: int, words: list[str]):
-    best_row(gpus, words, between=0.3)
+    run_ranks(1, best_row, gpus, words, 0.3, limit=1200)
 
 
-def best_row(gpus: int, words: list[str], *, between: float) -> "LayoutCost":
+def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
     """Best row of a search, which the gate admits with the row's numbers; no neighbour that it admits is faster.
 
     The device has memory between what the first layout needs with selective and no recomputation.

@@ -1,5 +1,6 @@
 """torch.compile per block: identical blocks share one graph, so compile time does not grow with depth."""
 
+import logging
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | Non
     functorch_config.ban_recompute_materialized_backward = False
     # Ranks receive another number of rows for their experts in each pass.
     dynamo_config.capture_dynamic_output_shape_ops = True
+    # Warns that recomputed regions must not write in place: blocks do not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in iter_blocks(model):
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, options=options or None)
 

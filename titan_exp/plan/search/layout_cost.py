@@ -57,7 +57,7 @@ class LayoutCost:
 
     def __str__(self) -> str:
         size = f"{format_bytes(self.needed)} {'of tensors, not planned yet' if self.reserved is None else 'reserved'}"
-        values = (f"{key.partition('.')[2] or key}={shown(value)}" for key, value in self.candidate.values.items())
+        values = (f"{short_key(key)}={shown(value)}" for key, value in self.candidate.values.items())
         degrees = " ".join(value for value in values if not value.endswith("=1"))
         return f"{self.tokens_per_second:,.0f} tokens/s/GPU, {size}: {degrees}"
 
@@ -118,3 +118,8 @@ def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
     stages = [replace(stage, edge=edge) for stage in stages_of(candidate.experiment, rank)]
     simulation = simulate_rank(candidate.layout, rank, parts.samples)
     return step_cost(candidate.layout, stages, parts, simulation)
+
+
+def short_key(key: str) -> str:
+    """Last word of a searched key, or its group if that is switched on."""
+    return key.removesuffix(".enabled").rpartition(".")[2]

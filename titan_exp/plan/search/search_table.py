@@ -13,7 +13,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_table import print_unwrapped
-from titan_exp.plan.search.layout_cost import LayoutCost
+from titan_exp.plan.search.layout_cost import LayoutCost, short_key
 from titan_exp.plan.search.layouts import SearchSpace, train_command
 from titan_exp.plan.search.search import SearchResult
 from titan_exp.tracking.number_format import GIB
@@ -119,7 +119,7 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
             parallelism.pp_schedule if parallelism.pp > 1 else "",
             f"{candidate.layout.gradient_accumulation} x {candidate.layout.micro_batch_size}",
             candidate.mode,
-            " ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in candidate.refined),
+            " ".join(f"{short_key(key)}={shown(value)}" for key, value in candidate.refined),
             f"{row.bubble:.0%}",
             *([f"{gpu_hours(row, tokens):,.0f}", f"{days(row, tokens):,.1f}"] if tokens else []),
         ]

@@ -24,7 +24,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
-from titan_exp.plan.trace.torch_patches import replaced_attributes
+from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
@@ -117,7 +117,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()
-        with _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
+        with restored_compiler_settings(), _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
             state = assemble(experiment, layout, device, fake_mode=mode)
             with mode:
                 yield FakeRank(experiment, state, fake_batches(experiment, copied=device != GPU))

@@ -86,4 +86,9 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
 
 
 def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+    # No view for autograd, as in torch: FSDP would warn of blocks that return one.
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

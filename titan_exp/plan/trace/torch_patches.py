@@ -1,4 +1,4 @@
-"""Temporary monkey patches of torch, used only if torch has no hook.
+"""Temporary changes of torch: monkey patches, used only if it has no hook, and settings of its compiler.
 
 Code of this package is never patched: it has extension points (`StepObserver`, `P2PTransport`, `Hardware`).
 """
@@ -6,6 +6,10 @@ Code of this package is never patched: it has extension points (`StepObserver`, 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch._dynamo.config as dynamo
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 
 _ABSENT = object()
 
@@ -24,3 +28,21 @@ def replaced_attributes(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+@contextmanager
+def restored_compiler_settings() -> Iterator[None]:
+    """Restore the compiler's settings at the end of the `with` block.
+
+    They are the process's: a run's memory budget or rounding would decide how later runs are compiled.
+    """
+    originals: list[tuple[Any, dict[str, Any]]] = [
+        (settings, settings.get_config_copy()) for settings in (dynamo, functorch, inductor)
+    ]
+    try:
+        yield
+    finally:
+        for settings, values in originals:
+            for name, value in settings.get_config_copy().items():
+                if value != values[name]:
+                    setattr(settings, name, values[name])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ops.test_sdpa import ON_CUDA
-from titan_exp.ops.attention.mask_pattern import MaskPattern, Tile
+from titan_exp.ops.attention.mask_pattern import FULL, MaskPattern, Tile
 from titan_exp.ops.attention.sdpa import CausalAttention, TileMask
 
 # On CPU there is only the uncompiled FlexAttention, and torch says that it is slow.
@@ -49,6 +49,35 @@ def leaves(kv_heads: int = 2) -> list[torch.Tensor]:
     torch.manual_seed(0)
     shapes = [(2, 4, SEQ, 16), (2, kv_heads, SEQ, 16), (2, kv_heads, SEQ, 16), (4,)]
     return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["flash", "math", "flex"])
+def test_full_attention_sees_every_key(backend):
+    """Later keys too, by kernels without a mask."""
+    *heads, _ = leaves()
+    core = CausalAttention(backend, pattern=FULL)
+    mask = core.mask(None, seq=SEQ, device=torch.device("cpu"))
+    assert mask is None
+    every = torch.ones(2, 1, SEQ, SEQ, dtype=torch.bool)
+    expected = reference(heads[0], heads[1], heads[2], every, None)
+    if backend == "flex":  # no gradients on CPU, and no fp64
+        found = core(*(tensor.detach().float() for tensor in heads), mask)
+        torch.testing.assert_close(found, expected.detach().float(), atol=2e-6, rtol=1e-5)
+        return
+    found, gradient = core(*heads, mask), torch.randn_like(expected)
+    torch.testing.assert_close(found, expected)
+    for own, other in zip(*(torch.autograd.grad(out, heads, gradient) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_a_full_pattern_counts_every_key_and_needs_no_mask():
+    assert FULL.visible_per_query(SEQ) == SEQ
+    assert FULL.within(SEQ) == FULL
+    assert (FULL.is_causal, FULL.is_unlimited) == (False, True)
+    index = torch.arange(SEQ)
+    assert FULL.visible(index[:, None], index).all()
+    with pytest.raises(AssertionError, match="only causal patterns"):
+        MaskPattern(7, causal=False)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from Hugging Face, Meta's Llama, torchtune and plain torch."""
+"""Convert checkpoints to and from Hugging Face, diffusers, Meta's Llama, torchtune and plain torch."""
 
 import shlex
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
+from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
 from titan_exp.models.convert.hf_config import config_json, export_violations
 from titan_exp.models.convert.repository_fit import has_family, no_family, repository_lines
 from titan_exp.rules.data import tokenizer_file
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
             written = export_weights(
                 source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
             )
-        if source.tokenizer is None and form != "torch":
+        if source.tokenizer is None and form != "torch" and source.model.vocab_size:
             print(f"no tokenizer was found beside the weights: copy its tokenizer.json into {options.target}")
         following = _next(source, target, form)
     print(f"{options.target}: {form}, {decimal(written)} of weights")
@@ -84,8 +85,10 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
     if options.format == "auto":
         if ends_in_pt or source.format not in OWN_NAMES:
             return "torch" if ends_in_pt else "dcp"
-        has_names = "huggingface" in checkpoint_formats(source.model)
-        return "huggingface" if has_names and not export_violations(source.model) else "safetensors"
+        formats = checkpoint_formats(source.model)
+        if "huggingface" in formats and not export_violations(source.model):
+            return "huggingface"
+        return "diffusers" if "diffusers" in formats and not diffusers_violations(source.model) else "safetensors"
     if (options.format == "torch") != ends_in_pt:
         kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
         raise UserError(f"format={options.format} is {kind}. The target is {options.target}.")
@@ -94,18 +97,17 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
 
 def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
     """Next command for the written checkpoint."""
-    match form:
-        case "huggingface":
-            return f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})"
-        case "torch":
-            return f"torch: torch.load({str(target)!r}, weights_only=True)['model']"
-        case "torchtune":
-            return f"torchtune: FullModelTorchTuneCheckpointer, checkpoint_dir={target}, checkpoint_files=[model.pt]"
-        case "llama":
-            return (
-                f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
-            )
-    if form == "safetensors" or is_dotted(source.model.architecture):
+    tune = f"checkpoint_dir={target}, checkpoint_files="
+    loaders = {
+        "huggingface": lambda: f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})",
+        "diffusers": lambda: f"diffusers: {diffusers_class(source.model)}.from_pretrained({str(target)!r})",
+        "torch": lambda: f"torch: torch.load({str(target)!r}, weights_only=True)['model']",
+        "torchtune": lambda: f"torchtune: FullModelTorchTuneCheckpointer, {tune}[model.pt]",
+        "llama": lambda: f"torchtune: FullModelMetaCheckpointer, {tune}[consolidated.00.pth]",
+    }
+    if form in loaders:
+        return loaders[form]()
+    if form in ("safetensors", "bfl") or is_dotted(source.model.architecture):
         return f"the model group is in {target / 'model.json'}"
     overrides = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():

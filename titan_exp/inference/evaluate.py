@@ -317,6 +317,8 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
                 if isinstance(config.get(group), dict):  # else reported below
                     config[group] |= {name: defaults[group][name]}
             return _literal(config)
+    if not source.model.vocab_size:
+        raise UserError(f"{source.path}: {source.model.name} reads no tokens, and is no language model.")
     if source.tokenizer is None:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
     length = min(experiment.training.seq_len, longest_sequence(source.model))

@@ -67,7 +67,9 @@ def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -
 
 
 def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]:
-    """The embedding has a row for every token id."""
+    """The embedding has a row for every token id, unless the model reads none."""
+    if not model.vocab_size:
+        return
     name, rows, path = data.tokenizer, model.vocab_size, tokenizer_file(data.tokenizer)
     if name not in TOKENIZERS and not path.is_file():
         remedy = "a tokenizer.json, its folder, or data.tokenizer=bytes"

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
@@ -79,7 +80,16 @@ def _ranks(count: int) -> str:
     return f"{count} data-parallel rank{'s' * (count > 1)}"
 
 
+def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """The model reads the tokens that language modeling predicts."""
+    if training.objective == "language_modeling" and not spec.vocab_size:
+        reason = f"it predicts tokens, and {model.name} reads none"
+        remedy = "a language model, as model=llama_laptop: no objective for this one is built in"
+        yield Violation("training.objective", training.objective, reason, remedy)
+
+
 RULES = rules(
+    objective_has_inputs,
     offloaded_weights_are_updated_alone,
     schedule_fits,
     trace_fits,

@@ -83,8 +83,10 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
     """Tokenizer of a source.
 
     Raises:
-        UserError: the source has no tokenizer, or it cannot be read.
+        UserError: the model reads no tokens, or the source has no tokenizer, or it cannot be read.
     """
+    if not source.model.vocab_size:
+        raise UserError(f"{source.path}: {source.model.name} reads no tokens, and is no language model.")
     if source.tokenizer == "bytes":
         return ByteTokenizer()
     if source.tokenizer is None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,14 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.data.tokenizers.files import write_tokenizer
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
+from titan_exp.models.convert.diffusers_config import diffusers_violations, to_diffusers
 from titan_exp.models.convert.hf_config import export_violations, generation_config, to_huggingface
 from titan_exp.models.convert.meta_params import to_params
 from titan_exp.models.convert.model_json import FILE, to_json
 from titan_exp.models.spec.lookup import model_spec
+
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+"""First part of the names of files that diffusers reads."""
 
 METADATA_BYTES = 64 * 2**20
 """Upper bound on configuration, tokenizer and file-system metadata."""
@@ -61,10 +66,10 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
             f"format={export.format} has no tensor names for the architecture {source.model.architecture}. "
             "format=safetensors, torch and dcp hold any model under its own names."
         )
-    violations = export_violations(source.model) if mapped_format == "huggingface" else []
+    violations = _INEXPRESSIBLE[export.format](source.model) if export.format in _INEXPRESSIBLE else []
     if violations:
         raise UserError(
-            "format=huggingface cannot express this model. "
+            f"format={export.format} cannot express this model. "
             "format=safetensors, torch and dcp hold any model under its own names.",
             violations,
         )
@@ -134,6 +139,14 @@ def _write(
             path.mkdir()
             _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
+        case "diffusers":
+            path.mkdir()
+            _json(path / "config.json", to_diffusers(source.model))
+            write_safetensors(path, specs, produce, file_bytes=export.file_bytes, stem=DIFFUSERS_STEM)
+        case "bfl":
+            path.mkdir()
+            _write_description(path, source)
+            write_safetensors(path, specs, produce, file_bytes=math.inf)
         case "llama":
             path.mkdir()
             _json(path / "params.json", to_params(source.model))
@@ -150,6 +163,9 @@ def _write(
             config = json.loads(json.dumps(to_json(source.model, source.special_tokens)))
             write_torch_file(path, {"model": weights, "config": config}, produce)
 
+
+_INEXPRESSIBLE = {"huggingface": export_violations, "diffusers": diffusers_violations}
+"""Function of values that a format's `config.json` cannot express, by format."""
 
 _MAPPED_FORMATS: dict[str, CheckpointFormat] = {name: name for name in get_args(CheckpointFormat)}
 

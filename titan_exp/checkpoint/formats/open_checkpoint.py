@@ -1,4 +1,4 @@
-"""Checkpoint opening in any format: run, DCP, Hugging Face, Meta, torchtune or torch file."""
+"""Checkpoint opening in any format: run, DCP, Hugging Face, diffusers, Meta, torchtune or torch file."""
 
 import json
 from collections.abc import Mapping
@@ -26,6 +26,7 @@ from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
+from titan_exp.models.convert.diffusers_config import CLASS, from_bfl, from_diffusers
 from titan_exp.models.convert.hf_config import (
     config_json,
     from_huggingface,
@@ -37,7 +38,7 @@ from titan_exp.models.convert.hf_config import (
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.spec.lookup import family_violations, model_spec, with_mtp_depth
 
-FORMATS = ("dcp", "huggingface", "llama", "safetensors", "torch", "torchtune")
+FORMATS = ("bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune")
 """Readable and writable formats."""
 
 TORCHTUNE_FILE = "model.pt"
@@ -83,7 +84,7 @@ def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
     if path.is_file():
-        return _open_torch_file(path, trust)
+        return _open_bfl(path) if path.suffix == ".safetensors" else _open_torch_file(path, trust)
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
         return _open_dcp(_checkpoint_of_run(path, step), trust)
     if step:
@@ -95,7 +96,7 @@ def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
         return _open_meta(path, trust)
     if (path / "config.json").is_file():
-        return open_huggingface(path)
+        return _open_diffusers(path) if CLASS in config_json(path) else open_huggingface(path)
     raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
 
 
@@ -184,10 +185,25 @@ def _open_described(folder: Path, trust: bool) -> OpenCheckpoint:
     """Open safetensors with the model's own names, or torchtune's file, beside `model.json`."""
     model, special = _described_model(folder, trust)
     if not (folder / TORCHTUNE_FILE).is_file():
-        return _own_names(folder, "safetensors", model, SafetensorsReader(folder), special)
+        store = SafetensorsReader(folder)
+        if "bfl" in checkpoint_formats(model) and {*state_dict_map(model, "bfl").stored_shapes} == {*store.shapes}:
+            return OpenCheckpoint(folder, "bfl", model, _mapped(store, model, "bfl", folder, set()))
+        return _own_names(folder, "safetensors", model, store, special)
     store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
     parameters = _mapped(store, model, "torchtune", folder, set())
     return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
+
+
+def _open_diffusers(folder: Path) -> OpenCheckpoint:
+    model = _require_supported(from_diffusers(config_json(folder), folder.absolute().name), folder)
+    parameters = _mapped(SafetensorsReader(folder), model, "diffusers", folder, set())
+    return OpenCheckpoint(folder, "diffusers", model, parameters)
+
+
+def _open_bfl(file: Path) -> OpenCheckpoint:
+    store = SafetensorsReader(file.parent, file.name)
+    model = _require_supported(from_bfl(store.shapes, file.stem), file)
+    return OpenCheckpoint(file, "bfl", model, _mapped(store, model, "bfl", file, set()))
 
 
 def _open_torch_file(path: Path, trust: bool) -> OpenCheckpoint:
@@ -257,6 +273,7 @@ def _explain_missing(path: Path) -> str:
     if CheckpointFolder(path).complete_steps():
         return f"It holds the checkpoints of a run; use one of them, or the run: {path.parent}"
     return (
-        "Readable are: a run folder, a checkpoints/step-… folder, a Hugging Face folder (config.json and "
-        "*.safetensors), Meta's Llama (params.json and consolidated.*.pth), and output of convert."
+        "Readable are: a run folder, a checkpoints/step-… folder, a folder of Hugging Face or diffusers (config.json "
+        "and *.safetensors), Meta's Llama (params.json and consolidated.*.pth), flux1-*.safetensors, and output of "
+        "convert."
     )

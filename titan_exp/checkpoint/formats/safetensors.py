@@ -15,7 +15,9 @@ from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
 
-INDEX = "model.safetensors.index.json"
+STEM = "model"
+"""First part of the names of Hugging Face's files."""
+INDEX = f"{STEM}.safetensors.index.json"
 """Index from tensor names to files."""
 
 _DTYPES = {
@@ -37,18 +39,22 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsReader:
-    """Reads the `*.safetensors` of a folder through memory maps. Raises UserError if a file is missing or damaged."""
+    """Reads the `*.safetensors` of a folder, or one of them, through memory maps.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, file: str | None = None) -> None:
+        self.folder, self._file = folder, file
         self._open = cache(self._open_file)
 
     @cached_property
     def files(self) -> dict[str, str]:
         """File by tensor name."""
         index = self.folder / INDEX
-        if not index.is_file():
-            found = sorted(self.folder.glob("*.safetensors"))
+        if self._file is not None or not index.is_file():
+            found = sorted(self.folder.glob(self._file or "*.safetensors"))
             return {name: file.name for file in found for name in self._open(file.name).keys()}  # noqa: SIM118
         try:
             listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -135,15 +141,19 @@ class TensorProducer(Protocol):
         ...
 
 
-def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float) -> None:
+def write_safetensors(
+    folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float, stem: str = STEM
+) -> None:
     """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
+
+    `stem` replaces `model` in their names.
 
     One tensor, or some rows or experts of it, is in memory at a time; the library's writer would hold a whole file.
     """
-    parts = _files(specs, file_bytes)
+    parts = _files(specs, file_bytes, stem)
     for name, part in parts.items():
         _write_file(folder / name, part, produce)
-    _write_index(folder, parts)
+    _write_index(folder, parts, stem)
 
 
 @dataclass(frozen=True)
@@ -182,20 +192,20 @@ def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_b
     _write_index(folder, parts)
 
 
-def _files(specs: Sequence[TensorSpec], file_bytes: float) -> dict[str, list[TensorSpec]]:
+def _files(specs: Sequence[TensorSpec], file_bytes: float, stem: str = STEM) -> dict[str, list[TensorSpec]]:
     parts = _split_by_size(specs, file_bytes)
     if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+        return {f"{stem}.safetensors": parts[0]}
+    return {f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
 
 
-def _write_index(folder: Path, parts: Mapping[str, Sequence[TensorSpec]]) -> None:
+def _write_index(folder: Path, parts: Mapping[str, Sequence[TensorSpec]], stem: str = STEM) -> None:
     if len(parts) == 1:
         return
     listed = {spec.name: name for name, part in parts.items() for spec in part}
     total = sum(spec.bytes for part in parts.values() for spec in part)
     index = {"metadata": {"total_size": total}, "weight_map": listed}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _split_by_size(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[TensorSpec]]:

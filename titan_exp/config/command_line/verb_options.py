@@ -64,14 +64,18 @@ class ConvertOptions:
     """Options of `titan-exp convert`."""
 
     source: str = ""
-    """Weights to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, a former target, or
-    the URL of one of these (`s3://bucket/...`), which is downloaded once into `runs/.cache/remote`."""
+    """Weights to read: a run folder, one of its checkpoints, a folder of Hugging Face or diffusers, Meta's Llama,
+    `flux1-*.safetensors`, a former target, or the URL of one of these (`s3://bucket/...`), which is downloaded once
+    into `runs/.cache/remote`."""
     target: str = ""
     """Folder to write, or a file for format torch; it must not exist. For a URL the files are uploaded from
     `runs/.cache/remote`."""
-    format: Literal["auto", "dcp", "huggingface", "llama", "safetensors", "torch", "torchtune"] = "auto"
-    """`auto` is torch for a target that ends in .pt, else huggingface from ours (safetensors for an architecture
-    without Hugging Face names) and dcp from the others. `safetensors` and `torch` keep the model's own names."""
+    format: Literal["auto", "bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune"] = (
+        "auto"
+    )
+    """`auto` is torch for a target that ends in .pt, else huggingface or diffusers from ours (safetensors for an
+    architecture without their names) and dcp from the others. `safetensors` and `torch` keep the model's own names;
+    `bfl` are those of Black Forest Labs."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
     """Type of the written weights; `keep` changes no bit."""
     step: Count = 0

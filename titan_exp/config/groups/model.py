@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_exp.config.groups.types import PositiveInt
+from titan_exp.config.groups.types import Count, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ModelConfig:
     """Number of blocks."""
     dim: PositiveInt
     """Width of the residual stream."""
-    vocab_size: PositiveInt
-    """Rows of the embedding; at least as many as the tokenizer has tokens."""
+    vocab_size: Count
+    """Rows of the embedding; at least as many as the tokenizer has tokens. 0 for a model that reads no tokens."""
     context: PositiveInt
     """Context length in tokens of the published model."""

@@ -30,10 +30,8 @@ class Linear(nn.Linear):
 
 def weight_and_bias(std: float, bias_std: float | None, bias: str = "bias") -> dict[str, InitSpec]:
     """Initialization of a weight, and of the parameter `bias` unless `bias_std` is None; 0 is zeros."""
-    weight = {"weight": InitSpec("normal", std)}
-    if bias_std is None:
-        return weight
-    return {**weight, bias: InitSpec("normal", bias_std) if bias_std else InitSpec("zeros")}
+    stds = {"weight": std} if bias_std is None else {"weight": std, bias: bias_std}
+    return {name: InitSpec("normal", value) if value else InitSpec("zeros") for name, value in stds.items()}
 
 
 def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] | None) -> Float[Tensor, "*any fan_out"]:

@@ -7,8 +7,9 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component
 from titan_exp.models.convert.state_dict_map import StateDictMap
 
-CheckpointFormat = Literal["huggingface", "llama", "torchtune"]
-"""Parameter names of Hugging Face, of Meta's `consolidated.*.pth`, or of torchtune."""
+CheckpointFormat = Literal["huggingface", "llama", "torchtune", "diffusers", "bfl"]
+"""Parameter names of Hugging Face, of Meta's `consolidated.*.pth`, of torchtune, of diffusers, or of Black Forest
+Labs' `flux1-*.safetensors`."""
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:

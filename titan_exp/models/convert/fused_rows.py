@@ -15,7 +15,7 @@ def qkv_rows(attention: AttentionSpec, query: str, key: str, value: str, interle
         rotated = [(query, head * group + member) for member in range(group)] + [(key, head)]
         for name, theirs in rotated:
             if interleaved:
-                yield from _half_split(start, width, name, theirs * width)
+                yield from half_split_rows(start, width, name, theirs * width)
             else:
                 yield RowRange(start, width, name, theirs * width)
             start += width
@@ -39,10 +39,10 @@ def rotated_tail_rows(heads: int, width: int, rotated: int, name: str) -> Iterat
     for start in range(0, heads * width, width):
         if width > rotated:
             yield RowRange(start, width - rotated, name, start)
-        yield from _half_split(start + width - rotated, rotated, name, start + width - rotated)
+        yield from half_split_rows(start + width - rotated, rotated, name, start + width - rotated)
 
 
-def _half_split(start: int, width: int, name: str, first: int) -> Iterator[RowRange]:
+def half_split_rows(start: int, width: int, name: str, first: int) -> Iterator[RowRange]:
     """Rows of pairs (i, i + width / 2), from neighbours (2i, 2i + 1) of theirs."""
     half = width // 2
     yield RowRange(start, half, name, first, step=2)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.types import PositiveFloat
+from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.rope import PlainRope
 
@@ -13,6 +13,8 @@ from titan_exp.models.spec.rope import PlainRope
 class DecoderConfig(ModelConfig):
     """Fields of a decoder."""
 
+    vocab_size: PositiveInt
+    """Rows of the embedding; at least as many as the tokenizer has tokens."""
     norm_eps: PositiveFloat
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool

@@ -5,7 +5,7 @@ a family describes itself once.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.token_span import EVERY_TOKEN, TokenSpan
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
     Colwise,
@@ -38,7 +39,7 @@ class QueryTemperature:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal softmax attention of one layer."""
+    """Softmax attention of one layer."""
 
     heads: int
     """Query heads."""
@@ -51,7 +52,7 @@ class AttentionSpec:
     qk_dim_key: str = "model.head_dim"
     """Key of the configuration that sets `qk_dim`, for messages."""
     window: int | None = None
-    """Sliding window in keys, the token itself included; None is full causal attention."""
+    """Sliding window in keys, the token itself included; None is no window."""
     chunk: int | None = None
     """Chunk length: keys of the same chunk of positions are visible; None is no chunks."""
     sinks: bool = False
@@ -64,6 +65,8 @@ class AttentionSpec:
     """Epsilon of an RMSNorm without weight over query and key heads after RoPE; None is none."""
     temperature: QueryTemperature | None = None
     """Scaling of queries by position."""
+    causal: bool = True
+    """False if tokens see later ones too."""
 
     @property
     def group(self) -> int:
@@ -73,7 +76,7 @@ class AttentionSpec:
     @property
     def pattern(self) -> MaskPattern:
         """Keys that a query sees."""
-        return MaskPattern(self.window, self.chunk)
+        return MaskPattern(self.window, self.chunk, self.causal)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward FLOPs of scores and weighted values per token, over visible keys only."""
@@ -107,6 +110,8 @@ class LinearSpec:
     """Standard deviation of the initial bias; 0 is zeros."""
     writes_residual: bool = False
     """True if the outputs are added to the residual stream, whose branches a parametrization may scale by depth."""
+    tokens: TokenSpan = EVERY_TOKEN
+    """Tokens of a sequence that it computes."""
 
     @property
     def parameters(self) -> int:
@@ -120,7 +125,7 @@ class LinearSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward FLOPs of the matmul per token."""
+        """Forward and backward FLOPs of the matmul per token that it computes."""
         return 6 * self.inputs * self.outputs * self.active_experts
 
 
@@ -148,6 +153,8 @@ class TensorSpec:
     """Shape."""
     in_matmul: bool = False
     """True if each token is multiplied with it."""
+    tokens: TokenSpan = EVERY_TOKEN
+    """Tokens of a sequence that are."""
 
     @property
     def parameters(self) -> int:
@@ -156,7 +163,7 @@ class TensorSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward FLOPs of its matmul per token."""
+        """Forward and backward FLOPs of its matmul per token that it computes."""
         return 6 * self.parameters if self.in_matmul else 0
 
 
@@ -237,19 +244,19 @@ class LayerSpec:
         """Forward and backward FLOPs of matmuls per token."""
         attention = 0.0 if self.attention is None else self.attention.flops_per_token(seq_len)
         router = 0 if self.router is None else self.router.flops_per_token
-        return router + sum(part.flops_per_token for part in (*self.linears, *self.tensors)) + attention
+        return router + _flops_per_token((*self.linears, *self.tensors), seq_len) + attention
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: embedding, blocks, final norm, LM head."""
+    """A model of blocks. A decoder has an embedding, a final norm and an LM head; others name their parts in `ends`."""
 
     layers: tuple[LayerSpec, ...]
     """Blocks in order."""
     dim: int
     """Width of the residual stream."""
     vocab_size: int
-    """Rows of the embedding and of the head."""
+    """Rows of the embedding and of the head; 0 for a model without them, which reads no tokens."""
     tied: bool
     """True if the head uses the embedding's weight."""
     norm_eps: float
@@ -268,6 +275,8 @@ class ModelSpec:
     """Factor of their mean loss."""
     ends: tuple[TensorSpec, ...] | None = None
     """Parameters outside of embedding, blocks and head; None is the weight of the final norm."""
+    stage_ends: PipelinePlan | None = None
+    """Children that the first and the last stage hold; None is those of a decoder."""
     unsupported: tuple[Unsupported, ...] = ()
     """Axes along which the model cannot be divided."""
 
@@ -279,6 +288,8 @@ class ModelSpec:
     @cached_property
     def pipeline(self) -> PipelinePlan:
         """Children of the model that the first and the last stage hold."""
+        if self.stage_ends is not None:
+            return self.stage_ends
         embedding = ("embedding",)
         shared, looked_up = embedding if self.tied else (), embedding if self.mtp_layers else ()
         last = ("norm", "head") if self.ends is None else ("head",)
@@ -288,14 +299,15 @@ class ModelSpec:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter by its full name, in module order."""
         table = (self.vocab_size, self.dim)
-        head = {} if self.tied else {"head.weight": table}
+        embedding = {"embedding.weight": table} if self.vocab_size else {}
+        head = {"head.weight": table} if self.vocab_size and not self.tied else {}
         blocks = {
             f"blocks.{number}.{name}": shape
             for number, layer in enumerate(self.blocks)
             for name, shape in layer.shapes.items()
         }
         ends = {"norm.weight": (self.dim,)} if self.ends is None else {end.name: end.shape for end in self.ends}
-        return {"embedding.weight": table, **blocks, **ends, **head}
+        return {**embedding, **blocks, **ends, **head}
 
     @cached_property
     def buffers(self) -> dict[str, tuple[int, ...]]:
@@ -324,10 +336,10 @@ class ModelSpec:
         """FLOPs of a training step per token, as executed.
 
         6 per weight of a matmul (2 forward, 4 backward), the head's included and the embedding's look-up not; and
-        causal attention over visible keys. Each module of multi-token prediction runs the head once more.
+        attention over visible keys. Each module of multi-token prediction runs the head once more.
         """
         head = 6 * self.dim * self.vocab_size * (1 + len(self.mtp_layers))
-        ends = sum(end.flops_per_token for end in self.ends or ())
+        ends = _flops_per_token(self.ends or (), seq_len)
         return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
 
     @property
@@ -359,7 +371,7 @@ class ModelSpec:
 
     def is_masked(self, seq_len: int) -> bool:
         """True if a layer sees less than every earlier key of a sequence of this length."""
-        return any(not pattern.within(seq_len).is_causal for pattern in self.patterns)
+        return any(not pattern.within(seq_len).is_unlimited for pattern in self.patterns)
 
     @property
     def temperature(self) -> QueryTemperature | None:
@@ -385,3 +397,8 @@ class ModelSpec:
         for number, layer in enumerate(self.blocks):
             for linear in layer.linears:
                 yield f"blocks.{number}.{linear.name}", linear
+
+
+def _flops_per_token(parts: Iterable[LinearSpec | TensorSpec], seq_len: int) -> float:
+    """Forward and backward FLOPs of matmuls per token of a sequence."""
+    return sum((part.flops_per_token * part.tokens.share(seq_len) for part in parts), 0.0)

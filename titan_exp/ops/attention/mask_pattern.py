@@ -1,7 +1,7 @@
-"""Attention mask pattern: causal, sliding window, chunked. Imports no torch.
+"""Attention mask pattern: causal, sliding window, chunked, or full. Imports no torch.
 
-Visible keys of a query are one interval that ends at the query, so a block of the score matrix is hidden, whole, causal
-or in need of a mask by arithmetic on its corners.
+Visible keys of a query under a causal pattern are one interval that ends at the query, so a block of the score matrix
+is hidden, whole, causal or in need of a mask by arithmetic on its corners.
 """
 
 import sys
@@ -42,11 +42,21 @@ class MaskPattern:
     """Sliding window in keys, the query's own included."""
     chunk: int | None = None
     """Chunk length: keys of the query's chunk `position // chunk` are visible."""
+    causal: bool = True
+    """False if later keys are visible too: all keys, without a window or chunks."""
+
+    def __post_init__(self) -> None:
+        assert self.causal or self.is_unlimited, "only causal patterns have a window or chunks"
+
+    @property
+    def is_unlimited(self) -> bool:
+        """True without a window and chunks, so that kernels need no mask."""
+        return self.window is None and self.chunk is None
 
     @property
     def is_causal(self) -> bool:
-        """True if every earlier key is visible."""
-        return self.window is None and self.chunk is None
+        """True if every earlier key is visible, and no later one."""
+        return self.causal and self.is_unlimited
 
     @property
     def reach(self) -> int | None:
@@ -57,11 +67,11 @@ class MaskPattern:
     def within(self, seq: int) -> "MaskPattern":
         """The same pattern of a sequence without the limits that it does not reach."""
         window, chunk = (None if limit is None or seq <= limit else limit for limit in (self.window, self.chunk))
-        return MaskPattern(window, chunk)
+        return MaskPattern(window, chunk, self.causal)
 
     def visible(self, query: Any, key: Any) -> Any:
         """True where a query sees a key, by positions: numbers, or tensors that broadcast."""
-        found = key <= query
+        found = (key <= query) | (not self.causal)
         if self.window is not None:
             found = found & (key > query - self.window)
         if self.chunk is not None:
@@ -74,16 +84,18 @@ class MaskPattern:
         return max(0, of_window, 0 if self.chunk is None else query - query % self.chunk)
 
     def visible_keys(self, queries: range) -> float:
-        """Number of keys that these consecutive queries see, over all of them."""
+        """Number of keys that these consecutive queries see, over all of them, under a causal pattern."""
+        assert self.causal, "all keys of the sequence are visible"
         first, end = (_pairs(place, self.window, self.chunk) for place in (queries.start, queries.stop))
         return end - first
 
     def visible_per_query(self, seq: int) -> float:
         """Mean number of visible keys in a sequence."""
-        return self.visible_keys(range(seq)) / seq
+        return self.visible_keys(range(seq)) / seq if self.causal else float(seq)
 
     def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
         """Tiles of the block of these consecutive queries and keys, which cover every visible pair once."""
+        assert self.causal, "a full block is one tile"
         for first, end in self._row_tiles(queries):
             low, high = max(keys.start, self.first_visible(first)), min(keys.stop, end)
             # Later rows see later keys first: rows before the first visible key and after the last are left out.
@@ -121,6 +133,8 @@ class MaskPattern:
 
 CAUSAL = MaskPattern()
 """Every earlier key is visible."""
+FULL = MaskPattern(causal=False)
+"""Every key is visible."""
 
 
 def _pairs(seq: int, window: int | None, chunk: int | None) -> float:

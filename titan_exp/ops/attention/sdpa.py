@@ -125,7 +125,7 @@ class CausalAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> Any:
-        """Argument `mask` of `forward`, built once per forward pass of the model; None for causal attention.
+        """Argument `mask` of `forward`, built once per forward pass of the model; None for causal or full attention.
 
         `positions` are given if they start again within the sequence of `seq` tokens; `seq` and `device` are read
         without documents only.
@@ -135,8 +135,9 @@ class CausalAttention(nn.Module):
         pattern = self.pattern.within(seq)
         index = None if pattern.chunk is None or positions is None else torch.arange(seq, device=device)
         segments, pattern = segment_ids(pattern, documents, positions, index)
-        if segments is None and pattern.is_causal:
+        if segments is None and pattern.is_unlimited:
             return None
+        assert pattern.causal, "documents are those of language models"
         if self.backend == "flex":
             return pattern_mask(pattern, seq, str(device)) if segments is None else block_mask(pattern, segments)
         if pattern.is_causal and segments is not None:
@@ -156,10 +157,11 @@ class CausalAttention(nn.Module):
         `sinks` are logits of the softmax beside the keys.
         """
         if self.backend == "flex":
-            mask = mask if mask is not None else pattern_mask(CAUSAL, query.shape[2], str(query.device))
+            if mask is None and self.pattern.causal:
+                mask = pattern_mask(CAUSAL, query.shape[2], str(query.device))
             return flex_attention(query, key, value, mask=mask, sinks=sinks, scale=self.scale)
         if not isinstance(mask, TileMask):
-            return self.attend(query, key, value, mask, causal=mask is None, sinks=sinks)
+            return self.attend(query, key, value, mask, causal=mask is None and self.pattern.causal, sinks=sinks)
         parts = [
             self.attend(
                 query[:, :, tile.rows],

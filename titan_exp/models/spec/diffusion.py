@@ -1,0 +1,195 @@
+"""Diffusion transformer of double and single blocks (FLUX.1): config fields, spec and shape rules.
+
+Double blocks have weights of their own for text and image tokens, which meet in attention. Single blocks have weights
+for both, and compute attention and feed-forward side by side. A conditioning vector per sequence (time, guidance,
+pooled text) modulates every block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
+from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
+from titan_exp.models.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    TensorSpec,
+    Unsupported,
+    VectorSpec,
+)
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
+from titan_exp.models.spec.tp_plan import HeadParallel
+
+FFN_RATIO = 4
+"""Width of the feed-forward by that of the residual stream."""
+TIME_FEATURES = 256
+"""Sines and cosines of a time or a guidance scale."""
+
+
+@dataclass(frozen=True)
+class DiffusionConfig(ModelConfig):
+    """Fields of a diffusion transformer. `layers` counts double and single blocks, `context` text and image tokens."""
+
+    double_layers: Count
+    """First blocks, with weights of their own for text and image."""
+    heads: PositiveInt
+    """Heads of queries, keys and values, `dim / heads` wide."""
+    patch_dim: PositiveInt
+    """Numbers of a patch of the latent image, which is one token."""
+    text_dim: PositiveInt
+    """Width of the text encoder's states, one per text token."""
+    text_tokens: PositiveInt
+    """Text tokens of a sequence, padding included; they precede the image's."""
+    pooled_dim: PositiveInt
+    """Width of the pooled text embedding, one per sequence."""
+    guidance_embedding: bool
+    """True if the model reads the scale of guidance that it is distilled for, as FLUX.1 dev."""
+    rope_axes: tuple[PositiveInt, ...]
+    """Rotated features of a head by axis (index, row, column); together the head's width."""
+    rope_theta: PositiveFloat
+    """Base of RoPE's frequencies."""
+    norm_eps: PositiveFloat
+    """Added to the variance in norms."""
+    init_std: PositiveFloat
+    """Standard deviation of initial weights that embed time, guidance and pooled text. Others are Xavier's; modulations
+    and the output begin at zero."""
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    """Kernel behind attention, as for other families."""
+
+
+def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
+    """Spec of a diffusion transformer."""
+    single = config.layers - config.double_layers
+    ends = tuple(tensor for linear in end_linears(config) for tensor in _tensors(linear))
+    reason = "a diffusion transformer is not divided so yet"
+    return ModelSpec(
+        (_double_layer(config),) * config.double_layers + (_single_layer(config),) * single,
+        dim=config.dim,
+        vocab_size=0,
+        tied=False,
+        norm_eps=config.norm_eps,
+        embedding_std=config.init_std,
+        attention_backend=config.attention_backend,
+        ends=ends,
+        stage_ends=PipelinePlan(first=("inputs",), last=("output",)),
+        unsupported=tuple(Unsupported(f"parallelism.{axis}", reason) for axis in ("tp", "cp", "pp")),
+    )
+
+
+def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
+    """Linear layers before and after the blocks."""
+    dim, std = config.dim, config.init_std
+    text, image = _spans(config)
+    widths = {"time": TIME_FEATURES, "guidance": TIME_FEATURES, "pooled": config.pooled_dim}
+    if not config.guidance_embedding:
+        del widths["guidance"]
+    embedders = [
+        LinearSpec(f"inputs.{name}.{part}", inputs, dim, std, None, bias=True, tokens=ONCE)
+        for name, width in widths.items()
+        for part, inputs in (("hidden", width), ("out", dim))
+    ]
+    return (
+        _linear("inputs.image", config.patch_dim, dim, image),
+        _linear("inputs.text", config.text_dim, dim, text),
+        *embedders,
+        _linear("output.modulation", dim, 2 * dim, ONCE, zero=True),
+        _linear("output.linear", dim, config.patch_dim, image, zero=True),
+    )
+
+
+def diffusion_violations(config: DiffusionConfig) -> Iterator[Violation]:
+    """Numbers of blocks, heads and rotated features that the model cannot compute."""
+    if config.vocab_size:
+        reason = "a diffusion transformer reads states of text encoders, and no tokens"
+        yield Violation("model.vocab_size", config.vocab_size, reason, "model.vocab_size=0")
+    if config.double_layers > config.layers:
+        reason = f"the model has model.layers={config.layers} blocks, the single ones included"
+        yield Violation("model.double_layers", config.double_layers, reason, f"at most {config.layers}")
+    if config.dim % config.heads:
+        reason = f"model.dim={config.dim} cannot be divided into {config.heads} heads"
+        near = listed(nearest_numbers(config.heads, divisors(config.dim)))
+        yield Violation("model.heads", config.heads, reason, f"nearest: model.heads={near}")
+    elif sum(config.rope_axes) != config.dim // config.heads or any(width % 2 for width in config.rope_axes):
+        reason = f"the axes rotate pairs of features, together the {config.dim // config.heads} of a head"
+        remedy = "even widths with that sum, as 16,56,56 of 128"
+        yield Violation("model.rope_axes", config.rope_axes, reason, remedy)
+    elif len(config.rope_axes) != 3:
+        reason = "positions have three axes: index, row and column"
+        yield Violation("model.rope_axes", config.rope_axes, reason, "three widths, as 16,56,56 of 128")
+
+
+def _double_layer(config: DiffusionConfig) -> LayerSpec:
+    dim, rows = config.dim, FusedRows("attention", _projections(config))
+    linears, vectors = [], []
+    for name, tokens in zip(("text", "image"), _spans(config), strict=True):
+        linears += [
+            _linear(f"{name}.modulation", dim, 6 * dim, ONCE, zero=True),
+            _linear(f"{name}.qkv", dim, 3 * dim, tokens, rows=rows),
+            _linear(f"{name}.out", dim, dim, tokens, writes_residual=True),
+            _linear(f"{name}.up", dim, FFN_RATIO * dim, tokens),
+            _linear(f"{name}.down", FFN_RATIO * dim, dim, tokens, writes_residual=True),
+        ]
+        vectors += _head_norms(config, name)
+    return LayerSpec(_attention(config), tuple(linears), tuple(vectors))
+
+
+def _single_layer(config: DiffusionConfig) -> LayerSpec:
+    dim, ratio = config.dim, FFN_RATIO
+    up = RowPiece("up", ratio * dim // config.heads)
+    linears = (
+        _linear("modulation", dim, 3 * dim, ONCE, zero=True),
+        _linear("qkv_up", dim, (3 + ratio) * dim, rows=FusedRows("attention", (*_projections(config), up))),
+        _linear("out", (1 + ratio) * dim, dim, writes_residual=True),
+    )
+    return LayerSpec(_attention(config), linears, tuple(_head_norms(config)))
+
+
+def _attention(config: DiffusionConfig) -> AttentionSpec:
+    width = config.dim // config.heads
+    return AttentionSpec(
+        config.heads, config.heads, qk_dim=width, v_dim=width, qk_dim_key="model.dim / model.heads", causal=False
+    )
+
+
+def _projections(config: DiffusionConfig) -> tuple[RowPiece, ...]:
+    return tuple(RowPiece(name, config.dim // config.heads) for name in ("query", "key", "value"))
+
+
+def _head_norms(config: DiffusionConfig, name: str = "") -> list[VectorSpec]:
+    prefix = f"{name}." if name else ""
+    width = config.dim // config.heads
+    return [VectorSpec(f"{prefix}{norm}", width, HeadParallel()) for norm in ("q_norm", "k_norm")]
+
+
+def _spans(config: DiffusionConfig) -> tuple[TokenSpan, TokenSpan]:
+    """Text tokens, then image tokens."""
+    return TokenSpan(stop=config.text_tokens), TokenSpan(start=config.text_tokens)
+
+
+def _linear(
+    name: str,
+    inputs: int,
+    outputs: int,
+    tokens: TokenSpan = EVERY_TOKEN,
+    *,
+    zero: bool = False,
+    rows: FusedRows | None = None,
+    writes_residual: bool = False,
+) -> LinearSpec:
+    """Linear layer with a bias, and weights with Xavier's standard deviation (Glorot and Bengio 2010) or zero."""
+    std = 0.0 if zero else (2 / (inputs + outputs)) ** 0.5
+    return LinearSpec(
+        name, inputs, outputs, std, None, rows=rows, bias=True, writes_residual=writes_residual, tokens=tokens
+    )
+
+
+def _tensors(linear: LinearSpec) -> tuple[TensorSpec, TensorSpec]:
+    weight = TensorSpec(f"{linear.name}.weight", (linear.outputs, linear.inputs), in_matmul=True, tokens=linear.tokens)
+    return weight, TensorSpec(f"{linear.name}.bias", (linear.outputs,))

@@ -276,6 +276,9 @@ from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.search.layouts import fixed_keys, search_space
 from titan_exp.plan.search.search import LayoutSearch
 
+# A shell starts commands in the background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def interrupt(line):
     if "fastest" in line:
         os.killpg(0, signal.SIGINT)

@@ -60,6 +60,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     """Search the layouts of a composed run and print them; returns the exit code. Raises UserError if the run cannot be
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.search.forkserver import start_forkserver
     from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.supported import check_supported, check_supported_on, with_run_kernels
 
@@ -82,6 +83,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
             "(training.mixed_precision=fp32). Use bf16; titan-exp plan predicts one fp32 layout."
         )
     _check_homogeneous(experiment)
+    start_forkserver()
     space = search_space(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
     from titan_exp.plan.search.search import LayoutSearch

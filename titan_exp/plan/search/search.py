@@ -33,6 +33,7 @@ from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
+from titan_exp.plan.search.forkserver import start_forkserver
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, planned_cost, room_of
 from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace
@@ -125,7 +126,7 @@ class LayoutSearch:
         began, stopped = time.perf_counter(), False
         self._deadline = math.inf if seconds is None else time.monotonic() + EXPLORING * seconds
         cores = len(os.sched_getaffinity(0))
-        pool = ProcessPoolExecutor(cores, _forkserver(), _start_worker)
+        pool = ProcessPoolExecutor(cores, start_forkserver(), _start_worker)
         # A pool that is interrupted while it starts cannot be shut down.
         pool.submit(os.getpid)
         try:
@@ -401,13 +402,6 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
         if seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-
-def _forkserver() -> Any:
-    """Multiprocessing context that forks workers from a process with torch imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def _start_worker() -> None:

@@ -145,9 +145,10 @@ def described(row: "LayoutCost") -> tuple[object, ...]:
 def print_both(name: str) -> None:
     """Rows of an exhaustive and of bounded searches on three devices, as JSON. Both have enumerated layouts only."""
     from titan_exp.plan.cuda.devices import device_named
+    from titan_exp.plan.search.forkserver import start_forkserver
     from titan_exp.plan.search.layout_cost import room_of
     from titan_exp.plan.search.layouts import fixed_keys, search_space
-    from titan_exp.plan.search.search import LayoutSearch, _forkserver, _start_worker
+    from titan_exp.plan.search.search import LayoutSearch, _start_worker
 
     def quiet(_: str) -> None:
         return
@@ -168,7 +169,7 @@ def print_both(name: str) -> None:
         result = search.run()
         whole._device = small
         whole._costs = {key: replace(cost, room=room_of(cost.candidate.layout, small)) for key, cost in totals.items()}
-        with ProcessPoolExecutor(2, _forkserver(), _start_worker) as pool:
+        with ProcessPoolExecutor(2, start_forkserver(), _start_worker) as pool:
             whole._confirm(pool, limit)
         rows.append([[described(row) for row in found] for found in (whole._fastest()[:limit], result.rows)])
         looked.append(result.looked_at)

@@ -119,7 +119,7 @@ def resume(run: Experiment, batches: int) -> float:
         for _ in range(batches):
             next(loader)
     else:
-        loader.skip(batches)
+        loader.skip(16 * batches)
     state = loader.state_dict()
     loader.close()
 

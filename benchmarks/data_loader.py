@@ -159,7 +159,7 @@ def resume(run: Experiment, batches: int) -> float:
     loader = TrainLoader(
         run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
     )
-    loader.skip(batches)
+    loader.skip(16 * batches)
     state = loader.state_dict()
     loader.close()
     begin = time.perf_counter()

@@ -97,6 +97,17 @@ def planned_here(*words: str, room: int = 80 * GIB) -> Plan:
     return predict(experiment, replace(device, memory=room + device.overhead(groups)))
 
 
+def test_a_batch_ramp_is_planned_with_its_largest_batch():
+    plain = planned_here("training.steps=100")
+    ramp = planned_here("training.steps=100", "training.batch_ramp=[[10,8],[20,32]]")
+    assert ramp.ranks[0].bytes == plain.ranks[0].bytes
+    assert plain.tokens == 100 * plain.tokens_per_step
+    assert ramp.tokens * 64 == (10 * 8 + 20 * 32 + 70 * 64) * ramp.tokens_per_step
+    console = Console(record=True, width=1000, file=io.StringIO())
+    print_plan(ramp, console)
+    assert "training.global_batch_size=64, the largest batch of the ramp" in console.export_text()
+
+
 def test_no_digit_is_cut_off_where_it_is_narrow():
     table = Table("parameters", "activations", "in all")
     table.add_row("123.45", "6789.01", "6912.46")

@@ -4,6 +4,7 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.batch_ramp import batch_size_at, sequences_after, steps_for
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine import local_machine as machine
 from titan_exp.config.machine.devices import device_type, offered_devices
@@ -82,6 +83,39 @@ def test_micro_batches_of_a_pipeline(overrides: list[str], micro: int, passes: t
     run = resolve_layout(experiment("training.global_batch_size=64", "parallelism.pp=2", *overrides), 1)
     assert ResolvedLayout.of(run).micro_batch_size == micro
     assert (ResolvedLayout.of(run).gradient_accumulation, ResolvedLayout.of(run).pipeline_microbatches) == passes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro", "passes"),
+    [
+        ([], 4, ()),
+        (["parallelism.dp_shard=4"], 1, ()),
+        (["training.micro_batch_size=2"], 2, ()),
+        (["parallelism.pp=2"], 1, (4, 12, 64)),
+        (["parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B"], 1, (4, 12, 64)),
+        (["parallelism.pp=2", "parallelism.pp_microbatches=2"], 2, (2,)),
+    ],
+)
+def test_micro_batches_of_a_batch_ramp(overrides: list[str], micro: int, passes: tuple[int, ...]):
+    """Of one size, which divides every batch; a step of a pipeline is one pass."""
+    ramp = ["training.global_batch_size=64", "training.batch_ramp=[[10,4],[5,12]]", "training.steps=30"]
+    layout = ResolvedLayout.of(resolve_layout(experiment(*ramp, *overrides), 1))
+    steps = (1, 10, 11, 15, 16, 30)
+    sizes = [layout.gradient_accumulation_at(step) * layout.micro_batch_size * layout.dp_degree for step in steps]
+    assert sizes == [4, 4, 12, 12, 64, 64]
+    assert layout.micro_batch_size == micro
+    assert not passes or layout.pass_sizes == passes
+
+
+@pytest.mark.parametrize("ramp", [(), ((2, 3),), ((1, 2), (3, 4), (2, 5))])
+def test_sequences_of_a_batch_ramp(ramp: tuple[tuple[int, int], ...]):
+    total = 0
+    for step in range(1, 12):
+        total += batch_size_at(ramp, 7, step)
+        assert sequences_after(ramp, 7, step) == total
+        assert steps_for(ramp, 7, total) == step
+        assert steps_for(ramp, 7, total + 1) == step + 1
+    assert steps_for(ramp, 7, 0) == sequences_after(ramp, 7, 0) == 0
 
 
 @pytest.mark.parametrize(

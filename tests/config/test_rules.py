@@ -17,6 +17,7 @@ from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent
 SCHEDULE = "parallelism.pp_schedule"
+BATCH_RAMP = "training.batch_ramp"
 DETERMINISTIC = "training.deterministic=true"
 BASE = (
     *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
@@ -268,6 +269,33 @@ TILES = [
         # steps
         (["lr_schedule.warmup_steps=500"], "", ""),
         (["lr_schedule.warmup_steps=500", "lr_schedule.decay_steps=101"], "lr_schedule.decay_steps", "decay_steps=100"),
+        (["training.batch_ramp=[[9,2],[9,8]]"], "", ""),
+        (["training.batch_ramp=[[9,8],[9,2]]"], BATCH_RAMP, "with more sequences"),
+        (["training.batch_ramp=[[9,16]]"], BATCH_RAMP, "with more sequences"),
+        (["training.batch_ramp=[[500,2],[100,8]]"], BATCH_RAMP, "training.steps above 600"),
+        (["training.batch_ramp=[[500,2],[99,8]]"], "", ""),
+        (["training.batch_ramp=[[9,6]]", "parallelism.dp_shard=4"], BATCH_RAMP, "nearest: 4 or 8 sequences"),
+        (
+            ["training.batch_ramp=[[9,4]]", "parallelism.dp_shard=2", "training.micro_batch_size=4"],
+            BATCH_RAMP,
+            "8 sequences; or training.micro_batch_size=1 or 2",
+        ),
+        (["training.batch_ramp=[[9,4]]", "parallelism.pp=2", "parallelism.pp_microbatches=4"], "", ""),
+        (
+            ["training.batch_ramp=[[9,2]]", "parallelism.pp=2", "parallelism.pp_microbatches=4"],
+            BATCH_RAMP,
+            "larger batches",
+        ),
+        (
+            [
+                *("training.batch_ramp=[[9,8]]", "parallelism.pp=2", "parallelism.pp_microbatches=4"),
+                "training.micro_batch_size=4",
+            ],
+            BATCH_RAMP,
+            "micro_batch_size=1 or 2",
+        ),
+        (["training.batch_ramp=[[9,2]]", "parallelism.pp=2", f"{SCHEDULE}=DualPipeV"], BATCH_RAMP, "a smaller"),
+        (["training.batch_ramp=[[9,4]]", "parallelism.pp=2", f"{SCHEDULE}=DualPipeV"], "", ""),
         (["lr_schedule.warmup_steps=601"], "lr_schedule.warmup_steps", "warmup_steps=600"),
         (["profiling=trace", "profiling.start=598"], "profiling.start", "profiling.start=597"),
         (["profiling=trace", "profiling.start=597"], "", ""),

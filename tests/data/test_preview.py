@@ -1,5 +1,6 @@
 """`data.preview` prints the batch of the training loader at that step."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_preview_shows_the_rows_of_the_step(step: int, tmp_path: Path):
         for row, text in zip(rows, first_texts(run, step), strict=True):
             shown = lines[lines.index(row) + 2].strip()
             assert shown[1:].startswith(text)
+
+
+def test_preview_of_a_batch_ramp(tmp_path: Path):
+    """A step of the ramp has its own number of rows, after those of all steps before."""
+    store = make(tmp_path / "store")
+    for run in (experiment(), over(store)):
+        size = run.training.global_batch_size
+        training = replace(run.training, batch_ramp=((2, size // 4), (1, size // 2)))
+        plain = [line for step in (1, 2) for line in preview(run.data, run.training, run.experiment.seed, step)]
+        for step, first, rows in ((2, size // 4, size // 4), (3, size // 2, size // 2), (4, size, size)):
+            lines = list(preview(run.data, training, run.experiment.seed, step))
+            assert lines[0].startswith(f"step {step}: {rows} rows")
+            assert [line for line in lines if line.startswith("row ")] == [f"row {first + row}" for row in range(rows)]
+            assert set(lines[1:]) <= set(plain)
 
 
 def test_preview_shows_boundaries_positions_and_missing_labels(tmp_path: Path):

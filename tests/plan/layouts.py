@@ -251,7 +251,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         trainer = Trainer(experiment, folder, device)
         trainer.restore()
 
-        batches = [next(trainer.loader) for _ in range(trainer.accumulation)]
+        batches = [next(trainer.loader) for _ in range(trainer.layout.gradient_accumulation)]
         tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)
 
         def step() -> None:

@@ -33,6 +33,16 @@ def test_throughput_of_job_and_device() -> None:
     }
 
 
+def test_steps_of_different_tokens() -> None:
+    clock = Clock()
+    throughput = meter(clock, warmup_steps=0)
+    for tokens in (100, 300):
+        clock.now += 0.5
+        throughput.step(tokens)
+    assert throughput.read()["tokens_per_second"] == 400.0
+    assert (throughput.spent.steps, throughput.spent.tokens, throughput.spent.training) == (2, 400, 1.0)
+
+
 def test_first_steps_are_left_out() -> None:
     clock = Clock()
     throughput = meter(clock)

@@ -25,8 +25,10 @@ MODELS = {
     "dense": "model=llama_debug",
     # Biases and the load of the step before are state of the balance.
     "experts": "model=qwen3_moe_debug model.moe.router_bias=true model.moe.balance.bias_rate=1e-2",
+    "ramp": "model=llama_debug training.batch_ramp=[[9,2],[11,4]]",
 }
 BY_NIGHT = [
+    ("ramp", "async_process", 2),
     *(("dense", *case) for case in (("sync", 1), ("sync", 2), ("async", 1), ("async", 2), ("async_process", 1))),
     *(("experts", *case) for case in (("sync", 1), ("async", 2), ("async_process", 2))),
 ]

@@ -15,6 +15,7 @@ from titan_exp.compare.differing_keys import DifferingKeys, value_text
 from titan_exp.compare.row import Row
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.study_runs import StudyRecord
+from titan_exp.config.groups.batch_ramp import sequences_after
 from titan_exp.tracking.run_folder.final_value import final_value
 from titan_exp.tracking.run_folder.state import has_diverged
 
@@ -208,7 +209,8 @@ def _cost(rows: Sequence[Row]) -> Cost:
     for row in rows:
         for run in row.runs:
             training = run.config["training"]
-            whole += int(training["steps"]) * int(training["global_batch_size"]) * int(training["seq_len"])
+            ramp, last = training.get("batch_ramp", ()), int(training["global_batch_size"])
+            whole += sequences_after(ramp, last, int(training["steps"])) * int(training["seq_len"])
     seconds = [run.device_seconds for run in runs.values()]
     known = [number for number in seconds if number is not None]
     tokens = sum(max(0, run.tokens - run.begins) for run in runs.values())

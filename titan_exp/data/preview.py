@@ -1,5 +1,6 @@
 """Batch preview (`data.preview`): decoded rows of one global batch, with document boundaries, positions and labels."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -22,25 +23,26 @@ def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) ->
     without a label, and text, shortened in the middle. Token stores are read at the step, other sources from the
     beginning.
     """
-    rows = training.global_batch_size
-    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
+    rows, first = training.batch_size_at(step), training.sequences_after(step - 1)
+    size = math.gcd(*training.batch_sizes)
+    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=size, pin_memory=False)
     tokenizer = build_tokenizer(data)
     try:
-        loader.skip(step - 1)
+        loader.skip(first)
         epoch = loader.epochs()
-        batch = next(loader)
-        predicted = int((batch.labels != IGNORE_INDEX).sum())
+        batches = [next(loader) for _ in range(rows // size)]
+        predicted = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
         source = " ".join(data.paths) or data.source
         yield (
-            f"step {step}: {rows} rows of {training.seq_len} tokens, {predicted:,} of {batch.labels.numel():,} predict "
-            f"the next one; epoch {epoch:.3f} of {source}"
+            f"step {step}: {rows} rows of {training.seq_len} tokens, {predicted:,} of {rows * training.seq_len:,} "
+            f"predict the next one; epoch {epoch:.3f} of {source}"
         )
         for row in range(rows):
-            number = (step - 1) * rows + row
+            number = first + row
             source = loader.source_name(number)
             yield ""
             yield f"row {number}" + (f", from {source}" if source else "")
-            yield from _documents(batch, row, tokenizer)
+            yield from _documents(batches[row // size], row % size, tokenizer)
     finally:
         loader.close()
 

@@ -26,8 +26,8 @@ from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 class TrainLoader(Iterator[Batch]):
     """Micro-batches [micro_batch_size, seq_len] of one data rank, prefetched by a thread.
 
-    Global batch k, counted from 0, has rows k·G to (k + 1)·G - 1 of the run in every layout (G = global_batch_size); a
-    rank's micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
+    The global batch of a step has the rows of the run that follow those of all earlier steps, in every layout; a rank's
+    micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
     used; `next` raises errors of the thread. `mtp_depth` is as in `Batch.with_further`.
     """
 
@@ -43,9 +43,10 @@ class TrainLoader(Iterator[Batch]):
         pin_memory: bool,
         mtp_depth: int = 0,
     ) -> None:
-        assert training.global_batch_size % (dp_degree * micro_batch_size) == 0, "checked by the rules"
+        rows = dp_degree * micro_batch_size
+        assert all(size % rows == 0 for size in training.batch_sizes), "checked by the rules"
         self._data = data
-        self._global_batch_size, self._seq_len = training.global_batch_size, training.seq_len
+        self._seq_len = training.seq_len
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
         self._pin_memory, self._mtp_depth = pin_memory, mtp_depth
@@ -92,9 +93,8 @@ class TrainLoader(Iterator[Batch]):
         _check_same_corpus(state.get("corpus"), self._sampler.corpus)
         self._seek(self._sampler.restrict({key: position for key, position in state.items() if key != "corpus"}))
 
-    def skip(self, global_batches: int) -> None:
-        """Seek to the state after `global_batches` global batches; virtual shards have to read them."""
-        rows = global_batches * self._global_batch_size
+    def skip(self, rows: int) -> None:
+        """Seek to the state after `rows` rows of the run, whole micro-batches of all ranks; virtual shards read."""
         state = self._sampler.state_at(rows)
         self._seek(dict(self._sampler.initial_state) if state is None else state)
         if state is None:

@@ -108,7 +108,10 @@ def _points(words: Sequence[str]) -> list[list[str]]:
 
 def _on_one_device(experiment: Experiment) -> Experiment:
     training = dataclasses.replace(
-        experiment.training, mixed_precision="fp32", micro_batch_size=experiment.training.global_batch_size
+        experiment.training,
+        mixed_precision="fp32",
+        micro_batch_size=experiment.training.global_batch_size,
+        batch_ramp=(),
     )
     parallelism = dataclasses.replace(experiment.parallelism, **ONE_DEVICE)
     return check(resolve_layout(dataclasses.replace(experiment, parallelism=parallelism, training=training), 1))

@@ -131,7 +131,7 @@ def _compose_single_device(
     experiment = dataclasses.replace(
         experiment,
         parallelism=dataclasses.replace(experiment.parallelism, **ONE_DEVICE),
-        training=dataclasses.replace(experiment.training, micro_batch_size=rows, global_batch_size=rows),
+        training=dataclasses.replace(experiment.training, micro_batch_size=rows, global_batch_size=rows, batch_ramp=()),
         quantization=dataclasses.replace(experiment.quantization, emulate=True),
     )
     return check(resolve_layout(experiment, 1))

@@ -45,6 +45,11 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
         f"{sequences}, {layout.gradient_accumulation} per step",
         highlight=False,
     )
+    if experiment.training.batch_ramp:
+        largest_batch = (
+            f"training.global_batch_size={experiment.training.global_batch_size}, the largest batch of the ramp"
+        )
+        console.print(f"Memory and time of a step are those with {largest_batch}.", highlight=False, soft_wrap=True)
     print_unwrapped(console, _memory(plan))
     console.print(_fit_sentence(plan, largest), highlight=False, soft_wrap=True)
     saved = dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
@@ -78,7 +83,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_second_per_device": plan.tokens_per_second,
         "mfu": plan.mfu,
         "gpu_hours": plan.gpu_hours,
-        "tokens": plan.tokens_per_step * plan.experiment.training.last_step,
+        "tokens": plan.tokens,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "host_bytes_per_node": plan.host_bytes_per_node,
@@ -283,7 +288,7 @@ def _speed(plan: Plan) -> list[str]:
     )
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
-        f"{training.last_step} steps: {plan.tokens_per_step * training.last_step:,} tokens, {_hours(plan.gpu_hours)} "
+        f"{training.last_step} steps: {plan.tokens:,} tokens, {_hours(plan.gpu_hours)} "
         f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines

@@ -106,8 +106,14 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
+        """Tokens of a global batch, after a batch ramp."""
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        training = self.experiment.training
+        return training.sequences_after(training.last_step) * training.seq_len
 
     @property
     def checkpoint_bytes_per_node(self) -> float:
@@ -147,9 +153,9 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Device-hours of the whole run."""
+        """Device-hours of the whole run, at the throughput of a step after a batch ramp."""
         seconds = self.step_seconds
-        return seconds and seconds * self.experiment.training.last_step * self.layout.world_size / 3600
+        return seconds and seconds * self.tokens / self.tokens_per_step * self.layout.world_size / 3600
 
 
 def predict(

@@ -8,6 +8,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
+    batch_ramp,
     checkpoint,
     cluster,
     continue_from,
@@ -27,7 +28,18 @@ from titan_exp.rules import (
 from titan_exp.rules.layout import context_parallel, degrees, expert_parallel, pipeline_parallel, tensor_parallel
 from titan_exp.rules.rule import Rule, find_violations
 
-_MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
+_MODULES = (
+    paths,
+    training,
+    batch_ramp,
+    model,
+    quantization,
+    triton,
+    recompute,
+    cuda_graphs,
+    tensor_parallel,
+    context_parallel,
+)
 _MODULES += (
     parametrization,
     parameter_groups,

@@ -16,6 +16,8 @@ class TimeBreakdown:
     """Steps after warm-up, up to the last reading."""
     tokens: int = 0
     """Tokens of the whole job trained in `training` seconds."""
+    steps: int = 0
+    """Optimizer steps in `training` seconds."""
     paused: dict[str, float] = field(default_factory=dict)
     """Pauses by reason (`evaluation`, `checkpoint`), including those during warm-up."""
 
@@ -43,7 +45,7 @@ class Throughput:
         self._devices, self._flops_per_token, self._peak_tflops = devices, flops_per_token, peak_tflops
         self._warmup_steps, self._synchronize, self._clock = warmup_steps, synchronize, clock
         self._window_start = clock()
-        self._window_tokens = 0
+        self._window_tokens = self._window_steps = 0
         self._window_paused = 0.0
 
     def step(self, tokens: int) -> None:
@@ -55,6 +57,7 @@ class Throughput:
                 self.spent.warmup += self._restart()
         else:
             self._window_tokens += tokens
+            self._window_steps += 1
 
     @contextmanager
     def pause(self, reason: str) -> Iterator[None]:
@@ -76,10 +79,11 @@ class Throughput:
         """
         per_second = tflops = mfu = None
         if self._window_tokens > 0:
-            tokens = self._window_tokens
+            tokens, steps = self._window_tokens, self._window_steps
             seconds = self._restart()
             self.spent.training += seconds
             self.spent.tokens += tokens
+            self.spent.steps += steps
             per_second = tokens / seconds if seconds > 0 else None
         per_device = None if per_second is None else per_second / self._devices
         if per_device is not None and self._flops_per_token is not None:
@@ -96,5 +100,5 @@ class Throughput:
         """Start a new window; returns the seconds of the old one, without pauses."""
         now = self._clock()
         seconds = now - self._window_start - self._window_paused
-        self._window_start, self._window_tokens, self._window_paused = now, 0, 0.0
+        self._window_start, self._window_tokens, self._window_steps, self._window_paused = now, 0, 0, 0.0
         return seconds

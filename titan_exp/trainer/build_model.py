@@ -167,7 +167,7 @@ def _build_pipeline(
 ) -> Pipeline:
     parallelism = layout.parallelism
     layers, placement = layout.stage_layers, layout.stage_placement
-    microbatches, last = layout.pipeline_microbatches, len(layers) - 1
+    last = len(layers) - 1
     assert mesh.pp_group is not None
     if layout.splits_backward:
         keep_compiled_buffers()
@@ -191,19 +191,21 @@ def _build_pipeline(
             )
         )
     counts = layout.layer_counts
-    schedule = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
+    schedules = [
+        build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), size) for size in layout.pass_sizes
+    ]
     get_logger().info(
-        "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
+        "pipeline: %s, %d stages of %s layers, %s micro-batches of %d sequences, bubble %s %%",
         parallelism.pp_schedule,
         len(layers),
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
-        microbatches,
+        ", then ".join(map(str, layout.pass_sizes)),
         layout.micro_batch_size,
-        100 * timeline(schedule).bubble,
+        ", then ".join(f"{100 * timeline(schedule).bubble:.0f}" for schedule in schedules),
     )
     return Pipeline(
         stages,
-        schedule,
+        schedules,
         placement,
         P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device)),
         keep_gathered=layout.reshard_policy == "never",

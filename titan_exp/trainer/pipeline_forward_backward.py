@@ -27,8 +27,8 @@ class PipelineModel:
         self._pipeline, self._mesh = pipeline, mesh
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Run the schedule once per `microbatches` micro-batches; gradients are reduced once."""
-        sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.microbatches
+        """Run a schedule once per pass of micro-batches; gradients are reduced once."""
+        sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.pass_size(len(batches))
         assert len(batches) % size == 0, "checked by the rules"
 
         def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
@@ -41,7 +41,7 @@ class PipelineModel:
             return loss
 
         with self.weights.training():
-            self._pipeline.train(partial(compute, first) for first in range(0, len(batches), size))
+            self._pipeline.train((partial(compute, first) for first in range(0, len(batches), size)), size)
         self._pipeline.sum_tied_gradients()
         return sums.values
 

@@ -60,7 +60,7 @@ class Trainer:
 
     def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
         training, layout = experiment.training, ResolvedLayout.of(experiment)
-        self.experiment, self.folder = experiment, folder
+        self.experiment, self.layout, self.folder = experiment, layout, folder
         set_deterministic(training.deterministic)
         self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, device)
         state = assemble(experiment, layout, device)
@@ -81,7 +81,6 @@ class Trainer:
         self.validation = (
             ValidationLoader(experiment.data, training.seq_len, **shard) if training.evaluate_every else None
         )
-        self.accumulation = layout.gradient_accumulation
         remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(
             experiment.checkpoint,
@@ -174,7 +173,9 @@ class Trainer:
         self.memory.before(step)
         seed_step(experiment.experiment.seed, step, self.mesh.dp_rank, self.mesh.device)
         with times.loading():
-            batches = [next(self.loader) for _ in range(self.accumulation)]
+            batches = [next(self.loader) for _ in range(self.layout.gradient_accumulation_at(step))]
+        if self.model.load is not None:
+            self.model.load.set_sequences(experiment.training.batch_size_at(step))
         stop, save = self.folder.stop_requested(), self.checkpointer.interval_elapsed()
         tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
         if self.clipper is not None:

@@ -114,6 +114,8 @@ def _read(run: RunEntry, cache: Path, *, trust: bool) -> _Measured:
         raise UserError("no speed was logged (the first steps are left out; tracking.log_every=5 logs more often)")
     env = read_json(folder.env) or {}
     experiment = load_experiment(folder.config, trust)
+    if experiment.training.batch_ramp:
+        raise UserError("its steps differ in length (training.batch_ramp)")
     experiment = _resolve_device(experiment, bool(env.get("gpus")), len(env.get("gpus") or []))
     on_gpu = device_type(experiment.cluster) == "cuda"
     device = _gpu(env, experiment, cache) if on_gpu else _cpu(env, experiment, cache)

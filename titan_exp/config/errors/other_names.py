@@ -42,6 +42,7 @@ OTHER_NAMES = {
     "parallelism.tp": ("tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel", "tp_size"),
     "paths.runs": ("output_dir", "out_dir", "save_dir"),
     "tracking.log_every": ("logging_steps", "log_interval", "log_freq"),
+    "training.batch_ramp": ("rampup_batch_size", "batch_size_warmup", "global_batch_size_ramp"),
     "training.evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
     "training.global_batch_size": ("gradient_accumulation_steps", "train_batch_size", "grad_accum"),
     "training.max_grad_norm": ("grad_clip", "gradient_clipping", "clip_grad", "max_norm"),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_exp.config.groups.batch_ramp import RampStage, batch_size_at, sequences_after
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -15,12 +16,13 @@ class TrainingConfig:
     seq_len: PositiveInt
     """Tokens in a sequence."""
     global_batch_size: PositiveInt
-    """Sequences per optimizer step over the whole job, whatever the layout."""
+    """Sequences per optimizer step over the whole job, whatever the layout; after `batch_ramp`, if there is one."""
     micro_batch_size: PositiveInt | None
     """Sequences per forward pass of one data rank (with a pipeline, of one stage). Gradient accumulation follows from
     it. null takes the rank's whole share of the global batch; with a pipeline, the share divided by `pp_microbatches`,
     or into the fewest micro-batches, at least 4 for each pipeline rank, that the schedule takes (the most where there
-    are not so many): a bubble of about a fifth with 1F1B, and micro-batches no smaller than that asks for."""
+    are not so many): a bubble of about a fifth with 1F1B, and micro-batches no smaller than that asks for. With a
+    `batch_ramp`, the share is of the largest batch that divides all batches."""
     max_grad_norm: PositiveFloat | None
     """Global gradient norm above which gradients are scaled down to it; null never clips."""
     mixed_precision: Literal["bf16", "fp32"]
@@ -54,6 +56,10 @@ class TrainingConfig:
     accumulation_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the sum of a rank's gradients over micro-batches, before ranks reduce it in fp32: `bf16` takes half
     the memory, and loses what is below 2^-9 of the sum."""
+    batch_ramp: tuple[RampStage, ...] = ()
+    """Smaller batches of the first steps, as pairs of steps and sequences: `[[100, 2], [200, 4]]` are 100 steps of 2
+    sequences and 200 of 4, before those of `global_batch_size`. Sequences come in the same order as without a ramp, and
+    the learning rate follows steps."""
     stop_after: PositiveInt | None = None
     """Step after which the run ends and is done, with the learning rates of a run of `steps`; null trains all steps. A
     run with `checkpoint.continue_from` trains the rest."""
@@ -62,6 +68,19 @@ class TrainingConfig:
     def last_step(self) -> int:
         """Step after which the run ends."""
         return self.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sequences per optimizer step in each stage of the ramp, and after it."""
+        return *(sequences for _, sequences in self.batch_ramp), self.global_batch_size
+
+    def batch_size_at(self, step: int) -> int:
+        """Sequences of an optimizer step, counted from 1."""
+        return batch_size_at(self.batch_ramp, self.global_batch_size, step)
+
+    def sequences_after(self, steps: int) -> int:
+        """Sequences of the first `steps` optimizer steps together."""
+        return sequences_after(self.batch_ramp, self.global_batch_size, steps)
 
     @property
     def has_given_chunks(self) -> bool:

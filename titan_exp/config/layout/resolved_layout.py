@@ -1,5 +1,6 @@
 """Resolved layout of a run (processes, batch, pipeline stages, P2P shapes), derived once from the experiment."""
 
+import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -88,25 +89,32 @@ class ResolvedLayout:
 
     @cached_property
     def sequences_per_dp_rank(self) -> int:
-        """Sequences of a data-parallel rank in one optimizer step."""
+        """Sequences of a data-parallel rank in one optimizer step; with a batch ramp, in one after it."""
         return self.training.global_batch_size // self.dp_degree
+
+    @cached_property
+    def common_share(self) -> int:
+        """Largest number of sequences that divides a data-parallel rank's share of every batch of a ramp."""
+        return math.gcd(*self.training.batch_sizes) // self.dp_degree
 
     @cached_property
     def micro_batch_size(self) -> int:
         """Sequences per forward pass of a data-parallel rank."""
         if self.training.micro_batch_size:
             return self.training.micro_batch_size
-        share = self.sequences_per_dp_rank
+        share = self.common_share
         if self.parallelism.pp == 1:
             return share
         return share // (self.parallelism.pp_microbatches or self._default_microbatches(share))
 
     @cached_property
     def gradient_accumulation(self) -> int:
-        """Micro-batches of a data-parallel rank in one optimizer step."""
-        sequences = self.dp_degree * self.micro_batch_size
-        assert self.training.global_batch_size % sequences == 0, "checked by the rules"
-        return self.training.global_batch_size // sequences
+        """Micro-batches of a data-parallel rank in one optimizer step; with a batch ramp, in one after it."""
+        return self._microbatches(self.training.global_batch_size)
+
+    def gradient_accumulation_at(self, step: int) -> int:
+        """Micro-batches of a data-parallel rank in an optimizer step, counted from 1."""
+        return self._microbatches(self.training.batch_size_at(step))
 
     @cached_property
     def pipeline_microbatches(self) -> int:
@@ -114,6 +122,14 @@ class ResolvedLayout:
         if is_file(self.parallelism.pp_schedule):
             return microbatches_of(read_schedule(self.parallelism.pp_schedule))
         return self.parallelism.pp_microbatches or self.gradient_accumulation
+
+    @cached_property
+    def pass_sizes(self) -> tuple[int, ...]:
+        """Distinct numbers of micro-batches in a pass: with a batch ramp, a step is one pass unless the number is
+        given."""
+        if is_file(self.parallelism.pp_schedule) or self.parallelism.pp_microbatches:
+            return (self.pipeline_microbatches,)
+        return tuple(sorted({self._microbatches(size) for size in self.training.batch_sizes}))
 
     @cached_property
     def stage_count(self) -> int:
@@ -190,10 +206,20 @@ class ResolvedLayout:
         """Shape of hidden states sent between pipeline stages: [micro-batch, tokens, width]."""
         return self.micro_batch_size, self.tokens_per_rank, self.width
 
+    def _microbatches(self, batch_size: int) -> int:
+        sequences = self.dp_degree * self.micro_batch_size
+        assert batch_size % sequences == 0, "checked by the rules"
+        return batch_size // sequences
+
     def _default_microbatches(self, share: int) -> int:
-        """Minimum valid number of micro-batches with at least `MICROBATCHES_PER_RANK` per pipeline rank, else the
-        maximum."""
-        works = [number for number in divisors(share) if takes(self.parallelism, number)]
+        """Minimum number of micro-batches of `share` that is valid for every batch of a ramp, with at least
+        `MICROBATCHES_PER_RANK` per pipeline rank, else the maximum."""
+        shares = [size // self.dp_degree for size in self.training.batch_sizes]
+        works = [
+            number
+            for number in divisors(share)
+            if all(takes(self.parallelism, number * batch // share) for batch in shares)
+        ]
         enough = [number for number in works if number >= MICROBATCHES_PER_RANK * self.parallelism.pp]
         return (enough or works[-1:] or [1])[0]
 

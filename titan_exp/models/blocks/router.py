@@ -44,8 +44,9 @@ class Router(nn.Module):
             self.register_buffer("previous_load", torch.ones(moe.experts))
         self.register_buffer("counts", torch.zeros(moe.experts, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros(2), persistent=False)
-        self.sequences = 1
-        """Sequences of the global batch."""
+        self.sequences: Tensor | int = 1
+        """Sequences of the global batch; the trainer's is a tensor [], fp32, since a compiled or captured pass would
+        keep a number."""
         self.sequence_ranks = 1
         """Ranks that share each sequence, each with as many of its tokens."""
         self.sum_counts: SumCounts | None = None
@@ -71,7 +72,7 @@ class Router(nn.Module):
             weights = self._balanced(weights, logits, scores, experts)
         return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
 
-    def set_batch(self, sequences: int, sequence_ranks: int = 1, sum_counts: SumCounts | None = None) -> None:
+    def set_batch(self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: SumCounts | None = None) -> None:
         """Set the sequences of the global batch, and the ranks that share each sequence with the sum over them."""
         self.sequences, self.sequence_ranks, self.sum_counts = sequences, sequence_ranks, sum_counts
 

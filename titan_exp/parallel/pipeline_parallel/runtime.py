@@ -17,37 +17,44 @@ from titan_exp.parallel.step_observer import StepObserver, step_observer
 
 
 class Pipeline:
-    """This rank's stages and the schedule of all ranks.
+    """This rank's stages and the schedules of all ranks.
 
-    `placement` gives the pipeline rank of each stage; `keep_gathered` keeps sharded parameters gathered over a step.
+    `schedules` are of passes with different numbers of micro-batches, as steps of a batch ramp have. `placement` gives
+    the pipeline rank of each stage; `keep_gathered` keeps sharded parameters gathered over a step.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        schedule: Schedule,
+        schedules: Sequence[Schedule],
         placement: list[int],
         transport: P2PTransport,
         *,
         keep_gathered: bool,
     ) -> None:
-        assert keep_gathered or not splits_backward(schedule), "checked by the rules"
+        assert keep_gathered or not any(map(splits_backward, schedules)), "checked by the rules"
         self.stages, self.transport = list(stages), transport
-        self.microbatches = microbatches_of(schedule)
-        """Micro-batches per training pass."""
+        self._training = {
+            microbatches_of(schedule): insert_p2p(schedule, placement, transport.rank) for schedule in schedules
+        }
+        self.microbatches = max(self._training)
+        """Micro-batches of the largest training pass."""
         self._placement, self._keep_gathered = placement, keep_gathered
         self._by_number = {stage.number: stage for stage in stages}
-        self._training = insert_p2p(schedule, placement, transport.rank)
         self._tied = TiedWeights(self.stages, placement, transport)
         # A cached method would keep every pipeline alive.
         self._forward = cache(lambda number: insert_p2p(forward_schedule(placement, number), placement, transport.rank))
 
-    def train(self, passes: Iterable[Forward]) -> None:
+    def pass_size(self, microbatches: int) -> int:
+        """Micro-batches per pass of a training step with so many: all of them if there is such a schedule."""
+        return microbatches if microbatches in self._training else self.microbatches
+
+    def train(self, passes: Iterable[Forward], microbatches: int) -> None:
         """Run passes of `microbatches` micro-batches each, forward and backward, then reduce the summed gradients."""
         for stage in self.stages:
             disable_gradient_sync(stage.module, keep_gathered=self._keep_gathered)
         for compute in passes:
-            self._run(self._training, compute)
+            self._run(self._training[microbatches], compute)
         for stage in self.stages:
             step_observer().stage_reduction_begin(stage.number)
             reduce_gradients(stage.module)

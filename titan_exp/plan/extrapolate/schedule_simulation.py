@@ -171,7 +171,8 @@ def simulate_schedule(
         if owner == rank
     ]
     transport: Any = _Transport(recorder, rank, sends_complete)
-    Pipeline(stages, orders, list(placement), transport, keep_gathered=True).train([_compute] * passes)
+    pipeline = Pipeline(stages, [orders], list(placement), transport, keep_gathered=True)
+    pipeline.train([_compute] * passes, pipeline.microbatches)
     events = list(recorder.events)
     return ScheduleSimulation(recorder.actions, events, recorder.sent)
 

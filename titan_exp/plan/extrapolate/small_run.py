@@ -35,7 +35,7 @@ def small_run(
     small = with_layers(experiment, sum(layers))
     return replace(
         small,
-        training=replace(small.training, global_batch_size=batch, micro_batch_size=size),
+        training=replace(small.training, global_batch_size=batch, micro_batch_size=size, batch_ramp=()),
         activation_checkpoint=checkpointing,
         parallelism=parallelism,
     )

@@ -215,7 +215,7 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
         schedules = (
             (parallelism.pp_schedule,) if "parallelism.pp_schedule" in fixed or degrees["pp"] == 1 else SCHEDULES
         )
-        rows = training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
+        rows = math.gcd(*training.batch_sizes) // (degrees["dp_replicate"] * degrees["dp_shard"])
         sizes = [training.micro_batch_size] if "training.micro_batch_size" in fixed else micro_batches(rows)
         modes = [experiment.activation_checkpoint.mode] if "activation_checkpoint.mode" in fixed else MODES
         kinds = [

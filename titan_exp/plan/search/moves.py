@@ -92,7 +92,7 @@ def _values(candidate: Candidate, space: SearchSpace) -> Iterator[tuple[int, str
         """Typed values of keys without meaning after a move."""
         return {key: getattr(getattr(space.base, group), key) for key in keys if f"{group}.{key}" not in space.fixed}
 
-    for size in micro_batches(layout.sequences_per_dp_rank):
+    for size in micro_batches(layout.common_share):
         if size != layout.micro_batch_size:
             yield 0, "training", {"micro_batch_size": size}
     for direction, values in _recomputation(experiment):

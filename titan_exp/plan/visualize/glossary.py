@@ -160,7 +160,8 @@ def _stages(layout: ResolvedLayout) -> str:
 
 def _batch(layout: ResolvedLayout) -> str:
     sequences, degree = layout.training.global_batch_size, layout.dp_degree
-    start = f"A step has {format_items(sequences, 'sequence')} of {layout.training.seq_len:,} tokens"
+    step = "A step after the batch ramp" if layout.training.batch_ramp else "A step"
+    start = f"{step} has {format_items(sequences, 'sequence')} of {layout.training.seq_len:,} tokens"
     share = f", {layout.sequences_per_dp_rank} on each of {degree} data-parallel ranks" if degree > 1 else ""
     micro_batches = format_items(layout.gradient_accumulation, "micro-batch")
     return f"{start}{share}, in {micro_batches} of {format_items(layout.micro_batch_size, 'sequence')}."

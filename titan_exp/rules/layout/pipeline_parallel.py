@@ -87,7 +87,7 @@ def microbatches_fit(
         return  # An indivisible batch violates the training rules.
     total, number, is_csv = share // (micro or 1), parallelism.pp_microbatches, is_file(parallelism.pp_schedule)
     passes = [count for count in divisors(total) if takes(parallelism, count)]
-    accepted = f"{parallelism.pp_schedule} takes {_accepted_numbers(parallelism)}"
+    accepted = f"{parallelism.pp_schedule} takes {accepted_numbers(parallelism)}"
     larger = _larger_batches(parallelism, training, layout)
     if number is not None:
         unit = "micro-batches" if micro else "sequences"
@@ -97,7 +97,7 @@ def microbatches_fit(
             reason = indivisible if total % number else accepted
             yield Violation("parallelism.pp_microbatches", number, reason, near if passes else larger)
         return
-    works = [count for count in divisors(share) if _fits(parallelism, count)]
+    works = [count for count in divisors(share) if fits(parallelism, count)]
     if micro is None and not works:
         reason = f"a data rank's share of {share} sequences cannot be divided into micro-batches: {accepted}"
         remedy = f"{larger}; or another parallelism.pp_schedule"
@@ -183,13 +183,14 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
         )
 
 
-def _fits(parallelism: ParallelismConfig, total: int) -> bool:
+def fits(parallelism: ParallelismConfig, total: int) -> bool:
     """True if a step of `total` micro-batches is a whole number of passes."""
     name = parallelism.pp_schedule
     return total % microbatches_of(read_schedule(name)) == 0 if is_file(name) else takes(parallelism, total)
 
 
-def _accepted_numbers(parallelism: ParallelismConfig) -> str:
+def accepted_numbers(parallelism: ParallelismConfig) -> str:
+    """Numbers of micro-batches that the schedule accepts, in words."""
     name, ranks = parallelism.pp_schedule, parallelism.pp
     if is_file(name):
         return f"passes of {microbatches_of(read_schedule(name))}"

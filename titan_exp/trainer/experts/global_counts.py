@@ -16,7 +16,7 @@ class ExpertLoad:
     """Reduces the counts of all layers in one message, and hands each router its own.
 
     `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. `sequences` are
-    those of the global batch.
+    those of the first global batch.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], sequences: int, mesh: Mesh) -> None:
@@ -33,8 +33,14 @@ class ExpertLoad:
             if mesh.world[axis].size() > 1
         ]
         ranks = mesh.sequence_shard.degree * mesh.world["tp"].size()
+        self._sequences = torch.tensor(float(sequences), device=mesh.device)
         for router in self._routers.values():
-            router.set_batch(sequences, ranks, partial(_sum, groups=groups) if groups else None)
+            router.set_batch(self._sequences, ranks, partial(_sum, groups=groups) if groups else None)
+
+    def set_sequences(self, sequences: int) -> None:
+        """Set the sequences of the next global batch."""
+        if self._routers:
+            self._sequences.fill_(sequences)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -73,12 +73,11 @@ def note_roofline(training: TrainingConfig, report: Report, optimizer: torch.opt
     dtype = "bf16" if training.mixed_precision == "bf16" else "fp32"
     peak = report.peak or _share_of_cores(matmul_rate(device, dtype, report.cache), device)
     rate = spent.tokens / spent.training / report.mesh.world.size()
-    steps = spent.tokens / (training.global_batch_size * training.seq_len)
     clipped = training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients)
     note = Roofline(
         device=device_name(device),
         seconds=spent.training,
-        step_seconds=spent.training / steps,
+        step_seconds=spent.training / spent.steps,
         flops_per_token=report.flops_per_token,
         tflops=rate * report.flops_per_token / 1e12,
         peak_tflops=None if peak is None else peak.tflops,

@@ -80,6 +80,12 @@ TILES = [
         (["parallelism.dp_replicate=128", "training.global_batch_size=128"], "", ""),
         # averages, clipping
         (["weight_average=tail", "weight_average.steps=700"], "weight_average.steps", "=600"),
+        (["weight_average.decay=0.9"], "weight_average.decay", "it comes with weight_average=ema"),
+        (["weight_average=ema", "weight_average.steps=50"], "weight_average.steps", "weight_average=tail"),
+        (["grad_clip.max_value=1e-3"], "grad_clip.max_value", "it comes with grad_clip=value"),
+        (["grad_clip=adagc", "grad_clip.max_value=1e-3"], "grad_clip.max_value", "grad_clip=value"),
+        (["grad_clip=value", "grad_clip.decay=0.5"], "grad_clip.decay", "grad_clip=adagc"),
+        (["grad_clip.relative=1.05", "grad_clip.warmup_steps=100"], "", ""),
         (["weight_average=ema", "optimizer=schedule_free_adamw"], "weight_average.mode", "weight_average=none"),
         (["weight_average=tail", "weight_average.steps=600"], "", ""),
         (

@@ -77,7 +77,7 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
     guidance, double = bool(values.get("guidance_embeds", False)), int(values.get("num_layers", 19))
     heads, width = int(values.get("num_attention_heads", 24)), int(values.get("attention_head_dim", 128))
-    text_tokens = 512 if guidance else 256
+    text_tokens = 512 if guidance else 256  # of the published pipelines; the file does not say
     return Config(
         name=name,
         architecture="flux",
@@ -130,7 +130,10 @@ def from_bfl_shapes(shapes: Mapping[str, tuple[int, ...]], name: str) -> Config:
         (dim, patch_dim), (_, text_dim) = shapes["img_in.weight"], shapes["txt_in.weight"]
         (_, pooled_dim), (width,) = shapes["vector_in.in_layer.weight"], shapes["single_blocks.0.norm.key_norm.scale"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"{name} does not hold the tensors of a FLUX.1 by Black Forest Labs: {error}.") from error
+        raise UserError(
+            f"{name} does not hold the tensors of a FLUX.1 by Black Forest Labs: {error}. Files of Hugging Face are read "
+            "by their folder, with config.json."
+        ) from error
     values = {
         "in_channels": patch_dim,
         "num_layers": blocks("double_blocks."),

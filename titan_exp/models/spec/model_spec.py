@@ -260,7 +260,7 @@ class ModelSpec:
     tied: bool
     """True if the head uses the embedding's weight."""
     norm_eps: float
-    """Epsilon of the final RMSNorm."""
+    """Epsilon of the final norm."""
     embedding_std: float
     """Standard deviation of the embedding's and the head's initial weights."""
     rope: PlainRope | None = None

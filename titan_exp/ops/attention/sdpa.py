@@ -1,4 +1,4 @@
-"""Causal attention with an explicit kernel: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
+"""Attention with an explicit kernel: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
 
 Kernels with grouped-query support read shared keys and values without repeating them. Those without block masks compute
 a window or chunks by tiles of query rows, each with the keys that one of its rows sees.
@@ -107,7 +107,8 @@ PLACE_BITS = 40
 
 
 class CausalAttention(nn.Module):
-    """Attention core without linears; a module, so that context parallelism can replace it."""
+    """Attention core without linears, causal unless its pattern is full; a module, so that context parallelism can
+    replace it."""
 
     def __init__(self, backend: AttentionBackend, scale: float | None = None, pattern: MaskPattern = CAUSAL) -> None:
         super().__init__()

@@ -131,8 +131,8 @@ def from_bfl_shapes(shapes: Mapping[str, tuple[int, ...]], name: str) -> Config:
         (_, pooled_dim), (width,) = shapes["vector_in.in_layer.weight"], shapes["single_blocks.0.norm.key_norm.scale"]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{name} does not hold the tensors of a FLUX.1 by Black Forest Labs: {error}. Files of Hugging Face are read "
-            "by their folder, with config.json."
+            f"{name} does not hold the tensors of a FLUX.1 by Black Forest Labs: {error}. Files of Hugging Face are "
+            "read by their folder, with config.json."
         ) from error
     values = {
         "in_channels": patch_dim,

@@ -1,5 +1,6 @@
 """FLUX.1 against the model of diffusers from the same weights, its files in both naming schemes, and its spec."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.config.composing import experiment
@@ -30,11 +31,15 @@ from tests.models.flux_shapes import (
 )
 from tests.models.round_trip import tensors
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
-from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.cli.convert import run
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.inference.evaluate import evaluate_command
+from titan_exp.inference.generate import generate_command
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.convert import diffusion_state_dict
 from titan_exp.models.convert.fused_rows import half_split_rows
+from titan_exp.models.convert.model_json import to_json
 from titan_exp.models.flux import Config
 from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.ops.attention.mask_pattern import CAUSAL
@@ -230,6 +235,33 @@ def test_names_of_black_forest_labs_come_back_and_describe_the_model(tmp_path: P
     save_file({"one": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match=r"does not hold the tensors of a FLUX\.1"):
         open_checkpoint(tmp_path / "other.safetensors")
+
+
+def test_convert_names_the_class_and_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Black Forest Labs' file, for training, and from there for diffusers."""
+    model = build_model(debug(), seq_len=32, attention_backend="math")
+    fill(model)
+    file, start, back = (str(tmp_path / name) for name in ("flux1.safetensors", "start", "back"))
+    save_file(to_theirs(debug(), model.state_dict(), "bfl"), file)
+    with pytest.raises(UserError, match="the axes rotate pairs of features"):
+        run([file, start])  # axes of the published models, for heads of 128
+    export_weights(own_checkpoint(model, tmp_path / "own"), Path(start), ExportOptions("dcp"))
+    assert run([start, back]) == 0
+    printed = capsys.readouterr().out
+    assert f"{back}: diffusers" in printed
+    assert f"FluxTransformer2DModel.from_pretrained({back!r})" in printed
+    assert_equal(tensors(tmp_path / "back"), to_theirs(debug(), model.state_dict(), "diffusers"))
+    for command in (generate_command, evaluate_command):
+        with pytest.raises(UserError, match="back reads no tokens"):
+            command([back])
+
+
+def own_checkpoint(model: nn.Module, folder: Path) -> OpenCheckpoint:
+    """Safetensors of the debug model with its own names."""
+    folder.mkdir()
+    save_file(dict(model.state_dict()), folder / "model.safetensors")
+    (folder / "model.json").write_text(json.dumps(to_json(debug(), {})))
+    return open_checkpoint(folder)
 
 
 def test_the_first_output_is_zero_and_every_weight_has_its_distribution():

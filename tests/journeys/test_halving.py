@@ -1,4 +1,7 @@
-"""Successive halving with real runs: killed in the middle of a rung, it ends as if it had never been."""
+"""Successive halving with real runs: killed in the middle of a rung, it ends as if it had never been.
+
+SIGKILL takes the searching process alone, or its whole process group.
+"""
 
 import os
 import signal
@@ -34,7 +37,8 @@ halving: {metric: validation_loss, rungs: [4, 40], keep: 1/2}
 
 @pytest.mark.night  # by day tests/launch/test_rounds.py pretends to train, and tests/parity continues a run
 @pytest.mark.timeout(600)
-def test_a_killed_study_ends_as_one_that_was_not(tmp_path: Path):
+@pytest.mark.parametrize("runs_too", [True, False])
+def test_a_killed_study_ends_as_one_that_was_not(tmp_path: Path, runs_too: bool):
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text(STUDY)
     killed = subprocess.Popen(
@@ -46,7 +50,7 @@ def test_a_killed_study_ends_as_one_that_was_not(tmp_path: Path):
             assert killed.poll() is None
             time.sleep(0.05)
     finally:
-        os.killpg(killed.pid, signal.SIGKILL)
+        (os.killpg if runs_too else os.kill)(killed.pid, signal.SIGKILL)
         killed.wait()
     (last,) = last_runs(study)
     assert 4 < len(read_history(last.path)) < 40, "it was killed within the second rung"

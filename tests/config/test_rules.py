@@ -18,6 +18,7 @@ from titan_exp.rules.rule import Refuse, Values
 HERE = Path(__file__).parent
 SCHEDULE = "parallelism.pp_schedule"
 BATCH_RAMP = "training.batch_ramp"
+QK_CLIP = "optimizer.qk_clip"
 DETERMINISTIC = "training.deterministic=true"
 BASE = (
     *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
@@ -80,6 +81,15 @@ TILES = [
         (["parallelism.dp_replicate=128", "training.global_batch_size=128"], "", ""),
         # averages, clipping
         (["weight_average=tail", "weight_average.steps=700"], "weight_average.steps", "=600"),
+        *(
+            (["optimizer=muon", "optimizer.qk_clip=30", *rest], field, "optimizer.qk_clip=null" if field else "")
+            for rest, field in (
+                ([], ""),
+                (["parallelism.cp=2"], QK_CLIP),
+                (["model.attention_backend=flex", "cluster.device=cuda", "cluster.gpus_per_node=1"], QK_CLIP),
+                (["model.architecture=tests.models.own_model"], QK_CLIP),
+            )
+        ),
         (["weight_average.decay=0.9"], "weight_average.decay", "it comes with weight_average=ema"),
         (["weight_average=ema", "weight_average.steps=50"], "weight_average.steps", "weight_average=tail"),
         (["grad_clip.max_value=1e-3"], "grad_clip.max_value", "it comes with grad_clip=value"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Interval
 
 from titan_exp.config.groups.optimizer import SplitMatrixOptimizerConfig
-from titan_exp.config.groups.types import PositiveInt
+from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,15 @@ class Config(SplitMatrixOptimizerConfig):
     """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), so that updates
     are as large as AdamW's and one learning rate serves all (Liu et al. 2025); `original` is
     sqrt(max(1, rows / columns))."""
+
+    qk_clip: PositiveFloat | None = None
+    """Largest attention logit of a head (Kimi Team 2025): where one of the step is larger, the head's queries and keys
+    are scaled down after the update, by its square root each. null leaves them."""
+
+    @property
+    def max_logit(self) -> float | None:
+        """`qk_clip`."""
+        return self.qk_clip
 
     def matrix_scale(self, rows: float, columns: float) -> float:
         """`scale` of a matrix; its orthogonalized update has norm 1."""

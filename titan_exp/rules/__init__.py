@@ -20,6 +20,7 @@ from titan_exp.rules import (
     parameter_groups,
     parametrization,
     paths,
+    qk_clip,
     quantization,
     recompute,
     token_store,
@@ -45,6 +46,7 @@ _MODULES = (
 _MODULES += (
     parametrization,
     parameter_groups,
+    qk_clip,
     expert_parallel,
     pipeline_parallel,
     import_paths,

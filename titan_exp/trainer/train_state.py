@@ -23,6 +23,7 @@ from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp.apply import free_gathered, uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
+from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
@@ -85,6 +86,11 @@ def assemble(
         model = EagerModel(built.module, objective, mesh, weights)
     model.load = ExpertLoad(built.module, model.parts, experiment.training.global_batch_size, mesh)
     optimizer = build_optimizer(model.parts, experiment.optimizer, built.scales)
+    if experiment.optimizer.max_logit is not None:
+        # First of the hooks, so that the others see the scaled weights.
+        with fake_mode or nullcontext():
+            qk_clip = QKClip(built.module, parts, experiment.optimizer.max_logit, mesh)
+        optimizer.register_step_post_hook(lambda *_: qk_clip.clip())
     if isinstance(optimizer, UpdatesComputeWeights):
         optimizer.set_compute_weights(weights.copies)
     _log_update(experiment.optimizer, optimizer, weights)

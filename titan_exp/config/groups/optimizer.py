@@ -76,6 +76,11 @@ class OptimizerConfig:
         return next((group for group in self.groups.values() if group.has(name, role)), None)
 
     @property
+    def max_logit(self) -> float | None:
+        """Attention logit to which QK-Clip limits every head; None does not."""
+        return None
+
+    @property
     def is_scale_invariant(self) -> bool:
         """True if updates do not depend on the scale of gradients, as Adam's do not: parametrizations by width and
         depth have rules for such optimizers."""

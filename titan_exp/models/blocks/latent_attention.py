@@ -97,6 +97,17 @@ class LatentAttention(nn.Module):
             heads = self.core(query, *self._expand(latent, shared), mask)
         return self.out(heads.transpose(1, 2).flatten(2))
 
+    def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
+        """Factors of the rows of `q` and `kv_b` that multiply the logits of each head by its factor (Kimi Team 2025).
+
+        Own features of queries and keys take half of it each, and rotated queries all, since heads share that key.
+        """
+        root, one = factors.sqrt()[:, None], torch.ones_like(factors)[:, None]
+        own_dim = self.spec.qk_dim - self.spec.rope_dim
+        query = torch.cat((root.expand(-1, own_dim), factors[:, None].expand(-1, self.spec.rope_dim)), dim=1)
+        key = torch.cat((root.expand(-1, own_dim), one.expand(-1, self.spec.v_dim)), dim=1)
+        return {"q": query.flatten(), "kv_b": key.flatten()}
+
     def _expand(
         self, latent: Float[Tensor, "batch seq latent"], shared: Float[Tensor, "batch seq rope"]
     ) -> tuple[Float[Tensor, "batch heads seq qk"], Float[Tensor, "batch heads seq v"]]:

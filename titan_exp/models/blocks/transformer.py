@@ -175,6 +175,19 @@ class Attention(nn.Module):
         out = self.core(*heads) if self.sinks is None else self.core(*heads, self.sinks())
         return self.out(out.transpose(1, 2).flatten(2))
 
+    def clip_factors(self, factors: Float[Tensor, " heads"]) -> dict[str, Float[Tensor, " rows"]]:
+        """Factors of the rows of `qkv` that multiply the logits of each query head by its factor.
+
+        A key head of one query head takes half of it; one that several share is left alone.
+        """
+        # Of the whole weight: `group` is this rank's where tensor parallelism splits a group.
+        queries, width = factors.view(-1, self.spec.group), self.head_dim
+        keys = torch.ones_like(queries[:, :1])
+        if self.spec.group == 1:
+            queries = keys = queries.sqrt()
+        rows = torch.cat((queries, keys, torch.ones_like(keys)), dim=1)
+        return {"qkv": rows.repeat_interleave(width, dim=1).flatten()}
+
     def _normalized(
         self,
         query: Float[Tensor, "batch seq heads head_dim"],

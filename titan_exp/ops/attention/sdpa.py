@@ -16,6 +16,7 @@ from titan_exp.config.machine.attention_backends import auto_backend
 from titan_exp.ops.attention.flash_attention import activate
 from titan_exp.ops.attention.flex import block_mask, flex_attention, pattern_mask
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
+from titan_exp.ops.attention.max_logits import MaxLogits
 from titan_exp.ops.attention.sinks import attention_with_sinks, math_attention_with_sinks
 
 AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
@@ -117,6 +118,8 @@ class CausalAttention(nn.Module):
         """Factor of the scores; None is 1 / sqrt(head_dim)."""
         self.pattern = pattern
         """Visible keys, beside documents. Layers of one pattern share their mask."""
+        self.max_logits: MaxLogits | None = None
+        """Tracks the largest logit of each head, for QK-Clip."""
 
     def mask(
         self,
@@ -188,6 +191,9 @@ class CausalAttention(nn.Module):
     ) -> Float[Tensor, "batch heads rows v_dim"]:
         """Attention to these keys by a kernel of SDPA, or one that returns the log-sum-exp for sinks."""
         grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+        if self.max_logits is not None:
+            scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+            self.max_logits(query, key, visible, causal=causal, scale=scale)
         if sinks is not None:
             how = {"sinks": sinks, "visible": visible, "causal": causal, "scale": self.scale}
             if self.backend == "math":

@@ -1,0 +1,63 @@
+"""QK-Clip (Kimi Team 2025): after an update, queries and keys of a head with too large a logit are scaled down."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_exp.ops.attention.max_logits import MaxLogits
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.meta_init import local_shard
+
+
+class QKClip:
+    """Limits the logits of every head to `limit`, by the largest of the step's global batch.
+
+    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention
+    modules give the factor of each row by `clip_factors`. One all-reduce of a number per head and layer.
+    """
+
+    def __init__(self, model: nn.Module, parts: list[nn.Module], limit: float, mesh: Mesh) -> None:
+        self._limit, self._device = limit, mesh.device
+        self._heads = {name: _track(name, module, mesh) for name, module in _attentions(model)}
+        self._own = dict(attention for part in parts for attention in _attentions(part))
+        for name, module in self._own.items():
+            _track(name, module, mesh)
+        tp = mesh.world["tp"]
+        self._rank, self._degree = tp.get_local_rank(), tp.size()
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Scale this rank's shards; called by all ranks after the update."""
+        largest = torch.full((sum(self._heads.values()),), -torch.inf, device=self._device)
+        by_layer = dict(zip(self._heads, largest.split(list(self._heads.values())), strict=True))
+        for name, module in self._own.items():
+            part = self._heads[name] // self._degree
+            by_layer[name][self._rank * part :][:part] = module.core.max_logits.largest
+        if dist.get_world_size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        for name, module in self._own.items():
+            logits = by_layer[name]
+            factors = torch.where(logits > self._limit, self._limit / logits, 1.0)
+            for linear, rows in module.clip_factors(factors).items():
+                for parameter in module.get_submodule(linear).parameters(recurse=False):
+                    _scale_rows(parameter, rows)
+
+
+def _attentions(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, part) for name, part in module.named_modules() if hasattr(part, "clip_factors")]
+
+
+def _track(name: str, attention: nn.Module, mesh: Mesh) -> int:
+    """Let a layer track its logits; returns its heads on all ranks."""
+    heads = attention.spec.heads
+    layer = name.removesuffix(".attention").rpartition(".")[2]
+    attention.core.max_logits = MaxLogits(heads // mesh.world["tp"].size(), layer, mesh.device)
+    return heads
+
+
+def _scale_rows(parameter: nn.Parameter, rows: Tensor) -> None:
+    if parameter.requires_grad:
+        part, local = local_shard(parameter), local_tensor(parameter)
+        factors = rows[part.start[0] :][: part.size[0]].to(local.device)
+        local.mul_(factors.view(-1, *[1] * (local.ndim - 1)))

@@ -1,6 +1,9 @@
 """A study on a real SLURM: launched, inspected, repaired, changed, cancelled, compared."""
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.submitting import Submitting
+from tests.journeys.command import TITAN_EXP
 from titan_exp.cli.main import main
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -124,6 +128,48 @@ def test_study_from_launch_to_table(cluster: Submitting, stand_in: Callable[[str
     assert "2 rows, 4 runs" in table
     assert "page: runs/rates/compare.html" in table
     assert {row["state"] for row in typed.rows().values() if row["removed"]} == {"preempted"}
+
+
+HALVED = (
+    STUDY.format(rates="[1e-5, 3e-3, 1e-3]")
+    .replace("evaluate_every=0", "evaluate_every=4\n  - data.validation_documents=2")
+    .replace("checkpoint=none", "checkpoint.every=2")
+    .replace("seeds: 2\n", "halving: {metric: validation_loss, rungs: [2, 4], keep: 1/3}\n")
+    .replace("baseline: {optimizer.lr: 1e-3}\nmetrics: {loss: min}\n", "")
+)
+
+
+@pytest.mark.night
+@pytest.mark.timeout(300)
+def test_halving_whose_submission_is_killed(cluster: Submitting, typed: Typed):
+    """Each command submits one rung; killed behind the first submission, it is repeated and trains nothing twice."""
+    Path("sweeps/rates.yaml").write_text(HALVED)
+    killed = subprocess.Popen([*TITAN_EXP, "sweep", "rates"], stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        cluster.wait_until(lambda: bool(cluster.slurm.queue()) or killed.poll() is not None, cluster.slurm.state)
+    finally:
+        if killed.poll() is None:
+            os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+
+    def wait_for_the_end() -> None:
+        cluster.wait_until(
+            lambda: not cluster.slurm.queue() and not {"queued", "running"} & set(typed.states().values()),
+            lambda: f"{typed.rows()}\n{cluster.slurm.state()}",
+        )
+
+    typed("sweep", "rates")
+    wait_for_the_end()
+    first = [f"lr={rate}" for rate in ("1e-5", "3e-3", "1e-3")]
+    assert typed.states() == dict.fromkeys(first, "done")
+    said = typed("sweep", "rates")
+    assert "1 of 3 continues, by validation_loss: lr=3e-3" in said
+    assert "1 submitted" in said
+    wait_for_the_end()
+    assert "rung 2 of 2: the best by validation_loss is lr=3e-3" in typed("sweep", "rates")
+    assert typed.states() == dict.fromkeys([*first, "lr=3e-3 rung=2"], "done")
+    assert attempts(typed) == [1, 1, 1, 1]
+    assert cluster.slurm.queue() == {}
 
 
 def attempts(typed: Typed) -> list[int]:

@@ -80,6 +80,64 @@ def test_a_killed_study_ends_as_one_that_was_not(tmp_path: Path, runs_too: bool)
 
 def last_runs(study: StudyFolder) -> list[RunFolder]:
     """Runs of the second rung that exist."""
+    return runs_of(study, 2)
+
+
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_search_that_dies_alone_is_continued(tmp_path: Path):
+    """Only the searching process is killed, in each rung once: the choice is the same, and nothing is trained twice."""
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text(SEARCH)
+    study = StudyFolder(tmp_path / "runs" / "mine")
+    for rung in (1, 2, 3):
+        killed = subprocess.Popen([*TITAN_EXP, "sweep", "mine"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+        try:
+            while not [run for run in runs_of(study, rung) if len(read_history(run.path)) > (0, *RUNGS)[rung - 1]]:
+                assert killed.poll() is None
+                time.sleep(0.02)
+        finally:
+            killed.kill()
+            killed.wait()
+    again = titan_exp("sweep", "mine", folder=tmp_path, limit=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+    (tmp_path / "sweeps" / "calm.yaml").write_text(SEARCH)
+    calm = titan_exp("sweep", "calm", folder=tmp_path, limit=300)
+    assert calm.returncode == 0, calm.stdout + calm.stderr
+    assert rung_lines(calm.stdout) == rung_lines(again.stdout)
+    assert len(rung_lines(calm.stdout)) == 3
+    record, other = study.read(), StudyFolder(tmp_path / "runs" / "calm").read()
+    assert record is not None
+    assert other is not None
+    assert [point.label for point in record.points] == [point.label for point in other.points]
+    for point in record.points:
+        steps = [row["step"] for row in read_history(study.run(point).path)]
+        assert steps == list(range(1, RUNGS[point.round - 1] + 1)), point.label
+
+
+RUNGS = (4, 8, 24)
+SEARCH = (
+    STUDY.partition("axes:")[0].replace("training.steps=40", "training.steps=24").replace("every=40", "every=24")
+    + """\
+search:
+  method: random
+  points: 4
+  seed: 0
+  ranges:
+    optimizer.lr: {log_uniform: [1e-5, 1e-2]}
+halving: {metric: validation_loss, rungs: [4, 8, 24], keep: 1/2}
+"""
+)
+
+
+def rung_lines(said: str) -> list[str]:
+    """Choices of a study."""
+    return [line for line in said.splitlines() if line.startswith("rung ")]
+
+
+def runs_of(study: StudyFolder, rung: int) -> list[RunFolder]:
+    """Runs of a rung that exist."""
     record = study.read()
-    points = [] if record is None else [point for point in record.points if point.round == 2]
+    points = [] if record is None else [point for point in record.points if point.round == rung]
     return [study.run(point) for point in points if study.run(point).config.exists()]

@@ -86,8 +86,8 @@ TILES = [
             for rest, field in (
                 ([], ""),
                 (["parallelism.cp=2"], QK_CLIP),
-                (["model.attention_backend=flex", "cluster.device=cuda", "cluster.gpus_per_node=1"], QK_CLIP),
-                (["model.architecture=tests.models.own_model"], QK_CLIP),
+                (["model=qwen3_debug"], QK_CLIP),
+                (["model.architecture=tests.models.own_model.Bigram"], QK_CLIP),
             )
         ),
         (["weight_average.decay=0.9"], "weight_average.decay", "it comes with weight_average=ema"),
@@ -658,6 +658,14 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
+
+
+def test_qk_clip_needs_a_kernel_without_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 1)
+    clipped = ["optimizer=muon", "optimizer.qk_clip=30", "training.mixed_precision=bf16"]
+    assert broken(*clipped) == []
+    assert only(*clipped, "model.attention_backend=flex").field == QK_CLIP
+    assert broken(*clipped, "compile.cuda_graphs=true")[-1].field == QK_CLIP
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.17.0", True), ("0.18.0", False), ("0.19.0.dev3+git", False)])

@@ -1,5 +1,7 @@
 """Factors of QK-Clip multiply the logits of each head by the head's own, and leave values alone."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def test_factors_multiply_the_logits_of_each_head(words: list[str]):
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2 if parameter.ndim > 1 else 1.0, generator=generator)
-    attention = model.get_submodule("blocks.0.attention")
+    attention: Any = model.get_submodule("blocks.0.attention")
     heads = attention.spec.heads
     attention.core.max_logits = MaxLogits(heads, "0", torch.device("cpu"))
     tokens = torch.randint(config.vocab_size, (2, 32), generator=generator)
@@ -39,7 +41,7 @@ def test_factors_multiply_the_logits_of_each_head(words: list[str]):
 def test_a_key_of_one_query_head_takes_half_and_a_shared_one_nothing():
     def rows(*words: str) -> torch.Tensor:
         model = build_model(experiment(*words).model, seq_len=32, attention_backend="flash")
-        attention = model.get_submodule("blocks.0.attention")
+        attention: Any = model.get_submodule("blocks.0.attention")
         found = attention.clip_factors(torch.full((4,), 0.25))["qkv"]
         return found.unflatten(0, (-1, attention.group + 2, attention.head_dim))[0, :, 0]
 

@@ -1,13 +1,37 @@
 """QK-Clip (Kimi Team 2025): after an update, queries and keys of a head with too large a logit are scaled down."""
 
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.models.spec.model_spec import AttentionSpec
 from titan_exp.ops.attention.max_logits import MaxLogits
+from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
+
+
+@runtime_checkable
+class ClippableAttention(Protocol):
+    """Attention whose projections QK-Clip scales."""
+
+    spec: AttentionSpec
+    """Heads of the whole layer."""
+    core: CausalAttention
+    """Tracks the largest logits of this rank's heads."""
+
+    def clip_factors(self, factors: Tensor) -> Mapping[str, Tensor]:
+        """Factors [rows] of whole weights, by the module path of their linears, that multiply the logits of each query
+        head by its factor [heads]."""
+        ...
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Module by path, as of `nn.Module`."""
+        ...
 
 
 class QKClip:
@@ -33,6 +57,7 @@ class QKClip:
         by_layer = dict(zip(self._heads, largest.split(list(self._heads.values())), strict=True))
         for name, module in self._own.items():
             part = self._heads[name] // self._degree
+            assert module.core.max_logits is not None, "tracked from the start"
             by_layer[name][self._rank * part :][:part] = module.core.max_logits.largest
         if dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -44,11 +69,11 @@ class QKClip:
                     _scale_rows(parameter, rows)
 
 
-def _attentions(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, part) for name, part in module.named_modules() if hasattr(part, "clip_factors")]
+def _attentions(module: nn.Module) -> list[tuple[str, ClippableAttention]]:
+    return [(name, part) for name, part in module.named_modules() if isinstance(part, ClippableAttention)]
 
 
-def _track(name: str, attention: nn.Module, mesh: Mesh) -> int:
+def _track(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
     """Let a layer track its logits; returns its heads on all ranks."""
     heads = attention.spec.heads
     layer = name.removesuffix(".attention").rpartition(".")[2]

@@ -8,7 +8,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
-    batch_ramp,
     checkpoint,
     cluster,
     continue_from,
@@ -27,7 +26,14 @@ from titan_exp.rules import (
     training,
     triton,
 )
-from titan_exp.rules.layout import context_parallel, degrees, expert_parallel, pipeline_parallel, tensor_parallel
+from titan_exp.rules.layout import (
+    batch_ramp,
+    context_parallel,
+    degrees,
+    expert_parallel,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from titan_exp.rules.rule import Rule, find_violations
 
 _MODULES = (

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Predicate
 
@@ -77,6 +77,8 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
     words = literals_beside(annotation)
     if kind == "literal_error" and not words:
         return _choice(value, annotation)
+    if kind in ("list_type", "tuple_type") and _holds_lists(annotation):
+        return "must be a list of lists", ""
     if kind == "predicate_failed":
         tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
         return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
@@ -86,6 +88,11 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
         remedy = f"write {field}={number}"
     known = {**error.get("ctx", {}), "field": field, "value": shown(value), "rounded": rounded}
     return ", or ".join([reason.format_map(known), *words]), remedy.format_map(known)
+
+
+def _holds_lists(annotation: Any) -> bool:
+    entries = [get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(annotation)]
+    return any(get_origin(entry) in (list, tuple) for entry in entries)
 
 
 _REASONS = {

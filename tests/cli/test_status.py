@@ -144,7 +144,7 @@ def test_a_name_becomes_a_folder_and_a_path_stays(make, home: Path):
         run_path("y", runs)
 
 
-def test_status_table(make, capsys: pytest.CaptureFixture[str]):
+def test_status_table(make, experiment, capsys: pytest.CaptureFixture[str]):
     running, failed = make(0, "running"), make(1, "failed")
     log(failed, 4)
     log(running, 5)
@@ -158,6 +158,12 @@ def test_status_table(make, capsys: pytest.CaptureFixture[str]):
         text in out for text in ("6/10", "4/10", "2.5000", "25.0%", "8s", "out of luck", "1 running", "1 failed")
     )
     assert row.gpu_hours is None
+    quarter = experiment.training.global_batch_size // 4
+    ramp = f"  batch_ramp:\n  - - 6\n    - {quarter}"
+    running.config.write_text(running.config.read_text().replace("  batch_ramp: []", ramp))
+    with running.claim("launcher"):
+        (row,) = [row for row in status_rows(find_runs(["x"], Path("runs"))) if row.state == "running"]
+    assert row.seconds_left == 4 * 4 * 100 / 50
     assert main(["status", "x", "--json"]) == 0
     assert {row["state"] for row in json.loads(capsys.readouterr().out)} == {"lost", "failed"}
     assert main(["status", "paths.runs=nowhere"]) == 0

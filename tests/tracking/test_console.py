@@ -1,6 +1,7 @@
 import io
 import math
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -34,10 +35,10 @@ def row(step: int, **also: float | None) -> Row:
 class RunConsole:
     """A console sink, its output, and its clock."""
 
-    def __init__(self, total: int = 100, *, terminal: bool = False) -> None:
+    def __init__(self, total: int = 100, *, terminal: bool = False, **options: Any) -> None:
         self.clock, self.text = Clock(), io.StringIO()
         console = Console(file=self.text, force_terminal=terminal, width=120, color_system=None)
-        self.sink = ConsoleSink(total, title="first", console=console, clock=self.clock)
+        self.sink = ConsoleSink(total, title="first", console=console, clock=self.clock, **options)
 
     def log(self, *rows: Row, seconds: float = 10.0) -> None:
         for row in rows:
@@ -104,6 +105,14 @@ def test_time_left(seconds: float, left: str) -> None:
     screen.log(*(row(step, tokens_per_second=500.0) for step in (8, 9, 10)), seconds=seconds)
     screen.sink.close("done")
     assert screen.lines()[-2].endswith(left)
+
+
+def test_time_left_of_a_run_whose_batches_grow() -> None:
+    """Ten steps of 2 sequences, 5 s each, and ten of 4."""
+    screen = RunConsole(total=20, sequences_after=lambda steps: 2 * steps + 2 * max(0, steps - 10))
+    screen.log(*(row(step, tokens_per_second=500.0) for step in (8, 9, 10)))
+    screen.sink.close("done")
+    assert screen.lines()[-2].endswith("3m 20s left")
 
 
 def test_a_terminal_shows_a_bar_the_newest_numbers_and_permanent_lines() -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.launch.rank.main import FAILURE_MARK
 from titan_exp.tracking.sinks.console import ConsoleSink
 from titan_exp.tracking.sinks.sink import Row
@@ -17,9 +18,9 @@ class RunConsole:
         self._gone = False
         self._log_over = False
 
-    def open(self, title: str, total_steps: int) -> None:
+    def open(self, title: str, training: TrainingConfig) -> None:
         """Start the progress display of a run."""
-        self._try(lambda: setattr(self, "_sink", ConsoleSink(total_steps, title=title)))
+        self._try(lambda: setattr(self, "_sink", self._new_sink(title, training)))
 
     def row(self, row: Row) -> None:
         """Display a row of metrics."""
@@ -54,6 +55,10 @@ class RunConsole:
         sink, self._sink = self._sink, None
         if sink is not None:
             self._try(sink.close, state)
+
+    @staticmethod
+    def _new_sink(title: str, training: TrainingConfig) -> ConsoleSink:
+        return ConsoleSink(training.last_step, title=title, sequences_after=training.sequences_after)
 
     def _try(self, action: Callable[..., object], *arguments: object) -> None:
         if self._gone:

@@ -101,7 +101,7 @@ class _Execution:
             with self.interrupts:
                 self.ranks.start()
                 self.folder.update_attempt(self.attempt, job_id=self.ranks.job_id, start=time.time())
-                self.console.open(self._title(), self.plan.experiment.training.last_step)
+                self.console.open(self._title(), self.plan.experiment.training)
                 result = self._follow()
         finally:
             self.ranks.close()

@@ -3,11 +3,14 @@
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import yaml
+
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.batch_ramp import sequences_after
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.plan.gate.predicted import read_predicted_metrics
@@ -18,6 +21,7 @@ from titan_exp.tracking.sinks.sink import REPORTED, Value
 
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
 _STOP_AFTER = re.compile(r"^training:\n(?:  .*\n)*?  stop_after: (\d+)$", re.MULTILINE)
+_RAMP = re.compile(r"^training:\n(?:  .*\n)*?  batch_ramp:$", re.MULTILINE)
 _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 
 
@@ -79,7 +83,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     steps, on_gpu = _configured(entry)
     left = None
     if status.state == "running" and steps is not None:
-        left = _seconds_left(values, steps - step)
+        left = _seconds_left(values, step, steps, _sequences_after(entry.folder))
     lineage = _lineage(entry.folder)
     return StatusRow(
         label=entry.label,
@@ -115,11 +119,22 @@ def _lineage(folder: RunFolder) -> Lineage | None:
     return None
 
 
-def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:
-    tokens, step, speed = values.get("tokens"), values.get("step"), values.get("tokens_per_second")
-    if not tokens or not step or not speed:
+def _seconds_left(values: dict[str, Value], step: int, steps: int, sequences: Callable[[int], int]) -> float | None:
+    tokens, logged, speed = values.get("tokens"), values.get("step"), values.get("tokens_per_second")
+    if not tokens or not logged or not speed:
         return None
-    return steps_left * tokens / step / speed
+    return (sequences(steps) - sequences(step)) * tokens / sequences(int(logged)) / speed
+
+
+def _sequences_after(folder: RunFolder) -> Callable[[int], int]:
+    """Sequences of the first steps together, or their number where every step has as many."""
+    text = ""
+    with suppress(OSError):
+        text = folder.config.read_text(encoding="utf-8", errors="replace")
+    if _RAMP.search(text) is None:
+        return lambda steps: steps
+    training = yaml.safe_load(text)["training"]
+    return lambda steps: sequences_after(training["batch_ramp"], training["global_batch_size"], steps)
 
 
 def _hours(folder: RunFolder, status: RunStatus) -> float:

@@ -19,7 +19,7 @@ class ConsoleSink:
 
     On a terminal: a bar with step and time left, the latest metrics below it, and one permanent line per evaluation.
     Elsewhere (a file, a CI log): one line per row, at most one per `interval` seconds, and always the first, the last
-    and every evaluation.
+    and every evaluation. `sequences_after` counts those of the first steps together, by which steps take their time.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class ConsoleSink:
         total_steps: int,
         *,
         title: str = "training",
+        sequences_after: Callable[[int], int] = lambda steps: steps,
         console: Console | None = None,
         interval: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -38,7 +39,7 @@ class ConsoleSink:
         self._validation_loss: Value = None
         self._unprinted: Row | None = None
         self._last_line = -math.inf
-        self._eta = _Eta(total_steps, clock)
+        self._eta = _Eta(total_steps, sequences_after, clock)
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._display, refresh_per_second=4)
@@ -122,25 +123,25 @@ class _Eta:
     The clock includes evaluations and saves. Throughput stays correct if old rows of a running run arrive all at once.
     """
 
-    def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
-        self._total, self._clock = total_steps, clock
-        self._first: tuple[float, float] | None = None
+    def __init__(self, total_steps: int, sequences_after: Callable[[int], int], clock: Callable[[], float]) -> None:
+        self._total, self._sequences_after, self._clock = total_steps, sequences_after, clock
+        self._first: tuple[float, int] | None = None
         self._seconds: float | None = None
 
     def take(self, row: Row) -> None:
-        step, now = float(row["step"] or 0), self._clock()
-        estimates = []
-        if self._first is None or step < self._first[1]:
-            self._first = now, step
-        elif step > self._first[1]:
-            estimates.append((now - self._first[0]) / (step - self._first[1]))
+        step, now = int(row["step"] or 0), self._clock()
+        done, estimates = self._sequences_after(step), []
+        if self._first is None or done < self._first[1]:
+            self._first = now, done
+        elif done > self._first[1]:
+            estimates.append((now - self._first[0]) / (done - self._first[1]))
         tokens, speed = row.get("tokens"), row.get("tokens_per_second")
-        if tokens and speed and step:
-            estimates.append(tokens / step / speed)
+        if tokens and speed and done:
+            estimates.append(tokens / done / speed)
         if step >= self._total:
             self._seconds = None
         elif estimates:
-            self._seconds = max(estimates) * (self._total - step)
+            self._seconds = max(estimates) * (self._sequences_after(self._total) - done)
 
     def seconds(self) -> float | None:
         return self._seconds

@@ -1,7 +1,9 @@
-"""Micro-batches of packed rows: input tokens, labels, positions and document ids."""
+"""Micro-batches: what every kind can do, and packed rows of input tokens, labels, positions and document ids."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -10,8 +12,58 @@ from torch import Tensor
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 
+class SequencePart(Protocol):
+    """Part of every sequence that a context-parallel rank computes."""
+
+    def take(self, whole: Tensor, /) -> Tensor:
+        """This rank's tokens of a tensor [rows, seq, ...]."""
+        ...
+
+    def positions(self, tokens: Tensor, /) -> Tensor:
+        """Positions of this rank's tokens in the whole sequence, for `tokens` [rows, seq]."""
+        ...
+
+
+class Inputs(NamedTuple):
+    """Arguments of a model's `forward`."""
+
+    positional: tuple[Tensor | None, ...]
+    """By position."""
+    named: dict[str, Tensor | None]
+    """By name."""
+
+
+class MicroBatch(ABC):
+    """Rows of a micro-batch, as tensors whose first dim are the rows."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch."""
+
+    @abstractmethod
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply a function to every tensor of the batch."""
+
+    @abstractmethod
+    def inputs(self, hidden: Tensor | None = None) -> "Inputs":
+        """Arguments of a model's `forward`, or those of a later pipeline stage with `hidden` states."""
+
+    @abstractmethod
+    def sharded(self, part: SequencePart) -> Self:
+        """This rank's part of every sequence."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """Copy the batch to `device`, asynchronously if it is pinned."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Self:
+        """Copy the batch to page-locked memory. Needs CUDA."""
+        return self.map(lambda tensor: tensor.pin_memory())
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(MicroBatch):
     """Rows of packed documents. Every tensor is int64 of shape [rows, seq]."""
 
     tokens: Tensor
@@ -33,14 +85,6 @@ class Batch:
             tensor for batch in self.further for tensor in batch.tensors
         ]
 
-    def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to `device`, asynchronously if it is pinned."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "Batch":
-        """Copy the batch to page-locked memory. Needs CUDA."""
-        return self.map(lambda tensor: tensor.pin_memory())
-
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to every tensor of the batch."""
         positions, documents = (
@@ -48,6 +92,15 @@ class Batch:
         )
         further = tuple(batch.map(function) for batch in self.further)
         return Batch(function(self.tokens), function(self.labels), positions, documents, further)
+
+    def inputs(self, hidden: Tensor | None = None) -> Inputs:
+        """Tokens or hidden states, positions, documents."""
+        return Inputs((self.tokens if hidden is None else hidden, self.positions, self.documents), {})
+
+    def sharded(self, part: SequencePart) -> "Batch":
+        """This rank's tokens. Positions are explicit: a token's index in the part is not its position."""
+        shard = self.map(part.take)
+        return shard if shard.positions is not None else replace(shard, positions=part.positions(self.tokens))
 
     def with_further(self, depth: int) -> "Batch":
         """The same batch of whole rows with the tokens up to `depth` places ahead.

@@ -1,20 +1,35 @@
 """Sampler interface: layout-invariant order of packed rows, and one data rank's share of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
+from titan_exp.data.batch import MicroBatch
 
 SamplerState = dict[str, dict[str, Any]]
 """JSON-serializable positions by name; each data rank holds a part of the run's."""
 
-NextRow = Callable[[np.ndarray], tuple[list[int], SamplerState]]
-"""Fills a window [seq_len + 1] with the next row; returns its document starts (each in 1..seq_len) and the changed
-positions."""
+NextRow = Callable[[Any], tuple[list[int], SamplerState]]
+"""Fills a row of a `RowBuffer` with the next one, such as a window [seq_len + 1] of tokens; returns its document starts
+(each in 1..seq_len; none for other rows) and the changed positions."""
+
+
+class RowBuffer(Protocol):
+    """Rows of a micro-batch, which iterating yields to be filled."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Rows to fill, in order."""
+        ...
+
+    def collate(self, starts: Sequence[Sequence[int]], /) -> MicroBatch:
+        """Batch of the filled rows, from their document starts."""
+        ...
 
 
 class Sampler(Protocol):
-    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on."""
+    """Rows of one data rank: from row R of the run, rank r of dp takes the rows R + r, R + r + dp, and so on.
+
+    Optional member: `rows(count) -> RowBuffer`, for rows other than windows of tokens.
+    """
 
     corpus: dict[str, Any]
     """Identity of the data that positions refer to, equal on all ranks; keyed by config keys for error messages."""

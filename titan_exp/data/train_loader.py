@@ -5,7 +5,8 @@ Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` def
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -15,20 +16,21 @@ import torch
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.data.batch import Batch, collate
+from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.prefetch import Prefetcher
-from titan_exp.data.sampler import NextRow, Sampler, SamplerState
+from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
 from titan_exp.data.sources.base import CONTENT, REVISION
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
 
-class TrainLoader(Iterator[Batch]):
-    """Micro-batches [micro_batch_size, seq_len] of one data rank, prefetched by a thread.
+class TrainLoader(Iterator[Any]):
+    """Micro-batches of one data rank, `Batch` or that of the source, prefetched by a thread.
 
     The global batch of a step has the rows of the run that follow those of all earlier steps, in every layout; a rank's
     micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
-    used; `next` raises errors of the thread. `mtp_depth` is as in `Batch.with_further`.
+    used; `next` raises errors of the thread. `mtp_depth` is as in `Batch.with_further`; `prepare` is
+    applied to every micro-batch in the thread.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class TrainLoader(Iterator[Batch]):
         micro_batch_size: int,
         pin_memory: bool,
         mtp_depth: int = 0,
+        prepare: Callable[[Any], MicroBatch] | None = None,
     ) -> None:
         rows = dp_degree * micro_batch_size
         assert all(size % rows == 0 for size in training.batch_sizes), "checked by the rules"
@@ -49,12 +52,12 @@ class TrainLoader(Iterator[Batch]):
         self._seq_len = training.seq_len
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
-        self._pin_memory, self._mtp_depth = pin_memory, mtp_depth
+        self._pin_memory, self._mtp_depth, self._prepare = pin_memory, mtp_depth, prepare
         # Token stores have their own sampler; text is packed from virtual shards.
         build_sampler = getattr(builtin_source(data), "build_sampler", VirtualShardSampler)
         self._sampler: Sampler = build_sampler(data, training.seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree)
         self._consumed: SamplerState = dict(self._sampler.initial_state)
-        self._prefetcher: Prefetcher[tuple[Batch, SamplerState]] | None = None
+        self._prefetcher: Prefetcher[tuple[MicroBatch, SamplerState]] | None = None
         self._closed = False
 
     @property
@@ -67,7 +70,7 @@ class TrainLoader(Iterator[Batch]):
         """Digest of a data state's references: corpus, split, tokenizer, seed, order."""
         return blake2b(json.dumps(self._sampler.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         """Next micro-batch. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the loader is closed")
@@ -127,33 +130,54 @@ class TrainLoader(Iterator[Batch]):
             self._prefetcher = None
         self._consumed = dict(state)
 
-    def _batches(self) -> Iterator[tuple[Batch, SamplerState]]:
+    def _batches(self) -> Iterator[tuple[MicroBatch, SamplerState]]:
         # The generator must not reference this object (see `Prefetcher`).
+        windows = partial(_Windows, seq_len=self._seq_len, data=self._data, mtp_depth=self._mtp_depth)
         return _read_batches(
             self._sampler.open(self._consumed),
-            shape=(self._micro_batch_size, self._seq_len + 1),
-            data=self._data,
+            partial(getattr(self._sampler, "rows", windows), self._micro_batch_size),
             pin_device=torch.cuda.current_device() if self._pin_memory else None,
-            mtp_depth=self._mtp_depth,
+            prepare=self._prepare,
         )
 
 
+class _Windows:
+    """Windows [rows, seq_len + 1] of tokens."""
+
+    def __init__(self, rows: int, *, seq_len: int, data: DataConfig, mtp_depth: int) -> None:
+        self._windows = np.empty((rows, seq_len + 1), dtype=np.int64)
+        self._data, self._mtp_depth = data, mtp_depth
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self._windows)
+
+    def collate(self, starts: Sequence[Sequence[int]]) -> Batch:
+        data = self._data
+        batch = collate(self._windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
+        return batch.with_further(self._mtp_depth)
+
+
 def _read_batches(
-    next_row: NextRow, *, shape: tuple[int, int], data: DataConfig, pin_device: int | None, mtp_depth: int
-) -> Iterator[tuple[Batch, SamplerState]]:
-    """Micro-batches from windows of `shape`, each with the changed sampler positions."""
+    next_row: NextRow,
+    new_rows: Callable[[], RowBuffer],
+    *,
+    pin_device: int | None,
+    prepare: Callable[[Any], MicroBatch] | None,
+) -> Iterator[tuple[MicroBatch, SamplerState]]:
+    """Micro-batches of `new_rows`, each with the changed sampler positions."""
     if pin_device is not None:
         torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, and every rank would open a context there
     while True:
-        windows = np.empty(shape, dtype=np.int64)
+        rows = new_rows()
         starts: list[list[int]] = []
         positions: SamplerState = {}
-        for window in windows:
-            row_starts, changed = next_row(window)
+        for row in rows:
+            row_starts, changed = next_row(row)
             starts.append(row_starts)
             positions.update(changed)
-        batch = collate(windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
-        batch = batch.with_further(mtp_depth)
+        batch = rows.collate(starts)
+        if prepare is not None:
+            batch = prepare(batch)
         yield (batch if pin_device is None else batch.pin_memory()), positions
 
 

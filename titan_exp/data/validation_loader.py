@@ -5,9 +5,10 @@ row n belongs to data rank n mod dp. Each store of a mixture has a separate sequ
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 
@@ -42,20 +43,25 @@ class ValidationLoader:
         micro_batch_size: int,
         all_documents: bool = False,
     ) -> None:
-        splits = getattr(builtin_source(data), "validation_splits", _text_split)(data, all_documents)
-        self.sources: dict[str, SplitBatches] = {
+        module = builtin_source(data)
+        if hasattr(module, "validation_batches"):
+            shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
+            self.sources: Mapping[str, Any] = module.validation_batches(data, **shard, all_documents=all_documents)  # type: ignore[union-attr]
+            return
+        splits = getattr(module, "validation_splits", _text_split)(data, all_documents)
+        self.sources = {
             name: SplitBatches(
                 open_, data, seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
             )
             for name, open_ in splits.items()
         }
-        """Batches by source of a mixture; the name of a single source is empty."""
+        """Batches by source of a mixture, or by part of the evaluation; the name of a single source is empty."""
 
     def __len__(self) -> int:
         """Number of batches, equal on all ranks."""
         return sum(map(len, self.sources.values()))
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.sources.values())
 
 

@@ -25,6 +25,10 @@ from titan_exp.ops.attention.sdpa import CausalAttention
 
 INPUTS = ("tokens", "positions", "documents")
 """Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
+LATENT_INPUTS = ("image", "text")
+"""The same of a model of latents, whose other arguments are named."""
+LATENT_CONDITIONS = ("pooled", "times", "positions", "guidance")
+"""Those."""
 BLOCKS = 'self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
 
 
@@ -36,7 +40,10 @@ def module_violations(
     compilation: CompileConfig,
 ) -> Iterator[Violation]:
     """Violations of an unsharded model on the meta device; `spec` is None for a plain class."""
-    yield from _forward(model, layout)
+    if spec is None or spec.latents is None:
+        yield from _forward(model, layout, INPUTS)
+    else:
+        yield from _forward(model, layout, LATENT_INPUTS, LATENT_CONDITIONS)
     yield from _further_predictions(model, spec)
     yield from _buffers(model)
     yield from _blocks(model, checkpointing, compilation)
@@ -52,7 +59,9 @@ def module_violations(
         yield from _pipeline(model, spec, parallelism.pp)
 
 
-def _forward(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
+def _forward(
+    model: nn.Module, layout: ResolvedLayout, inputs: tuple[str, ...], named: tuple[str, ...] = ()
+) -> Iterator[Violation]:
     """`forward` takes what objectives pass."""
     kind, chunk = type(model).__name__, layout.training.loss_chunk_tokens
     try:
@@ -60,14 +69,15 @@ def _forward(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*INPUTS)
+        signature.bind(*inputs, **dict.fromkeys(named))
     except TypeError as error:
-        reason = f"{kind}.forward is called with (tokens, positions, documents): {error}"
+        reason = f"{kind}.forward is called with ({', '.join((*inputs, *named))}): {error}"
         remedy = "def forward(self, tokens, positions=None, documents=None), which returns logits"
+        remedy = remedy if inputs == INPUTS else "forward as in titan_exp/models/diffusion_transformer.py"
         yield Violation("model.architecture", kind, reason, remedy)
         return
     try:
-        signature.bind(*INPUTS, loss=None)
+        signature.bind(*inputs, **dict.fromkeys(named), loss=None)
     except TypeError:
         if layout.training.has_given_chunks:
             reason = f"{kind}.forward takes no `loss`, which it would call with the last hidden states and the head"

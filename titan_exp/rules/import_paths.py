@@ -29,7 +29,8 @@ def components_are_known(
 ) -> Iterator[Violation]:
     """Objective, decay and executor are built in or can be imported; built-in ones have no options."""
     objective = "my_package.objectives.Distillation"
-    yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, objective)
+    options = {} if training.objective == "rectified_flow" else training.objective_options
+    yield from _known("training.objective", training.objective, OBJECTIVES, options, objective)
     if not is_dotted(optimizer.name):  # `component` has checked that it exists
         yield from _known("optimizer.name", optimizer.name, (optimizer.name,), optimizer.options)
     decay = "my_package.schedules.exponential"

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.builtins import STORES
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
@@ -84,7 +85,8 @@ def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: Training
     """The model reads the tokens that language modeling predicts."""
     if training.objective == "language_modeling" and not spec.vocab_size:
         reason = f"it predicts tokens, and {model.name} reads none"
-        remedy = "a language model, as model=llama_laptop: no objective for this one is built in"
+        remedy = "training.objective=rectified_flow data=latents data.paths='[STORE]'; or a language model, as "
+        remedy += "model=llama_laptop"
         yield Violation("training.objective", training.objective, reason, remedy)
 
 
@@ -122,7 +124,7 @@ RULES = rules(
     Refuse(
         "training.evaluate_every",
         lambda data, training: (
-            data.source != "tokens"
+            data.source not in STORES
             and training.evaluate_every
             and data.validation_fraction == 0
             and data.validation_split is None

@@ -1,12 +1,10 @@
 """Move a batch to the device and take this rank's context-parallel shard."""
 
-from dataclasses import replace
-
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.mesh import Mesh
 
 
-def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
+def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
     """Move a CPU batch of whole rows to the device and take this rank's tokens.
 
     Positions are explicit under context or pipeline parallelism: a token's index in the shard is not its position.
@@ -14,7 +12,4 @@ def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
     whole = batch.to(mesh.device)
     if mesh.sequence_shard.degree == 1 and mesh.pp_group is None:
         return whole
-    shard = whole.map(mesh.sequence_shard.take)
-    if shard.positions is not None:
-        return shard
-    return replace(shard, positions=mesh.sequence_shard.positions(whole.tokens))
+    return whole.sharded(mesh.sequence_shard)

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
@@ -36,7 +36,7 @@ class Model(Protocol):
         """Micro-batches per call of `loss_sum` for the fastest evaluation."""
         ...
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Compute the gradients of a global batch from this rank's CPU micro-batches.
 
         `tokens` are the predicted tokens of the global batch, then those of each further prediction (`token_counts`).
@@ -45,7 +45,7 @@ class Model(Protocol):
         """
         ...
 
-    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
+    def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
         """This rank's share of the summed loss of any number of micro-batches, fp64, without gradients."""
         ...
 
@@ -70,7 +70,7 @@ class EagerModel:
         self.parts, self.objective, self.weights = [module], objective, weights or ComputeWeights()
         self._module, self._mesh = module, mesh
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
         sums, divisors = MetricSums(self.objective, self._mesh.device), loss_divisors(tokens, self._mesh.device)
         with self.weights.training():
@@ -85,7 +85,7 @@ class EagerModel:
                 sums.add(metrics)
         return sums.values
 
-    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
+    def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Run micro-batches in order."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with self.weights.in_use():

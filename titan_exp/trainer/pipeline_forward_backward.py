@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
@@ -26,7 +26,7 @@ class PipelineModel:
         self.eval_microbatches = pipeline.microbatches
         self._pipeline, self._mesh = pipeline, mesh
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run a schedule once per pass of micro-batches; gradients are reduced once."""
         sums, size = MetricSums(self.objective, self._mesh.device), self._pipeline.pass_size(len(batches))
         assert len(batches) % size == 0, "checked by the rules"
@@ -34,7 +34,8 @@ class PipelineModel:
         def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch = shard_batch(batches[first + microbatch], self._mesh)
             if not stage.last:
-                return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+                inputs = batch.inputs(hidden)
+                return stage.module(*inputs.positional, **inputs.named)
             divisors = loss_divisors(tokens, self._mesh.device)
             loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisors, hidden)
             sums.add(metrics)
@@ -45,14 +46,15 @@ class PipelineModel:
         self._pipeline.sum_tied_gradients()
         return sums.values
 
-    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
+    def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Run all micro-batches forward in one pass."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
 
         def compute(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch = shard_batch(batches[microbatch], self._mesh)
             if not stage.last:
-                return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+                inputs = batch.inputs(hidden)
+                return stage.module(*inputs.positional, **inputs.named)
             loss = self.objective(stage.module, batch, hidden).metrics["loss"]
             total.add_(loss)
             return loss

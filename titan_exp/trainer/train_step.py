@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights, cast_gradients
 from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
@@ -37,7 +37,7 @@ class StepResult:
 def train_step(
     model: Model,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     *,
     tokens: Sequence[int],
     lr: float,
@@ -77,7 +77,7 @@ def train_step(
 
 
 def sync_step_flags(
-    objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool
+    objective: Objective, batches: Sequence[MicroBatch], mesh: Mesh, *, stop: bool, save: bool
 ) -> tuple[tuple[int, ...], bool, bool]:
     """Sum the predicted tokens of the global batch, and share the flags of the step, in one message over the CPU.
 

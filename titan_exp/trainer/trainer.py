@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,15 @@ class Trainer:
             "micro_batch_size": layout.micro_batch_size,
         }
         seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
+        prepare = getattr(self.model.objective, "prepare", None)
         self.loader = TrainLoader(
-            experiment.data, training, seed, **shard, pin_memory=pin_memory, mtp_depth=mtp_depth(experiment.model)
+            experiment.data,
+            training,
+            seed,
+            **shard,
+            pin_memory=pin_memory,
+            mtp_depth=mtp_depth(experiment.model),
+            prepare=None if prepare is None else partial(prepare, seed=seed),
         )
         self.validation = (
             ValidationLoader(experiment.data, training.seq_len, **shard) if training.evaluate_every else None

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
@@ -29,7 +29,7 @@ class ValidationResult:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh: Mesh) -> dict[str, float | int]:
+def evaluate_sources(model: Model, sources: Mapping[str, Iterable[MicroBatch]], mesh: Mesh) -> dict[str, float | int]:
     """Validation metrics: `validation_loss` over all sources, and for a mixture `validation_loss/NAME` of each source.
 
     `sources` maps names to this data rank's share of each split.
@@ -43,9 +43,10 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh:
         if len(found) == 1
         else ValidationResult(total / tokens if tokens else math.nan, tokens)
     )
+    perplexity = {"validation_perplexity": whole.perplexity} if getattr(model.objective, "has_perplexity", True) else {}
     return {
         "validation_loss": whole.loss,
-        "validation_perplexity": whole.perplexity,
+        **perplexity,
         "validation_tokens": whole.tokens,
         **{f"validation_loss/{name}": result.loss for name, result in found.items() if len(found) > 1},
     }
@@ -57,7 +58,7 @@ def averaged_row(row: Mapping[str, float | int]) -> dict[str, float | int]:
 
 
 @torch.no_grad()
-def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationResult:
+def evaluate(model: Model, batches: Iterable[MicroBatch], mesh: Mesh) -> ValidationResult:
     """Run the model over this data rank's share of a split, of which every rank has as many batches."""
     for part in model.parts:
         part.eval()

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
 
-from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Share
 
 
 def entity_and_project(path: str) -> bool:
@@ -122,6 +122,31 @@ class TokenizeOptions:
     Training shuffles windows of tokens; what stands beside what within a window is this order's."""
     check: str = ""
     """Folder of a finished store to read and compare with its checksums, instead of making one."""
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """Options of `titan-exp encode`."""
+
+    images: Literal["glyphs"] = "glyphs"
+    """`glyphs` are characters in the faces of the fonts that matplotlib brings along, with captions such as "Latin
+    small letter a, DejaVu Sans bold oblique"."""
+    out: str = ""
+    """Folder of the store to make, such as stores/glyphs."""
+    size: PositiveInt = 32
+    """Height and width of the images in pixels."""
+    text_tokens: PositiveInt = 32
+    """Words of a caption; `model.text_tokens` of the model that is trained."""
+    text_dim: PositiveInt = 64
+    """Width of a word's state; `model.text_dim`."""
+    pooled_dim: PositiveInt = 64
+    """Width of a caption's pooled embedding; `model.pooled_dim`."""
+    validation_fraction: Share = 0.05
+    """Share of the images held out for evaluation, chosen by caption."""
+    shard_samples: PositiveInt = 4096
+    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
+    seed: Count = 0
+    """Seed of the words' vectors and of the order of samples."""
 
 
 @dataclass(frozen=True)

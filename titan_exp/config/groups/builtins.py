@@ -3,14 +3,17 @@
 from functools import cache
 from pathlib import Path
 
-OBJECTIVES = ("language_modeling",)
+OBJECTIVES = ("language_modeling", "rectified_flow")
 """Built-in values of `training.objective`."""
 
 DECAYS = ("linear", "cosine", "sqrt", "square", "exponential")
 """Built-in values of `lr_schedule.decay`."""
 
-SOURCES = ("python_stdlib", "text", "huggingface", "tokens")
+SOURCES = ("python_stdlib", "text", "huggingface", "tokens", "latents")
 """Built-in values of `data.source`."""
+
+STORES = ("tokens", "latents")
+"""Values of `data.source` that read stores, whose validation split was fixed when they were made."""
 
 TOKENIZERS = ("bytes", "store")
 """Built-in values of `data.tokenizer`; anything else is a path."""

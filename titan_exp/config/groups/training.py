@@ -49,10 +49,12 @@ class TrainingConfig:
     stop_on_nonfinite: bool
     """End the run as failed when the loss or the gradient norm is not finite, instead of training on."""
     objective: str = "language_modeling"
-    """`language_modeling`, or the import path of an objective class in your own package, a subclass of
-    `titan_exp.trainer.objective.language_modeling.LanguageModeling` or with the same methods."""
+    """`language_modeling`; `rectified_flow`, which trains models of latents; or the import path of an objective class
+    in your own package, a subclass of `titan_exp.trainer.objective.language_modeling.LanguageModeling` or with the
+    same methods."""
     objective_options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for an objective of your own."""
+    """Options of `rectified_flow` (`times`, `shift`, `text_dropout`, `pooled_dropout`, `guidance`), or extra keyword
+    arguments for an objective of your own."""
     accumulation_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the sum of a rank's gradients over micro-batches, before ranks reduce it in fp32: `bf16` takes half
     the memory, and loses what is below 2^-9 of the sum."""

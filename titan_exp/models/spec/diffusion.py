@@ -14,6 +14,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
+from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -80,6 +81,9 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
         ends=ends,
         stage_ends=PipelinePlan(first=("inputs",), last=("output",)),
         unsupported=tuple(Unsupported(f"parallelism.{axis}", reason) for axis in ("tp", "cp", "pp")),
+        latents=LatentInputs(
+            config.patch_dim, config.text_tokens, config.text_dim, config.pooled_dim, config.guidance_embedding
+        ),
     )
 
 

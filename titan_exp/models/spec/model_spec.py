@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from titan_exp.models.spec.fused_rows import FusedRows
+from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
@@ -279,6 +280,8 @@ class ModelSpec:
     """Children that the first and the last stage hold; None is those of a decoder."""
     unsupported: tuple[Unsupported, ...] = ()
     """Axes along which the model cannot be divided."""
+    latents: LatentInputs | None = None
+    """Sizes of latents and their texts, for a model of them; None for a model of tokens."""
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:

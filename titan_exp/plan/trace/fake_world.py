@@ -4,7 +4,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.data.batch import Batch
-from titan_exp.models.spec.lookup import mtp_depth
+from titan_exp.data.batch import Batch, MicroBatch
+from titan_exp.data.latent_batch import LatentBatch
+from titan_exp.models.spec.lookup import model_spec, mtp_depth
+from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
@@ -41,7 +43,7 @@ class FakeRank:
     """Run with a resolved layout."""
     state: TrainState
     """Mesh, model and optimizer of this rank."""
-    batches: list[Batch]
+    batches: Sequence[MicroBatch]
     """Micro-batches of a step."""
 
     @property
@@ -80,7 +82,7 @@ class FakeRank:
         )
         self._step([], without_passes)
 
-    def _step(self, batches: list[Batch], model: Any = None) -> None:
+    def _step(self, batches: Sequence[MicroBatch], model: Any = None) -> None:
         train_step(
             self.state.model if model is None else model,
             self.state.optimizer,
@@ -140,12 +142,14 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def fake_batches(experiment: Experiment, *, copied: bool = True) -> list[Batch]:
+def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[MicroBatch]:
     """Micro-batches of one data-parallel rank, as from the loader.
 
     `copied` is False if the device of a GPU is another than the host's, so that torch copies them itself.
     """
-    layout, data = ResolvedLayout.of(experiment), experiment.data
+    layout, data, spec = ResolvedLayout.of(experiment), experiment.data, model_spec(experiment.model)
+    if spec is not None and spec.latents is not None:
+        return [_latent_batch(layout, spec.latents) for _ in range(layout.gradient_accumulation)]
     kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
     shape = (layout.micro_batch_size, layout.training.seq_len)
 
@@ -162,7 +166,17 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> list[Batch]:
     return [batch() for _ in range(layout.gradient_accumulation)]
 
 
-def batch_tensors(batches: Iterable[Batch]) -> list[torch.Tensor]:
+def _latent_batch(layout: ResolvedLayout, sizes: LatentInputs) -> LatentBatch:
+    rows, image = layout.micro_batch_size, layout.training.seq_len - sizes.text_tokens
+    text, pooled = torch.zeros(rows, sizes.text_tokens, sizes.text_dim), torch.zeros(rows, sizes.pooled_dim)
+    latents, number = torch.zeros(rows, image, sizes.patch_dim), torch.zeros(rows)
+    positions = torch.zeros(rows, layout.training.seq_len, 3, dtype=torch.int64)
+    samples, guidance = torch.zeros(rows, dtype=torch.int64), number.clone() if sizes.guidance else None
+    drawn = {"noise": latents.clone(), "times": number.clone(), "guidance": guidance}
+    return LatentBatch(latents, text, pooled, text[:1], pooled[:1], positions, samples, number, **drawn)
+
+
+def batch_tensors(batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
     """Tensors of all micro-batches."""
     return [tensor for batch in batches for tensor in batch.tensors]
 

@@ -53,6 +53,8 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
 def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every rank has rows of the embedding; the last rank may have fewer."""
     rows, degree = spec.vocab_size, parallelism.tp
+    if not spec.vocab_size:
+        return
     reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
     yield from check_number(FIELD, degree, lambda tp: (tp - 1) * -(-rows // tp) < rows, reason, largest=degree)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
@@ -34,13 +34,13 @@ class GraphedModel(EagerModel):
         super().__init__(module, objective, mesh, weights)
         self._recorder = recorder
         self._tokens, self._sums = list[Tensor](), MetricSums(objective, mesh.device)
-        self._inputs: Batch | None = None
+        self._inputs: MicroBatch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._warmup_passes = 0
         self._recording: Recording | None = None
         self._addresses: list[int] = []
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
+    def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run micro-batches in order, each a replay once a pass has been captured.
 
         Raises:
@@ -59,7 +59,7 @@ class GraphedModel(EagerModel):
         # Replays of the next step overwrite the originals.
         return {name: value.clone() for name, value in self._sums.values.items()}
 
-    def _one_pass(self, batch: Batch) -> None:
+    def _one_pass(self, batch: MicroBatch) -> None:
         if self._inputs is None:
             self._inputs = batch.map(lambda tensor: tensor.to(self._mesh.device, copy=True))
         inputs = self._inputs
@@ -78,13 +78,15 @@ class GraphedModel(EagerModel):
         else:
             self._addresses = self._current_addresses()
             self._recording = self._recorder.record(lambda: self._compute(inputs))
-            rows, length = inputs.tokens.shape
+            first, *_ = inputs.inputs().positional
+            assert first is not None
+            rows, length = first.shape[:2]
             get_logger().info(
                 "compile.cuda_graphs: captured the pass of %d × %d tokens after %d warm-up passes: %s",
                 *(rows, length, WARMUP_STEPS, self._recording.description),
             )
 
-    def _compute(self, inputs: Batch) -> None:
+    def _compute(self, inputs: MicroBatch) -> None:
         """Captured work: accumulate gradients and metrics in their buffers."""
         loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
         loss.backward()
@@ -108,6 +110,7 @@ class GraphedModel(EagerModel):
         return [tensor.data_ptr() for tensor in (*self.parameters(), *self._module.buffers())]
 
 
-def _same_shape(first: Batch, second: Batch) -> bool:
-    optional = [(batch.positions is None, batch.documents is None) for batch in (first, second)]
-    return optional[0] == optional[1] and first.tokens.shape == second.tokens.shape
+def _same_shape(first: MicroBatch, second: MicroBatch) -> bool:
+    given = ((*batch.inputs().positional, *batch.inputs().named.values()) for batch in (first, second))
+    shapes = [[None if tensor is None else tensor.shape for tensor in tensors] for tensors in given]
+    return shapes[0] == shapes[1]

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from titan_exp.data.batch import Batch
+from titan_exp.data.batch import MicroBatch
 
 Reduction = Literal["mean", "sum", "max"]
 """Reduction of a metric over micro-batches and ranks. `mean` divides the sum by the items of the global batch."""
@@ -25,18 +25,22 @@ class Loss(NamedTuple):
 
 
 class Objective(Protocol):
-    """A training objective. `LanguageModeling` is the built-in one."""
+    """A training objective, as `LanguageModeling`; batches are of the kind that it trains on.
+
+    Optional members: `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
+    `has_perplexity`, False if exp(loss) means nothing.
+    """
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
         """Metrics reported beside `loss`, each logged as `objective/NAME`. The same on all ranks."""
         ...
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: Any) -> int:
         """Number of items (tokens) of a CPU batch of unsharded sequences, over which the loss is averaged."""
         ...
 
-    def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
+    def __call__(self, model: nn.Module, batch: Any, hidden: Tensor | None = None) -> Loss:
         """Run the model, or the last pipeline stage given `hidden`, on a batch sharded for this rank."""
         ...
 
@@ -66,7 +70,7 @@ class MetricSums:
 
 
 def normalize_by_tokens(
-    objective: Objective, module: nn.Module, batch: Batch, tokens: Sequence[Tensor], hidden: Tensor | None = None
+    objective: Objective, module: nn.Module, batch: MicroBatch, tokens: Sequence[Tensor], hidden: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a micro-batch and return its share of the global mean loss and of each metric.
 
@@ -87,9 +91,9 @@ def _normalized(objective: Objective, found: Loss, tokens: Tensor) -> tuple[Tens
     return found.total / tokens, metrics
 
 
-def token_counts(objective: Objective, batch: Batch) -> list[int]:
+def token_counts(objective: Objective, batch: MicroBatch) -> list[int]:
     """Predicted tokens of a CPU batch, then those of each of its further predictions."""
-    return [objective.count(part) for part in (batch, *batch.further)]
+    return [objective.count(part) for part in (batch, *getattr(batch, "further", ()))]
 
 
 def loss_divisors(tokens: Sequence[int], device: torch.device) -> list[Tensor]:

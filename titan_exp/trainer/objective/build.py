@@ -15,6 +15,10 @@ from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.objective.multi_token_prediction import MultiTokenPrediction
+from titan_exp.trainer.objective.rectified_flow import RectifiedFlow
+
+BUILT_IN: dict[str, Any] = {"language_modeling": LanguageModeling, "rectified_flow": RectifiedFlow}
+"""Classes by `training.objective`."""
 
 
 def build_objective(
@@ -24,7 +28,7 @@ def build_objective(
     automatic_chunk: int | None = None,
     spec: ModelSpec | None = None,
 ) -> Objective:
-    """Build `language_modeling`, or a class of the user's by its import path.
+    """Build `language_modeling` or `rectified_flow`, or a class of the user's by its import path.
 
     `automatic_chunk` is the chunk of `training.loss_chunk_tokens=auto`, for objectives that compute a loss in chunks.
     With multi-token prediction in the model's `spec`, the objective is also that of its modules.
@@ -36,11 +40,13 @@ def build_objective(
             the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
-    kind = _own_class(training) if is_dotted(name) else LanguageModeling
+    kind = _own_class(training) if is_dotted(name) else BUILT_IN[name]
     if training.loss_chunk_tokens == "auto":
         training = replace(training, loss_chunk_tokens=None if _overrides_loss(kind) else automatic_chunk)
     options = revealed(training.objective_options, "training.objective_options")
     objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
+    if isinstance(objective, RectifiedFlow) and spec is not None and spec.latents is not None:
+        return replace(objective, guided=spec.latents.guidance)
     if training.loss_chunk_tokens is not None and _overrides_loss(kind):
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "

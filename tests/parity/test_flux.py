@@ -1,0 +1,82 @@
+"""Flux in every layout: curve and weights of one device, with noise, times and dropped texts keyed by sample."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_latent_store import SIZES, write
+from tests.parity.runs import Curve, assert_same_curve, remembered, train
+from tests.patching import patch
+from tests.proofs import proves
+
+SEQ = "training.seq_len=24"
+DAY = ["parallelism.dp_shard=2 training.micro_batch_size=2"]
+NIGHT = [
+    "parallelism.dp_replicate=2 parallelism.dp_shard=2",
+    "training.micro_batch_size=1 activation_checkpoint=full",
+    "parallelism.dp_replicate=2 activation_checkpoint=selective",
+    "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager",
+    "parallelism.dp_shard=4 parallelism.reshard_after_forward=always",
+]
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    store = tmp_path_factory.mktemp("stores") / "glyphs"
+    write(store)
+    given = ("model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow")
+    # Larger rates than those of language models: outputs begin as zeros, and gradients before them with them.
+    return " ".join((*given, *SIZES, SEQ, "optimizer.lr=1e-2", "training.evaluate_every=6"))
+
+
+@pytest.fixture(scope="session")
+def on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    run: Callable[[str], Curve] = remembered(lambda: tmp_path_factory.mktemp("one"), {"flux": words})
+    return run("flux")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, marks=proves(f"model=flux_debug {layout}", "layout")) for layout in DAY),
+        *(
+            pytest.param(layout, marks=[pytest.mark.night, proves(f"model=flux_debug {layout}", "layout")])
+            for layout in NIGHT
+        ),
+    ],
+)
+def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device: Curve, tmp_path: Path):
+    found = train(tmp_path / "many", *words.split(), *layout.split())
+    assert_same_curve(found, on_one_device)
+    last, expected = found.rows[-1], on_one_device.rows[-1]
+    losses = [key for key in expected if key.startswith("validation_loss")]
+    assert len(losses) == 9
+    assert [last[key] for key in losses] == pytest.approx([expected[key] for key in losses], rel=1e-5)
+    assert "validation_perplexity" not in last
+
+
+def noise_depends_on_the_rank() -> None:
+    from titan_exp.data.keyed_random import keyed_generator
+
+    def make(_: object) -> object:
+        import os
+
+        return lambda seed, sample, purpose: keyed_generator(seed + int(os.environ["RANK"]), sample, purpose)
+
+    patch("titan_exp.data.latent_store.validation.keyed_generator", make)
+
+
+def losses_are_means_of_ranks() -> None:
+    patch(
+        "titan_exp.trainer.objective.rectified_flow.RectifiedFlow.count",
+        lambda original: lambda self, batch: original(self, batch) // int((batch.weights.sum() + 1) // 2),
+    )
+
+
+@pytest.mark.parametrize("mutate", [noise_depends_on_the_rank, losses_are_means_of_ranks])
+@pytest.mark.night
+def test_mutations_are_noticed(mutate: Callable[[], None], words: str, on_one_device: Curve, tmp_path: Path):
+    found = train(tmp_path / "many", *words.split(), *DAY[0].split(), mutate=mutate)
+    with pytest.raises(AssertionError):
+        assert_same_curve(found, on_one_device)

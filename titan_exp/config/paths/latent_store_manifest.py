@@ -1,0 +1,94 @@
+"""Latent store manifest: `manifest.json`, written last by `titan-exp encode`: a store that has it is complete.
+
+A store is a folder. A split (`train`, `validation`) is a list of shards; a shard is one file of captions and three
+arrays of numpy, one row per sample: NAME.captions.json, NAME.latents.npy [samples, image tokens, channels],
+NAME.text.npy [samples, text tokens, text_dim] and NAME.pooled.npy [samples, pooled_dim]. `empty.text.npy` and
+`empty.pooled.npy` are the states of the empty text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+
+FORMAT, VERSION = "titan_exp latent store", 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class LatentShard:
+    """Shard of a split: four files."""
+
+    name: str
+    """Name of the files, without their endings."""
+    samples: int
+    """Number of samples."""
+    checksums: Mapping[str, str]
+    """16-byte blake2b digest of each file, by its ending."""
+
+
+@dataclass(frozen=True)
+class LatentManifest:
+    """Manifest of a complete store."""
+
+    path: Path
+    """Folder of the store."""
+    images: str
+    """Source of the images, and their size in pixels."""
+    latents: Mapping[str, Any]
+    """Encoder of images: its name and arguments."""
+    texts: Mapping[str, Any]
+    """Encoder of texts: its name and arguments."""
+    rows: int
+    """Rows of image tokens."""
+    columns: int
+    """Columns of image tokens."""
+    channels: int
+    """Features of an image token."""
+    text_tokens: int
+    """Text tokens of a sample."""
+    text_dim: int
+    """Width of their states."""
+    pooled_dim: int
+    """Width of a pooled embedding."""
+    fingerprint: str
+    """Checksum of the whole store."""
+    splits: Mapping[str, Sequence[LatentShard]]
+    """Shards of each split."""
+
+    @cached_property
+    def samples(self) -> dict[str, int]:
+        """Number of samples of each split."""
+        return {split: sum(shard.samples for shard in shards) for split, shards in self.splits.items()}
+
+    @property
+    def tokens(self) -> int:
+        """Text and image tokens of a sample."""
+        return self.text_tokens + self.rows * self.columns
+
+
+def read_latent_manifest(folder: str | Path) -> LatentManifest:
+    """Read the manifest of the store in `folder`.
+
+    Raises:
+        UserError: there is none, or it is of another version.
+    """
+    path = Path(folder).expanduser()
+    try:
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if values["format"] != FORMAT or values["version"] != VERSION:
+            raise KeyError(f"format {FORMAT!r} of version {VERSION}")
+        splits = {split: [LatentShard(**shard) for shard in values["splits"][split]] for split in SPLITS}
+        own = {key: value for key, value in values.items() if key not in ("format", "version", "splits")}
+        return LatentManifest(path=path, splits=splits, **own)
+    except FileNotFoundError:
+        reason = f"there is no {MANIFEST} in it" if path.is_dir() else "no such folder"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"its {MANIFEST} is not that of a latent store: {error}"
+    remedy = "titan-exp encode images=glyphs out=stores/glyphs writes one"
+    raise UserError("The latent store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])

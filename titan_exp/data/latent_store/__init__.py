@@ -1,0 +1,1 @@
+"""Latent store: latents of images and states of their texts, by sample."""

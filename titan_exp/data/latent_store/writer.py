@@ -1,0 +1,136 @@
+"""Latent store writer: shards of encoded images and captions, each written whole, and the manifest at the end.
+
+A shard that is complete has its checksums in a file of its own, so that the same command goes on behind it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.latent_store_manifest import (
+    FORMAT,
+    MANIFEST,
+    SPLITS,
+    VERSION,
+    LatentManifest,
+    read_latent_manifest,
+)
+from titan_exp.data.latent_store import hashed_words, pixels
+from titan_exp.data.latent_store.hashed_words import HashedWords
+from titan_exp.data.latent_store.reader import ARRAYS
+from titan_exp.data.permutation import Permutation
+from titan_exp.data.token_store.shard_writer import write_json
+from titan_exp.data.token_store.verify import file_checksum
+from titan_exp.data.validation_split import unit_hash
+
+UNFINISHED = "unfinished"
+"""Folder of an unfinished store's journal."""
+
+
+class CaptionedImages(Protocol):
+    """Images with captions."""
+
+    name: str
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def caption(self, index: int) -> str:
+        """Text of an image."""
+        ...
+
+    def image(self, index: int) -> np.ndarray:
+        """Image [height, width, 3] in uint8, of even height and width, the same for all."""
+        ...
+
+
+def write_latent_store(
+    out: Path,
+    images: CaptionedImages,
+    texts: HashedWords,
+    *,
+    validation_fraction: float,
+    shard_samples: int,
+    seed: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LatentManifest:
+    """Write or resume a store; `progress` is called with samples encoded and their number.
+
+    Raises:
+        UserError: the folder holds something else, or an unfinished store of other arguments.
+    """
+    height, width, _ = images.image(0).shape
+    plan: dict[str, Any] = {
+        "images": images.name,
+        "latents": {"name": pixels.NAME, "patch": pixels.PATCH},
+        "texts": {"name": hashed_words.NAME, "seed": texts.seed},
+        "rows": height // pixels.PATCH,
+        "columns": width // pixels.PATCH,
+        "channels": images.image(0).shape[2] * pixels.PATCH**2,
+        "text_tokens": texts.tokens,
+        "text_dim": texts.dim,
+        "pooled_dim": texts.pooled_dim,
+    }
+    journal = {**plan, "validation_fraction": validation_fraction, "shard_samples": shard_samples, "seed": seed}
+    _begin(out, journal)
+    for kind, array in zip(("text", "pooled"), texts(""), strict=True):
+        np.save(out / f"empty.{kind}.npy", array)
+    order = Permutation(len(images), "images", seed)
+    shuffled = [order[rank] for rank in range(len(images))]
+    held_out = {index: unit_hash(images.caption(index)) < validation_fraction for index in shuffled}
+    done, splits = 0, dict[str, list[dict[str, Any]]]()
+    for split in SPLITS:
+        indices, splits[split] = [index for index in shuffled if held_out[index] is (split == "validation")], []
+        for number, chunk in enumerate(_chunks(indices, shard_samples)):
+            splits[split].append(_shard(out, f"{split}-{number:05d}", images, texts, chunk))
+            done += len(chunk)
+            progress(done, len(images))
+    empty = {name: file_checksum(out / name) for name in ("empty.text.npy", "empty.pooled.npy")}
+    fingerprint = blake2b(json.dumps([plan, splits, empty], sort_keys=True).encode(), digest_size=16).hexdigest()
+    content = {"format": FORMAT, "version": VERSION, **plan, "fingerprint": fingerprint, "splits": splits}
+    write_json(out / MANIFEST, content)
+    shutil.rmtree(out / UNFINISHED)
+    return read_latent_manifest(out)
+
+
+def _begin(out: Path, journal: dict[str, Any]) -> None:
+    """Make the folder and its journal, or find that of an interrupted run."""
+    path = out / UNFINISHED / "plan.json"
+    if path.is_file():
+        if json.loads(path.read_text(encoding="utf-8")) != journal:
+            raise UserError(f"{out} was begun with other options. Give those again, or another folder.")
+        return
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty. Give another folder.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, journal)
+
+
+def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for first in range(0, len(indices), size):
+        yield indices[first : first + size]
+
+
+def _shard(out: Path, name: str, images: CaptionedImages, texts: HashedWords, indices: Sequence[int]) -> dict[str, Any]:
+    """Write a shard unless it is complete."""
+    record = out / UNFINISHED / f"{name}.json"
+    if record.is_file():
+        return json.loads(record.read_text(encoding="utf-8"))
+    captions = [images.caption(index) for index in indices]
+    states, pooled = zip(*map(texts, captions), strict=True)
+    latents = np.stack([pixels.to_tokens(images.image(index)) for index in indices])
+    for kind, array in zip(ARRAYS, (latents, np.stack(states), np.stack(pooled)), strict=True):
+        np.save(out / f"{name}.{kind}.npy", array)
+    write_json(out / f"{name}.captions.json", captions)
+    files = ["captions.json", *(f"{kind}.npy" for kind in ARRAYS)]
+    checksums = {file: file_checksum(out / f"{name}.{file}") for file in files}
+    found = {"name": name, "samples": len(indices), "checksums": checksums}
+    write_json(record, found)
+    return found

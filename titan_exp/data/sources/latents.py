@@ -1,0 +1,13 @@
+"""Source `latents`: a latent store written by `titan-exp encode`."""
+
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.data.latent_store.sampler import LatentSampler
+from titan_exp.data.latent_store.validation import validation_batches
+
+__all__ = ["build_sampler", "open_files", "validation_batches"]
+
+build_sampler = LatentSampler
+
+
+def open_files(config: DataConfig) -> None:
+    """None: the store's own checksum identifies its files."""

@@ -110,8 +110,9 @@ def test_an_interrupted_store_is_continued_and_is_the_same(
     found = write(tmp_path / "store")
     assert found.fingerprint == read_latent_manifest(store).fingerprint
     assert (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns == kept
+    assert write(tmp_path / "store") == found
     with pytest.raises(UserError, match="is not empty"):
-        write(tmp_path / "store")
+        write(tmp_path / "store", shard=300)
 
 
 def loader(data: DataConfig, training: Any, rank: int = 0, degree: int = 1, rows: int = 8) -> TrainLoader:

@@ -75,6 +75,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_study(folder / "runs", losses, study="rates")
     make_study(folder / "runs", losses, study="optimizers")
     make_study(folder / "runs", losses, study="halving")
+    assert titan_exp("encode", "images=glyphs", "out=stores/glyphs", folder=folder).returncode == 0
     for out in ("mine", "mixed"):
         assert (
             titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0

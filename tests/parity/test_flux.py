@@ -1,9 +1,11 @@
 """Flux in every layout: curve and weights of one device, with noise, times and dropped texts keyed by sample."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
@@ -67,14 +69,16 @@ def noise_depends_on_the_rank() -> None:
     patch("titan_exp.data.latent_store.validation.keyed_generator", make)
 
 
-def losses_are_means_of_ranks() -> None:
+def numbers_depend_on_the_place_in_the_micro_batch() -> None:
     patch(
-        "titan_exp.trainer.objective.rectified_flow.RectifiedFlow.count",
-        lambda original: lambda self, batch: original(self, batch) // int((batch.weights.sum() + 1) // 2),
+        "titan_exp.trainer.objective.rectified_flow.RectifiedFlow.prepare",
+        lambda original: (
+            lambda self, batch, seed: original(self, replace(batch, samples=torch.arange(len(batch.samples))), seed)
+        ),
     )
 
 
-@pytest.mark.parametrize("mutate", [noise_depends_on_the_rank, losses_are_means_of_ranks])
+@pytest.mark.parametrize("mutate", [noise_depends_on_the_rank, numbers_depend_on_the_place_in_the_micro_batch])
 @pytest.mark.night
 def test_mutations_are_noticed(mutate: Callable[[], None], words: str, on_one_device: Curve, tmp_path: Path):
     found = train(tmp_path / "many", *words.split(), *DAY[0].split(), mutate=mutate)

@@ -44,6 +44,8 @@ class LatentManifest:
     """Encoder of images: its name and arguments."""
     texts: Mapping[str, Any]
     """Encoder of texts: its name and arguments."""
+    options: Mapping[str, Any]
+    """Options of the split, of the shards and of the order of samples."""
     rows: int
     """Rows of image tokens."""
     columns: int

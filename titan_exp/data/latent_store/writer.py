@@ -61,7 +61,7 @@ def write_latent_store(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatentManifest:
-    """Write or resume a store; `progress` is called with samples encoded and their number.
+    """Write or resume a store, or return a complete one of these arguments; `progress` is called with samples encoded and their number.
 
     Raises:
         UserError: the folder holds something else, or an unfinished store of other arguments.
@@ -78,20 +78,24 @@ def write_latent_store(
         "text_dim": texts.dim,
         "pooled_dim": texts.pooled_dim,
     }
-    journal = {**plan, "validation_fraction": validation_fraction, "shard_samples": shard_samples, "seed": seed}
-    _begin(out, journal)
+    plan["options"] = {"validation_fraction": validation_fraction, "shard_samples": shard_samples, "seed": seed}
+    if (out / MANIFEST).is_file():
+        done = read_latent_manifest(out)
+        if all(getattr(done, key) == value for key, value in plan.items()):
+            return done
+    _begin(out, plan)
     for kind, array in zip(("text", "pooled"), texts(""), strict=True):
         np.save(out / f"empty.{kind}.npy", array)
     order = Permutation(len(images), "images", seed)
     shuffled = [order[rank] for rank in range(len(images))]
     held_out = {index: unit_hash(images.caption(index)) < validation_fraction for index in shuffled}
-    done, splits = 0, dict[str, list[dict[str, Any]]]()
+    encoded, splits = 0, dict[str, list[dict[str, Any]]]()
     for split in SPLITS:
         indices, splits[split] = [index for index in shuffled if held_out[index] is (split == "validation")], []
         for number, chunk in enumerate(_chunks(indices, shard_samples)):
             splits[split].append(_shard(out, f"{split}-{number:05d}", images, texts, chunk))
-            done += len(chunk)
-            progress(done, len(images))
+            encoded += len(chunk)
+            progress(encoded, len(images))
     empty = {name: file_checksum(out / name) for name in ("empty.text.npy", "empty.pooled.npy")}
     fingerprint = blake2b(json.dumps([plan, splits, empty], sort_keys=True).encode(), digest_size=16).hexdigest()
     content = {"format": FORMAT, "version": VERSION, **plan, "fingerprint": fingerprint, "splits": splits}

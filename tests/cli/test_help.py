@@ -36,7 +36,7 @@ def test_topics_are_listed_and_misspelt_ones_suggested(capsys: pytest.CaptureFix
 
 def test_every_verb_is_a_module_with_a_line_of_help(capsys: pytest.CaptureFixture[str]):
     assert {"train", "sweep", "plan", "status", "tokenize", "help"} <= set(verbs())
-    assert "hydra_command" not in verbs()
+    assert "shell" not in verbs()
     assert all(verbs().values())
     assert main(["--help"]) == 0
     out = capsys.readouterr().out

@@ -94,8 +94,14 @@ def to_theirs(config: Config, ours: Mapping[str, Tensor], form: CheckpointFormat
     row_map = state_dict_map(config, form)
     found = {name: torch.empty(shape) for name, shape in row_map.their_shapes.items()}
     for name, runs in row_map.runs.items():
+        order = row_map.columns.get(name)
+        tensor = (
+            ours[name]
+            if order is None
+            else torch.empty_like(ours[name]).index_copy_(1, torch.tensor(order), ours[name])
+        )
         for run in runs:
-            found[run.name][run.theirs] = ours[name][run.ours]
+            found[run.name][run.theirs] = tensor[run.ours]
     return found
 
 
@@ -106,4 +112,6 @@ def from_theirs(config: Config, theirs: Mapping[str, Tensor], form: CheckpointFo
     for name, runs in row_map.runs.items():
         for run in runs:
             found[name][run.ours] = theirs[run.name][run.theirs]
+        if (order := row_map.columns.get(name)) is not None:
+            found[name] = found[name][:, list(order)]
     return found

@@ -142,6 +142,13 @@ def norms_of_heads_keep_the_order_of_neighbours(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(diffusion_state_dict, "half_split_rows", rows)
 
 
+def the_feed_forward_comes_behind_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_their_order(layer: Any) -> Any:
+        return range(layer.linear("out").inputs)
+
+    monkeypatch.setattr(diffusion_state_dict, "_by_head", in_their_order)
+
+
 def gates_and_shifts_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_exp.models.blocks.diffusion import modulation as plain
 
@@ -167,6 +174,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], Config | None]] = [
     sines_come_before_cosines,
     norms_of_heads_keep_the_order_of_neighbours,
     gates_and_shifts_change_places,
+    the_feed_forward_comes_behind_all_heads,
 ]
 
 

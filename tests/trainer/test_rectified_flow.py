@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.rectified_flow import RectifiedFlowOptions
+from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.trainer.objective.rectified_flow import RectifiedFlow, shifted
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.cli.plan_commands.device import device_for
+from titan_exp.cli.shell.hydra_command import run_with_hydra
 from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import PlanOptions

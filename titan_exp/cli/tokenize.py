@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from titan_exp.cli.hydra_command import run_with_hydra
+from titan_exp.cli.shell.hydra_command import run_with_hydra
 from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions

@@ -14,7 +14,6 @@ from titan_exp.rules import (
     cuda_graphs,
     data,
     import_paths,
-    latents,
     model,
     modes,
     parameter_groups,
@@ -23,7 +22,6 @@ from titan_exp.rules import (
     qk_clip,
     quantization,
     recompute,
-    token_store,
     training,
     triton,
 )
@@ -36,6 +34,7 @@ from titan_exp.rules.layout import (
     tensor_parallel,
 )
 from titan_exp.rules.rule import Rule, find_violations
+from titan_exp.rules.stores import latent_store, token_store
 
 _MODULES = (
     paths,
@@ -59,7 +58,7 @@ _MODULES += (
     import_paths,
     data,
     token_store,
-    latents,
+    latent_store,
     checkpoint,
     continue_from,
     degrees,

@@ -14,7 +14,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
-from titan_exp.rules.token_store import STORE_OPTIONS, store_vocabulary
+from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:

@@ -25,6 +25,13 @@ class ImportReader:
 
     def read(self, name: str, *window: slice) -> Tensor:
         """Read a slice of a parameter, and only the needed source rows."""
+        if (order := self._map.columns.get(name)) is not None:
+            rows, columns = (*window, slice(None), slice(None))[:2]
+            return self._read_in_their_order(name, rows)[:, list(order[columns])]
+        return self._read_in_their_order(name, *window)
+
+    def _read_in_their_order(self, name: str, *window: slice) -> Tensor:
+        """Slice of a parameter, its columns in their order."""
         shape = self.shapes[name]
         start, size = window_extent(shape, window)
         gathered = torch.empty(size, dtype=self.dtype(name))
@@ -86,6 +93,8 @@ class ExportReader:
         if template is None:
             rows, *rest = window or (slice(None),)
             found = self._read(name, range(*rows.indices(self._map.their_shapes[name][0])))
+            if (order := self._map.columns.get(self._map.owner(name))) is not None:
+                found = found[:, torch.tensor(order).argsort()]
             return found[:, *rest] if rest else found
         experts, *rest = window or (slice(None),)
         shape, dtype = self._map.stored_shapes[name], self.dtype(name)

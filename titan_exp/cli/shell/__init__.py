@@ -1,1 +1,1 @@
-"""Integration with the shell."""
+"""Command lines: Hydra, and completion in the shell."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from titan_exp.cli.hydra_command import command_name
+from titan_exp.cli.shell.hydra_command import command_name
 
 _LINE = re.compile(r"\s*(?P<command>(?:\S*python\S*\s+-m\s+)?\S+)\s+(?P<verb>\S*)(?P<space>\s*)(?P<rest>.*)")
 

@@ -1,6 +1,6 @@
 """Latent store writer: shards of encoded images and captions, each written whole, and the manifest at the end.
 
-A shard that is complete has its checksums in a file of its own, so that the same command goes on behind it.
+A complete shard has its checksums in a separate file, so that the same command resumes after it.
 """
 
 import json
@@ -61,7 +61,9 @@ def write_latent_store(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatentManifest:
-    """Write or resume a store, or return a complete one of these arguments; `progress` is called with samples encoded and their number.
+    """Write or resume a store, or return a complete one of these arguments.
+
+    `progress` is called with the number of samples encoded, and of all.
 
     Raises:
         UserError: the folder holds something else, or an unfinished store of other arguments.

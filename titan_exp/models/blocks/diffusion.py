@@ -48,10 +48,10 @@ class JointAttention(nn.Module):
         key: Float[Tensor, "batch seq heads width"],
         value: Float[Tensor, "batch seq heads width"],
         rope: Rope,
-    ) -> Float[Tensor, "batch seq features"]:
-        """Heads of every token, side by side."""
+    ) -> Float[Tensor, "batch seq heads width"]:
+        """Heads of every token."""
         heads = (rotate(query, *rope), rotate(key, *rope), value)
-        return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2).flatten(2)
+        return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
 
 
 class _Heads(nn.Module):
@@ -119,7 +119,7 @@ class DoubleBlock(nn.Module):
             for stream, part, (shift, scale, *_) in zip(streams, parts, modulations, strict=True)
         ]
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(*heads, strict=True))
-        attended = self.attention(query, key, value, rope).split(lengths, dim=1)
+        attended = self.attention(query, key, value, rope).flatten(2).split(lengths, dim=1)
         outputs = [
             stream.after_attention(part, of_part, found[2:])
             for stream, part, of_part, found in zip(streams, parts, attended, modulations, strict=True)
@@ -128,7 +128,10 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(_Heads):
-    """Attention and feed-forward of all tokens side by side, between one linear before and one after."""
+    """Attention and feed-forward of all tokens side by side, between one linear before and one after.
+
+    Both linears hold a head's attention beside its channels of the feed-forward, so that heads can be divided.
+    """
 
     def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
         super().__init__(layer, "", "qkv_up", eps)
@@ -143,5 +146,5 @@ class SingleBlock(_Heads):
         """One layer; text and image tokens are computed alike."""
         shift, scale, gate = modulation(self.modulation, conditioning, 3)
         query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
-        hidden = F.gelu(up.flatten(2), approximate="tanh")
-        return x + gate * self.out(torch.cat((self.attention(query, key, value, rope), hidden), dim=-1))
+        hidden = torch.cat((self.attention(query, key, value, rope), F.gelu(up, approximate="tanh")), dim=-1)
+        return x + gate * self.out(hidden.flatten(2))

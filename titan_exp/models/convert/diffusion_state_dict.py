@@ -1,6 +1,7 @@
 """State-dict maps of a diffusion transformer: names of diffusers and of Black Forest Labs, with their fused weights.
 
-Ours hold queries, keys and values by head, their features as RoPE rotates halves; theirs rotate neighbours.
+Ours hold queries, keys and values by head, their features as RoPE rotates halves; theirs rotate neighbours. The output
+of a single block reads attention and feed-forward of a head side by side; theirs reads attention of all heads first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from titan_exp.models.convert.fused_rows import half_split_rows
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 from titan_exp.models.spec.fused_rows import FusedRows
-from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,12 @@ def diffusion_map(spec: ModelSpec, double_layers: int, names: DiffusionNames) ->
         runs[ours] = tuple(ranges)
         for name in full:
             their_shapes[name] = (sum(run.rows for run in runs[ours] if run.name == name), *shape[1:])
-    return StateDictMap(runs, spec.shapes, their_shapes, {})
+    columns = {
+        f"blocks.{number}.out.weight": tuple(_by_head(layer))
+        for number, layer in enumerate(spec.layers)
+        if number >= double_layers
+    }
+    return StateDictMap(runs, spec.shapes, their_shapes, {}, columns=columns)
 
 
 def _their_place(module: str, double_layers: int, names: DiffusionNames) -> tuple[str, str]:
@@ -151,6 +157,16 @@ def _fused_rows(spec: ModelSpec, module: str) -> FusedRows | None:
         return None
     _, layer, part = module.split(".", 2)
     return spec.layers[int(layer)].linear(part).rows
+
+
+def _by_head(layer: LayerSpec) -> Iterator[int]:
+    """Their column of each of ours: inputs of a single block's output, by head."""
+    assert layer.attention is not None, "the layer has attention"
+    heads, width = layer.attention.heads, layer.attention.v_dim
+    channels = layer.linear("out").inputs // heads - width
+    for head in range(heads):
+        yield from range(head * width, (head + 1) * width)
+        yield from range(heads * width + head * channels, heads * width + (head + 1) * channels)
 
 
 def _fused_ranges(rows: FusedRows, outputs: int, names: Sequence[str]) -> Iterator[RowRange]:

@@ -84,6 +84,8 @@ class StateDictMap:
     [experts, in, out], each expert's the transposed one of ours, or biases [experts, out]."""
     buffers: frozenset[str] = frozenset()
     """Our persistent buffers, by full name; in fp32 in every format."""
+    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Their column of each of ours, by our full name, of weights whose columns have another order in theirs."""
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:

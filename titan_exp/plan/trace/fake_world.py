@@ -23,8 +23,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.data.latent_batch import LatentBatch
-from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.models.spec.latent_inputs import LatentInputs
+from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums

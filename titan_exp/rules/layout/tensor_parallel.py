@@ -40,7 +40,8 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     """Every rank has equal outputs of a column-parallel linear: head groups or feed-forward channels."""
     degree = parallelism.tp
     unsharded = next((name for name, linear in spec.linears() if linear.tp is None and linear.experts == 1), None)
-    if unsharded is not None:
+    refused = any(axis.key == FIELD for axis in spec.unsupported)
+    if unsharded is not None and not refused:
         yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
     for style in dict.fromkeys(style for _, style in _colwise(spec) if style.units):
         step = math.lcm(style.width, degree) if style.common else style.width * degree

@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.groups.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.data.latent_batch import LatentBatch

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -61,7 +61,10 @@ RULES = (
     *rules(
         Refuse(
             "data.source",
-            lambda data, spec: spec.latents is not None and data.source != "latents",
+            # Language modeling is refused with the same remedy.
+            lambda data, spec, training: (
+                spec.latents is not None and data.source != "latents" and training.objective == _OBJECTIVE
+            ),
             "it has documents, and {model.name} takes latents",
             "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes",
         ),

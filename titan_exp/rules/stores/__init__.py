@@ -1,0 +1,1 @@
+"""Rules of token stores and latent stores."""

@@ -310,6 +310,12 @@ def test_flops_count_what_is_executed():
     assert counter.get_total_flops() == pytest.approx(2 * seq * spec.flops_per_token(seq))
 
 
+def test_attention_counted_as_causal_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_exp.models.spec.model_spec.AttentionSpec.pattern", CAUSAL)
+    with pytest.raises(AssertionError):
+        test_flops_count_what_is_executed()
+
+
 @pytest.mark.parametrize(
     ("name", "seq_len", "tera"), [("flux_dev", 512, 20.4), ("flux_dev", 4608, 223), ("flux_schnell", 4352, 208)]
 )

@@ -9,6 +9,7 @@ import torch
 
 from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
+from tests.parity.test_continued import assert_continues, continued
 from tests.patching import patch
 from tests.proofs import proves
 
@@ -58,6 +59,58 @@ def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device:
     assert "validation_perplexity" not in last
 
 
+def weights_begin_with_noise() -> None:
+    """No initial weight is zero: gradients before a modulation or an output would be, too."""
+
+    def make(plain: Callable[..., object]) -> object:
+        def drawn(*given: object, **named: object) -> object:
+            return plain(*given, **{**named, "zero": False})
+
+        return drawn
+
+    patch("titan_exp.models.spec.diffusion._linear", make)
+
+
+def gradients(path: Path, words: str, layout: str = "") -> dict[str, torch.Tensor]:
+    """Gradients of the first step, by a rate of SGD beside which the weights themselves vanish."""
+    one = ["training.steps=1", "optimizer=sgd", "optimizer.lr=1e6", "optimizer.weight_decay=0"]
+    one += ["training.max_grad_norm=1e9", "lr_schedule=constant", "training.evaluate_every=0"]
+    given = [word for word in words.split() if not word.startswith(("optimizer.", "training.evaluate_every"))]
+    found = train(path, *given, *one, *layout.split(), mutate=weights_begin_with_noise)
+    assert found.disputed == []
+    return found.weights
+
+
+@pytest.fixture(scope="session")
+def gradients_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return gradients(tmp_path_factory.mktemp("one"), words)
+
+
+@pytest.mark.parametrize("layout", [*DAY, *(pytest.param(layout, marks=pytest.mark.night) for layout in NIGHT)])
+def test_gradients_of_every_parameter_are_those_of_one_device(
+    layout: str, words: str, gradients_on_one_device: dict[str, torch.Tensor], tmp_path: Path
+):
+    found = gradients(tmp_path, words, layout)
+    assert found.keys() == gradients_on_one_device.keys()
+    for name, expected in gradients_on_one_device.items():
+        assert expected.norm() > 100, name
+        assert (found[name] - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("parallelism.dp_shard=2", "parallelism.dp_shard=2"), ("", "parallelism.dp_shard=2 training.micro_batch_size=2")],
+)
+def test_a_run_stopped_half_way_goes_on(before: str, after: str, words: str, tmp_path: Path):
+    """To the bit in the same layout, and in another one to rounding."""
+    whole, changed = continued(tmp_path, [*words.split(), *before.split()], [*words.split(), *after.split()])
+    if before == after:
+        assert (changed.loss, changed.grad_norm) == (whole.loss[5:], whole.grad_norm[5:])
+        assert all(torch.equal(changed.weights[name], weight) for name, weight in whole.weights.items())
+    else:
+        assert_continues(whole, changed)
+
+
 def noise_depends_on_the_rank() -> None:
     from titan_exp.data.keyed_random import keyed_generator
 
@@ -78,7 +131,27 @@ def numbers_depend_on_the_place_in_the_micro_batch() -> None:
     )
 
 
-@pytest.mark.parametrize("mutate", [noise_depends_on_the_rank, numbers_depend_on_the_place_in_the_micro_batch])
+def the_loss_is_a_mean_over_the_rows_of_a_micro_batch() -> None:
+    from titan_exp.trainer.objective.base import Loss
+
+    def make(original: Callable[..., Loss]) -> object:
+        def call(self: object, model: object, batch: object, hidden: object = None) -> Loss:
+            found = original(self, model, batch, hidden)
+            return Loss(found.total / len(batch.samples), found.metrics)  # type: ignore[attr-defined]
+
+        return call
+
+    patch("titan_exp.trainer.objective.rectified_flow.RectifiedFlow.__call__", make)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        noise_depends_on_the_rank,
+        numbers_depend_on_the_place_in_the_micro_batch,
+        the_loss_is_a_mean_over_the_rows_of_a_micro_batch,
+    ],
+)
 @pytest.mark.night
 def test_mutations_are_noticed(mutate: Callable[[], None], words: str, on_one_device: Curve, tmp_path: Path):
     found = train(tmp_path / "many", *words.split(), *DAY[0].split(), mutate=mutate)

@@ -1,16 +1,20 @@
 """Rectified flow: distributions of times, dropout, and a loss that is a mean over elements."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
+from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.data.latent_batch import LatentBatch
+from titan_exp.trainer.objective import rectified_flow
 from titan_exp.trainer.objective.rectified_flow import RectifiedFlow, shifted
 
 ROWS = 4096
@@ -117,3 +121,54 @@ def test_the_loss_is_the_mean_squared_error_of_the_velocity_over_all_elements():
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         RectifiedFlow.build(None, **options)  # type: ignore[arg-type]  # it reads no other key
+
+
+def times_are_uniform(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def time(_: RectifiedFlow, seed: int, sample: int, tokens: int) -> float:
+        return keyed_generator(seed, sample, "time").random()
+
+    monkeypatch.setattr(RectifiedFlow, "time", time)
+    return lambda: test_times_have_their_distribution("logit_normal", [0.014, 0.5, 0.986])
+
+
+def times_are_not_shifted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    monkeypatch.setattr(rectified_flow, "shifted", lambda time, tokens: time)
+    return test_more_image_tokens_shift_times_towards_noise
+
+
+def one_draw_drops_both_texts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def generator(seed: int, sample: int, purpose: str) -> Any:
+        return keyed_generator(seed, sample, purpose.rpartition(" ")[2])
+
+    monkeypatch.setattr(rectified_flow, "keyed_generator", generator)
+    return test_texts_are_dropped_independently_and_guidance_lies_between_its_bounds
+
+
+def numbers_depend_on_the_rank_and_the_order_of_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    shared = np.random.default_rng(0)
+    monkeypatch.setattr(rectified_flow, "keyed_generator", lambda *_: shared)
+    return test_numbers_depend_on_seed_and_sample_alone
+
+
+def rows_that_fill_a_batch_up_are_counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    plain = RectifiedFlow.count
+    monkeypatch.setattr(
+        RectifiedFlow, "count", lambda self, batch: plain(self, replace(batch, weights=torch.ones_like(batch.weights)))
+    )
+    return test_the_loss_is_the_mean_squared_error_of_the_velocity_over_all_elements
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        times_are_uniform,
+        times_are_not_shifted,
+        one_draw_drops_both_texts,
+        numbers_depend_on_the_rank_and_the_order_of_steps,
+        rows_that_fill_a_batch_up_are_counted,
+    ],
+)
+def test_mutations_are_noticed(monkeypatch: pytest.MonkeyPatch, mutation: Callable[..., Callable[[], None]]):
+    noticing = mutation(monkeypatch)
+    with pytest.raises(AssertionError):
+        noticing()

@@ -119,7 +119,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tran"], "Did you mean titan-exp train?"),
         (
             ["launch"],
-            "The verbs are cancel, compare, convert, diff, doctor, download, evaluate, generate",
+            "The verbs are cancel, compare, convert, diff, doctor, download, encode, evaluate, generate",
         ),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),

@@ -49,6 +49,7 @@ def test_nothing_heavy_is_imported(words: str):
                 "diff",
                 "doctor",
                 "download",
+                "encode",
                 "evaluate",
                 "generate",
                 "help",

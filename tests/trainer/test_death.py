@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.test_latent_store import SIZES
+from tests.data.test_latent_store import write as write_glyphs
 from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
@@ -26,8 +28,10 @@ MODELS = {
     # Biases and the load of the step before are state of the balance.
     "experts": "model=qwen3_moe_debug model.moe.router_bias=true model.moe.balance.bias_rate=1e-2",
     "ramp": "model=llama_debug training.batch_ramp=[[9,2],[11,4]]",
+    "flux": f"model=flux_debug training.objective=rectified_flow training.seq_len=24 {' '.join(SIZES)}",
 }
 BY_NIGHT = [
+    ("flux", "async_process", 2),
     ("ramp", "async_process", 2),
     *(("dense", *case) for case in (("sync", 1), ("sync", 2), ("async", 1), ("async", 2), ("async_process", 1))),
     *(("experts", *case) for case in (("sync", 1), ("async", 2), ("async_process", 2))),
@@ -40,12 +44,15 @@ KILLED = [
 
 
 def run_folder(path: Path, model: str, world: int, mode: str) -> RunFolder:
+    data = [*PARAGRAPHS, *EVALUATE.split()]
+    if model == "flux":
+        write_glyphs(path.with_name("glyphs"))
+        data = ["data=latents", f"data.paths=[{path.with_name('glyphs')}]", "training.evaluate_every=6"]
     settings = [
         *SMALL,
-        *PARAGRAPHS,
         *MODELS[model].split(),
         *([f"parallelism.ep={world}"] if model == "experts" else []),
-        *EVALUATE.split(),
+        *data,
         f"training.steps={STEPS}",
         f"parallelism.dp_shard={world}",
         f"checkpoint.mode={mode}",

@@ -150,6 +150,10 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "~model"], "model: this group is missing"),
         (["train", "training.steps", "100"], "an override is key=value"),
         (["train", "data.paths=[a"], "quote it"),
+        (
+            ["train", "+experiment=flux_laptop", "+training.objective_options.times=mode"],
+            "leave out the plus: training.objective_options.times=mode",
+        ),
         (["train", "training.batch_ramp=[2]"], "must be a list of lists"),
         (["train", "training.steps="], "training.steps: must be a whole number"),
         (

@@ -63,6 +63,11 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
             f"hydra.searchpath: {lost['path']} cannot be found. It takes folders (file:///folder) and packages that "
             "are installed, on PYTHONPATH or in the current directory (pkg://package.folder)."
         )
+    if present := re.search(r"An item is already at '(?P<key>[^']+)'", str(error)):
+        key = present["key"]
+        texts = (text.partition("=") for text in arguments.overrides if text.startswith(f"+{key}="))
+        reason, remedy = "another option has set this key already", f"leave out the plus: {key}="
+        return UserError(MESSAGE, [Violation(f"+{key}", value, reason, f"{remedy}{value}") for _, _, value in texts])
     found = list(_at_fault(error, arguments))
     return (
         UserError(MESSAGE, found) if found else UserError(f"Hydra cannot compose the configuration: {_reason(error)}")

@@ -14,7 +14,7 @@ from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_la
 from titan_exp.data.latent_store import writer
 from titan_exp.data.latent_store.glyphs import GlyphImages
 from titan_exp.data.latent_store.hashed_words import HashedWords
-from titan_exp.data.latent_store.pixels import to_image, to_tokens
+from titan_exp.data.latent_store.pixels import Pixels
 from titan_exp.data.latent_store.reader import LatentSplit
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
@@ -29,7 +29,7 @@ def write(out: Path, size: int = 8, shard: int = 400) -> LatentManifest:
     """1,044 glyphs of 4 by 4 image tokens, with captions of up to 8 words."""
     texts = HashedWords(8, 32, 24, seed=0)
     how: dict[str, Any] = {"validation_fraction": 0.05, "shard_samples": shard, "seed": 0}
-    return writer.write_latent_store(out, GlyphImages(size), texts, **how)
+    return writer.write_latent_store(out, GlyphImages(size), writer.Encoders(Pixels(2), texts), **how)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def run(store: Path, *words: str) -> Any:
 
 def test_pixels_come_back_and_have_the_order_of_channel_row_column():
     image = np.random.default_rng(0).integers(0, 256, (6, 4, 3), dtype=np.uint8)
-    tokens = to_tokens(image)
-    assert (to_image(tokens, 3, 2) == image).all()
+    (tokens,) = Pixels(2).encode(image[None])
+    assert (Pixels(2).decode(tokens[None], 3, 2)[0] == image).all()
     assert tokens[3].tolist() == pytest.approx(
         [
             image[2 + row, 2 + column, channel] / 127.5 - 1
@@ -82,7 +82,7 @@ def test_a_store_holds_what_was_encoded(store: Path):
         assert len(found.captions()) == len(found) == manifest.samples[split]
         for index in (0, len(found) - 1):
             caption = found.captions()[index]
-            assert (found[index].latents == to_tokens(images.image(captions.pop(caption)))).all()
+            assert (found[index].latents == Pixels(2).encode(images.image(captions.pop(caption))[None])[0]).all()
             assert (found[index].text == texts(caption)[0]).all()
             assert (found[index].pooled == texts(caption)[1]).all()
     assert "Latin capital letter a, DejaVu Sans Bold Oblique" in captions

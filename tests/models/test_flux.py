@@ -245,7 +245,7 @@ def test_names_of_black_forest_labs_come_back_and_describe_the_model(tmp_path: P
         open_checkpoint(tmp_path / "other.safetensors")
 
 
-def test_convert_names_the_class_and_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_convert_names_the_class_and_images_need_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Black Forest Labs' file, for training, and from there for diffusers."""
     model = build_model(debug(), seq_len=32, attention_backend="math")
     fill(model)
@@ -259,9 +259,10 @@ def test_convert_names_the_class_and_text_is_refused(tmp_path: Path, capsys: pyt
     assert f"{back}: diffusers" in printed
     assert f"FluxTransformer2DModel.from_pretrained({back!r})" in printed
     assert_equal(tensors(tmp_path / "back"), to_theirs(debug(), model.state_dict(), "diffusers"))
-    for command in (generate_command, evaluate_command):
-        with pytest.raises(UserError, match="back reads no tokens"):
-            command([back])
+    with pytest.raises(UserError, match="back reads no tokens"):
+        evaluate_command([back])
+    with pytest.raises(UserError, match=r"of no run\n.*store=FOLDER"):
+        generate_command([back])
 
 
 def own_checkpoint(model: nn.Module, folder: Path) -> OpenCheckpoint:

@@ -20,19 +20,23 @@ def run(argv: Sequence[str]) -> int:
     options = parse_options(EncodeOptions, argv, positional=[])
     if not options.out:
         raise UserError("This cannot be encoded.", [Violation("out", "", "no folder is given", "out=stores/glyphs")])
-    if options.size % 2:
-        remedy = f"size={options.size + 1}"
-        raise UserError(
-            "This cannot be encoded.", [Violation("size", options.size, "patches are 2 pixels wide", remedy)]
-        )
+    if options.size % options.patch:
+        near = max(1, round(options.size / options.patch)) * options.patch
+        violation = Violation("size", options.size, f"patches are {options.patch} pixels wide", f"nearest: size={near}")
+        raise UserError("This cannot be encoded.", [violation])
+    from titan_exp.data.latent_store.emoji import EmojiImages
     from titan_exp.data.latent_store.glyphs import GlyphImages
     from titan_exp.data.latent_store.hashed_words import HashedWords
-    from titan_exp.data.latent_store.writer import write_latent_store
+    from titan_exp.data.latent_store.pixels import Pixels
+    from titan_exp.data.latent_store.writer import Encoders, write_latent_store
 
     manifest = write_latent_store(
         Path(options.out).expanduser(),
-        GlyphImages(options.size),
-        HashedWords(options.text_tokens, options.text_dim, options.pooled_dim, options.seed),
+        EmojiImages(options.size) if options.images == "emoji" else GlyphImages(options.size),
+        Encoders(
+            Pixels(options.patch),
+            HashedWords(options.text_tokens, options.text_dim, options.pooled_dim, options.seed),
+        ),
         validation_fraction=options.validation_fraction,
         shard_samples=options.shard_samples,
         seed=options.seed,

@@ -1,4 +1,4 @@
-"""Text generation from a run or from weights in any format, on one device or with tensor parallelism."""
+"""Generation of text or images from a run or from weights in any format; of text with tensor parallelism too."""
 
 import dataclasses
 import math
@@ -8,34 +8,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, averaged_where_saved, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
-from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.config.command_line.verb_options import IMAGE_OPTIONS, TEXT_OPTIONS, GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.inference.generate_images import generate_images, makes_images, open_studio
 from titan_exp.inference.generation import DecodeSession
+from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import has_experts, model_spec
-from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
-from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
+from titan_exp.trainer.load_model import describe, tokenizer_of, training_length
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
-  for example: titan-exp generate runs/first/6c43198cf79b prompt="def " prompt="import " temperature=0"""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+  for example: titan-exp generate runs/first/6c43198cf79b prompt="def " prompt="import " temperature=0
+               titan-exp generate runs/flux_laptop/0d5f6c8e2a91 prompt="blue heart" prompt="red apple" guidance=3"""
 
 
 def generate_command(
@@ -55,17 +54,19 @@ def generate_command(
     prompts = _prompts(options, arguments)
     runs = Path(options.runs)
     path = local_copy(run_path(options.run, runs), step=options.step) if options.run else _latest_run(runs)
-    source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
+    source = _open(path, options)
+    _require_kind(options, source)
+    if makes_images(source):  # fail before ranks start
+        open_studio(source, options)
+    else:
+        tokenizer_of(source)
     if options.tp == 1:
-        texts = generate(source, options, prompts, window=training_length(path, source))
+        lines = _answer(path, source, options, prompts)
     else:
         assert run_on_ranks is not None, "tp > 1 needs run_on_ranks"
-        tokenizer_of(source)  # fail before ranks start
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
-        texts = run_on_ranks(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), request)
-    for prompt, text in zip(prompts, texts, strict=True):
-        print(f"{prompt}{text}\n")
-    print(f"— {describe(path, source)}")
+        lines = run_on_ranks(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), request)
+    print(*lines, f"— {describe(path, source)}", sep="\n")
     return 0
 
 
@@ -83,17 +84,8 @@ def generate(
     first = bos if isinstance(bos, int) else tokenizer.end_of_text
     encoded = [[first, *(int(token) for token in tokenizer.encode(prompt))] for prompt in prompts]
     window = min(window, max(map(len, encoded)) + options.tokens)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device
-
-    def shard(model: nn.Module) -> Rows:
-        assert mesh is not None
-        apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
-        apply_expert_parallel(model, mesh, sequence_parallel=False)
-        return drop_unused_rows(model)
-
-    model = load_source(
-        source, device, seq_len=window, dtype=DTYPES[options.dtype], divide=None if mesh is None else shard
-    )
+    model = load_sharded(source, seq_len=window, dtype=DTYPES[options.dtype], mesh=mesh)
+    device = next(model.parameters()).device
     session = DecodeSession(model, window, cache=options.cache)
     stop_tokens = _stop_tokens(source, tokenizer)
     texts = []
@@ -116,13 +108,12 @@ def generate(
 def rank_main(run_folder: str) -> None:
     """Entry point of one rank."""
 
-    def complete(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
+    def answer(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
         path, options = Path(request["path"]), GenerateOptions(**request["options"])
-        source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
         mesh = build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model))
-        return generate(source, options, request["prompts"], window=training_length(path, source), mesh=mesh)
+        return _answer(path, _open(path, options), options, request["prompts"], mesh)
 
-    serve(run_folder, complete)
+    serve(run_folder, answer)
 
 
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
@@ -191,6 +182,35 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
     if not prompts:
         raise UserError(f"prompts={options.prompts}: all lines of the file are empty.")
     return prompts
+
+
+def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
+    """Open weights; those of images are averages where the checkpoint has some."""
+    source = open_checkpoint(path, options.step, trust=options.trust, averaged=bool(options.averaged))
+    return averaged_where_saved(source) if options.averaged is None and makes_images(source) else source
+
+
+def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
+    """Refuse options of the other kind of model."""
+    images = makes_images(source)
+    own, other = ("images", "texts") if images else ("texts", "images")
+    violations = [
+        Violation(field.name, getattr(options, field.name), f"it is for {other}", f"{source.model.name} makes {own}")
+        for field in dataclasses.fields(options)
+        if field.name in (TEXT_OPTIONS if images else IMAGE_OPTIONS) and getattr(options, field.name) != field.default
+    ]
+    if violations:
+        raise UserError("These options are of another kind of model.", violations)
+
+
+def _answer(
+    path: Path, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], mesh: Mesh | None = None
+) -> list[str]:
+    """Lines to print: files of images, or texts with an empty line behind each."""
+    if makes_images(source):
+        return list(map(str, generate_images(source, options, prompts, mesh=mesh)))
+    texts = generate(source, options, prompts, window=training_length(path, source), mesh=mesh)
+    return [f"{prompt}{text}\n" for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:

@@ -71,13 +71,21 @@ def open_checkpoint(path: Path, step: int = 0, *, trust: bool = False, averaged:
     source = _open(path, step, trust)
     if not averaged:
         return source
-    averages = DCPTensorReader(source.path, averaged=True) if source.format == "dcp" else None
-    if averages is None or not averages.has_averages:
+    found = averaged_where_saved(source)
+    if not found.averaged:
         raise UserError(
             f"--averaged: {source.path} has no averaged weights. Runs with weight_average=ema have them in every "
             "checkpoint, runs with weight_average=tail in those of the last weight_average.steps steps."
         )
-    return replace(source, parameters=averages, averaged=True)
+    return found
+
+
+def averaged_where_saved(source: OpenCheckpoint) -> OpenCheckpoint:
+    """The same checkpoint with its averaged weights if it has them, else unchanged."""
+    if source.format != "dcp":
+        return source
+    averages = DCPTensorReader(source.path, averaged=True)
+    return replace(source, parameters=averages, averaged=True) if averages.has_averages else source
 
 
 def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:

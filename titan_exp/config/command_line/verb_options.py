@@ -31,12 +31,13 @@ class GenerateOptions:
     one of these; empty is the run under `runs` that was last saved."""
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
-    averaged: bool = False
-    """Read the averaged weights of a run with `weight_average`."""
+    averaged: bool | None = None
+    """Read the averaged weights of a run with `weight_average`; by default images are drawn with them and texts are
+    not written with them."""
     runs: str = "runs"
     """Folder of all run folders, searched if `run` is omitted."""
     prompt: str = ""
-    """Text to continue; empty begins a new document. Given several times, each prompt is completed separately."""
+    """Text to continue, or caption of an image; empty begins a new document. Several prompts are separate."""
     prompts: str = ""
     """File with a prompt on each line, besides those given by `prompt`."""
     tokens: PositiveInt = 400
@@ -49,6 +50,25 @@ class GenerateOptions:
     """Top-p (nucleus) sampling (Holtzman et al. 2020)."""
     seed: Count = 0
     """Sampling seed, reset for every prompt."""
+    steps: PositiveInt = 50
+    """Images: Euler steps from noise to data."""
+    guidance: NonNegativeFloat = 4.0
+    """Images: scale of classifier-free guidance; 1 is without, and takes half the time."""
+    model_guidance: PositiveFloat = 3.5
+    """Images: scale that a model distilled for guidance reads (`model.guidance_embedding`), as FLUX.1 dev; guidance=1
+    goes with it."""
+    samples: PositiveInt = 1
+    """Images: number for each prompt, each from noise of its own."""
+    height: Count = 0
+    """Images: height in pixels; 0 is that of the store's squares, likewise the width."""
+    width: Count = 0
+    """Images: width in pixels."""
+    shift: Literal["training", "on", "off"] = "training"
+    """Images: times shifted towards noise by the number of image tokens, or as in the run's training."""
+    store: str = ""
+    """Images: latent store whose encoders read the prompt and decode the image; empty is that of the run."""
+    out: str = ""
+    """Images: folder to write them to; empty is `generated/step-…` of the run, `generated` here for other weights."""
     cache: bool = True
     """Keep a KV cache; false recomputes the whole text for each token."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -57,6 +77,14 @@ class GenerateOptions:
     """Tensor-parallel degree, one process per GPU. Weights and KV cache are sharded; the text stays the same."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
+
+
+TEXT_OPTIONS = frozenset({"tokens", "temperature", "top_k", "top_p", "cache"})
+"""Options of `generate` that language models alone have."""
+IMAGE_OPTIONS = frozenset(
+    {"steps", "guidance", "model_guidance", "samples", "height", "width", "shift", "store", "out"}
+)
+"""Options of `generate` that diffusion models alone have."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +156,16 @@ class TokenizeOptions:
 class EncodeOptions:
     """Options of `titan-exp encode`."""
 
-    images: Literal["glyphs"] = "glyphs"
-    """`glyphs` are characters in the faces of the fonts that matplotlib brings along, with captions such as "Latin
+    images: Literal["emoji", "glyphs"] = "glyphs"
+    """`emoji` are those of the Debian package fonts-noto-color-emoji, with captions such as "Thumbs up sign, dark skin
+    tone". `glyphs` are characters in the faces of the fonts that matplotlib brings along, with captions such as "Latin
     small letter a, DejaVu Sans bold oblique"."""
     out: str = ""
     """Folder of the store to make, such as stores/glyphs."""
     size: PositiveInt = 32
     """Height and width of the images in pixels."""
+    patch: PositiveInt = 2
+    """Height and width of an image token in pixels; `model.patch_dim` is 3 · patch²."""
     text_tokens: PositiveInt = 32
     """Words of a caption; `model.text_tokens` of the model that is trained."""
     text_dim: PositiveInt = 64

@@ -4,6 +4,8 @@ Any word has a vector, so that captions that no one trained on can be encoded.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,11 @@ class HashedWords:
         half = -(-dim // 2)
         angles = np.arange(tokens)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         self._places = np.concatenate((np.cos(angles), np.sin(angles)), axis=1)[:, :dim]
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """Entry of the manifest."""
+        return {"name": NAME, "seed": self.seed}
 
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
         """States [tokens, dim] of the first words, zeros behind the last one, and the sum of all words' vectors over

@@ -6,6 +6,7 @@ A complete shard has its checksums in a separate file, so that the same command 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,16 +22,28 @@ from titan_exp.config.paths.latent_store_manifest import (
     LatentManifest,
     read_latent_manifest,
 )
-from titan_exp.data.latent_store import hashed_words, pixels
-from titan_exp.data.latent_store.hashed_words import HashedWords
+from titan_exp.data.latent_store.image_codec import ImageCodec
 from titan_exp.data.latent_store.reader import ARRAYS
+from titan_exp.data.latent_store.text_encoder import TextEncoder
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.token_store.shard_writer import write_json
 from titan_exp.data.token_store.verify import file_checksum
 from titan_exp.data.validation_split import unit_hash
 
+ENCODED_TOGETHER = 16
+"""Images in a call of the codec."""
 UNFINISHED = "unfinished"
 """Folder of an unfinished store's journal."""
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """Frozen encoders of a store."""
+
+    images: ImageCodec
+    """Codec of images."""
+    texts: TextEncoder
+    """Encoder of captions."""
 
 
 class CaptionedImages(Protocol):
@@ -54,7 +67,7 @@ class CaptionedImages(Protocol):
 def write_latent_store(
     out: Path,
     images: CaptionedImages,
-    texts: HashedWords,
+    encoders: Encoders,
     *,
     validation_fraction: float,
     shard_samples: int,
@@ -68,14 +81,15 @@ def write_latent_store(
     Raises:
         UserError: the folder holds something else, or an unfinished store of other arguments.
     """
+    codec, texts = encoders.images, encoders.texts
     height, width, _ = images.image(0).shape
     plan: dict[str, Any] = {
         "images": images.name,
-        "latents": {"name": pixels.NAME, "patch": pixels.PATCH},
-        "texts": {"name": hashed_words.NAME, "seed": texts.seed},
-        "rows": height // pixels.PATCH,
-        "columns": width // pixels.PATCH,
-        "channels": images.image(0).shape[2] * pixels.PATCH**2,
+        "latents": codec.description,
+        "texts": texts.description,
+        "rows": height // codec.token_size,
+        "columns": width // codec.token_size,
+        "channels": codec.channels,
         "text_tokens": texts.tokens,
         "text_dim": texts.dim,
         "pooled_dim": texts.pooled_dim,
@@ -95,7 +109,7 @@ def write_latent_store(
     for split in SPLITS:
         indices, splits[split] = [index for index in shuffled if held_out[index] is (split == "validation")], []
         for number, chunk in enumerate(_chunks(indices, shard_samples)):
-            splits[split].append(_shard(out, f"{split}-{number:05d}", images, texts, chunk))
+            splits[split].append(_shard(out, f"{split}-{number:05d}", images, encoders, chunk))
             encoded += len(chunk)
             progress(encoded, len(images))
     empty = {name: file_checksum(out / name) for name in ("empty.text.npy", "empty.pooled.npy")}
@@ -124,14 +138,15 @@ def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield indices[first : first + size]
 
 
-def _shard(out: Path, name: str, images: CaptionedImages, texts: HashedWords, indices: Sequence[int]) -> dict[str, Any]:
+def _shard(out: Path, name: str, images: CaptionedImages, encoders: Encoders, indices: Sequence[int]) -> dict[str, Any]:
     """Write a shard unless it is complete."""
     record = out / UNFINISHED / f"{name}.json"
     if record.is_file():
         return json.loads(record.read_text(encoding="utf-8"))
     captions = [images.caption(index) for index in indices]
-    states, pooled = zip(*map(texts, captions), strict=True)
-    latents = np.stack([pixels.to_tokens(images.image(index)) for index in indices])
+    states, pooled = zip(*map(encoders.texts, captions), strict=True)
+    batches = [np.stack([images.image(index) for index in chunk]) for chunk in _chunks(indices, ENCODED_TOGETHER)]
+    latents = np.concatenate([encoders.images.encode(batch) for batch in batches])
     for kind, array in zip(ARRAYS, (latents, np.stack(states), np.stack(pooled)), strict=True):
         np.save(out / f"{name}.{kind}.npy", array)
     write_json(out / f"{name}.captions.json", captions)

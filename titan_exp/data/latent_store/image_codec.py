@@ -1,0 +1,41 @@
+"""Image codecs: images to the latents of a store, and back."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from titan_exp.data.latent_store import autoencoder, pixels
+
+
+class ImageCodec(Protocol):
+    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32."""
+
+    token_size: int
+    """Height and width of a token in pixels."""
+    channels: int
+    """Features of a token."""
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """Entry of the manifest, from which `image_codec` builds it again."""
+        ...
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Tokens of images whose height and width are multiples of `token_size`."""
+        ...
+
+    def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        """Images of tokens."""
+        ...
+
+
+def image_codec(description: Mapping[str, Any]) -> ImageCodec:
+    """Codec of a manifest's entry `latents`.
+
+    Raises:
+        UserError: its package or files are missing.
+    """
+    if description["name"] == autoencoder.NAME:
+        return autoencoder.Autoencoder(description["folder"])
+    return pixels.Pixels(description["patch"])

@@ -1,0 +1,62 @@
+"""Text encoders of FLUX.1 from a local folder, through transformers: states of T5, and the pooled embedding of CLIP."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titan_exp.config.errors.user_error import UserError, Violation
+
+NAME = "t5_and_clip"
+"""Name in a store's manifest."""
+FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+"""Subfolders of a FLUX.1 pipeline, as diffusers saves it: CLIP, then T5."""
+
+
+class T5AndCLIP:
+    """Encoder of captions, frozen; `tokens` is the number of T5's states, padding included, which is not masked.
+
+    Raises:
+        UserError: the package or the files are missing.
+    """
+
+    def __init__(self, folder: str, tokens: int) -> None:
+        try:
+            from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+        except ImportError as error:
+            reason, remedy = "it is read by transformers, which is not installed", "pip install 'titan_exp[diffusion]'"
+            raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)]) from error
+        clip, clip_tokenizer, t5, t5_tokenizer = (Path(folder).expanduser() / name for name in FOLDERS)
+        if not all(path.is_dir() for path in (clip, clip_tokenizer, t5, t5_tokenizer)):
+            reason, remedy = f"it lacks one of {', '.join(FOLDERS)}", "the folder of a FLUX.1 pipeline of diffusers"
+            raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
+        self._folder = folder
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._tokenizers: list[Any] = [
+            AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (clip_tokenizer, t5_tokenizer)
+        ]
+        models: list[Any] = [
+            CLIPTextModel.from_pretrained(clip, local_files_only=True),
+            T5EncoderModel.from_pretrained(t5, local_files_only=True),
+        ]
+        self._clip, self._t5 = (model.eval().to(self._device) for model in models)
+        self.tokens, self.dim, self.pooled_dim = tokens, self._t5.config.d_model, self._clip.config.hidden_size
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """Entry of the manifest."""
+        return {"name": NAME, "folder": self._folder}
+
+    @torch.no_grad()
+    def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
+        """States [tokens, dim] and pooled embedding [pooled_dim], in fp32."""
+        states = self._t5(self._ids(1, caption, self.tokens)).last_hidden_state
+        pooled = self._clip(self._ids(0, caption, self._clip.config.max_position_embeddings)).pooler_output
+        return states[0].float().cpu().numpy(), pooled[0].float().cpu().numpy()
+
+    def _ids(self, which: int, caption: str, length: int) -> torch.Tensor:
+        tokenizer = self._tokenizers[which]
+        found = tokenizer([caption], padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        return found.input_ids.to(self._device)

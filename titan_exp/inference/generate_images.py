@@ -1,0 +1,182 @@
+"""Images from prompts: weights of a diffusion model, with the encoders of the latent store that it was trained on."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.rectified_flow import RectifiedFlowOptions
+from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_latent_manifest
+from titan_exp.config.schema.typed_config import load_group
+from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.data.latent_store.image_codec import ImageCodec, image_codec
+from titan_exp.data.latent_store.text_encoder import TextEncoder, text_encoder
+from titan_exp.inference.sharded_model import DTYPES, load_sharded
+from titan_exp.models.spec.latent_inputs import LatentInputs
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.image_grid import image_grid, save_image
+from titan_exp.trainer.sampling.euler import conditions, euler, guided_velocity, sampling_noise, sampling_times
+
+ROWS = 16
+"""Images that are sampled together."""
+GRID_COLUMNS = 8
+"""Images in a row of the grid, where prompts have a single one each."""
+
+
+@dataclass(frozen=True)
+class Studio:
+    """Encoders of a latent store, and the shape of the images that are drawn."""
+
+    encoder: TextEncoder
+    """Reads prompts."""
+    codec: ImageCodec
+    """Decodes latents."""
+    rows: int
+    """Rows of image tokens."""
+    columns: int
+    """Columns of image tokens."""
+    shift: bool
+    """Shift times by the number of image tokens."""
+
+
+def generate_images(
+    source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, mesh: Mesh | None = None
+) -> list[Path]:
+    """Draw images and write them, each in a file, and the grid of all in the last one; returns the files.
+
+    All ranks of a tensor-parallel `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
+    latent store, or an encoder of it, is missing.
+    """
+    studio = open_studio(source, options)
+    tokens = studio.encoder.tokens + studio.rows * studio.columns
+    model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
+    images = list(draw(model, studio, options, prompts))
+    if mesh is not None and dist.get_rank() > 0:
+        return []
+    folder = Path(options.out).expanduser() if options.out else _folder(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    texts = [prompt for prompt in prompts for _ in range(options.samples)]
+    for number, (image, prompt) in enumerate(zip(images, texts, strict=True)):
+        place, sample = divmod(number, options.samples)
+        written.append(folder / f"{place:02d}-{_slug(prompt)}-{options.seed}-{sample}.png")
+        facts = {"prompt": prompt, "weights": source.path, "seed": options.seed, "sample": sample}
+        save_image(written[-1], image, {**facts, "steps": options.steps, "guidance": options.guidance})
+    columns = options.samples if options.samples > 1 else min(GRID_COLUMNS, len(images))
+    save_image(folder / "grid.png", image_grid(images, texts, columns), {"weights": source.path})
+    return [*written, folder / "grid.png"]
+
+
+def draw(model: nn.Module, studio: Studio, options: GenerateOptions, prompts: Sequence[str]) -> Iterator[np.ndarray]:
+    """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
+    that is a function of the seed and the sample's number alone."""
+    latents, device = _latent_inputs(model.spec), next(model.parameters()).device
+    image_tokens = studio.rows * studio.columns
+    scale = options.model_guidance if latents.guidance else None
+    times = sampling_times(options.steps, image_tokens, shift=studio.shift)
+    noise = sampling_noise(options.seed, range(options.samples), image_tokens, latents.patch_dim)
+    empty = conditions(studio.encoder, [""], studio.rows, studio.columns, scale).to(device)
+    jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
+    for first in range(0, len(jobs), ROWS):
+        texts, samples = zip(*jobs[first : first + ROWS], strict=True)
+        given = conditions(studio.encoder, texts, studio.rows, studio.columns, scale).to(device)
+        predict = guided_velocity(model, given, empty, options.guidance)
+        found = euler(predict, noise[list(samples)].to(device), times)
+        yield from studio.codec.decode(found.cpu().numpy(), studio.rows, studio.columns)
+
+
+def makes_images(source: OpenCheckpoint) -> bool:
+    """True if the model is a diffusion model."""
+    spec = model_spec(source.model)
+    return spec is not None and spec.latents is not None
+
+
+def open_studio(source: OpenCheckpoint, options: GenerateOptions) -> Studio:
+    """Encoders for a model, from `options.store` or the store of its run.
+
+    Raises:
+        UserError: there is no store, or its sizes or those of the images do not fit.
+    """
+    run = _run_of(source)
+    manifest = _manifest(options, run)
+    latents, violations = _latent_inputs(model_spec(source.model)), list[Violation]()
+    sizes = {
+        "patch_dim": (latents.patch_dim, manifest.channels),
+        "text_dim": (latents.text_dim, manifest.text_dim),
+        "pooled_dim": (latents.pooled_dim, manifest.pooled_dim),
+    }
+    for key, (own, stored) in sizes.items():
+        if own != stored:
+            reason, remedy = f"it has {key}={stored}, and {source.model.name} {own}", "the store of its training"
+            violations.append(Violation("store", str(manifest.path), reason, remedy))
+    if violations:
+        raise UserError("The images cannot be drawn.", violations)
+    codec = image_codec(manifest.latents)
+    grid = [manifest.rows, manifest.columns]
+    for place, (key, pixels) in enumerate((("height", options.height), ("width", options.width))):
+        if pixels % codec.token_size:
+            near = max(1, round(pixels / codec.token_size)) * codec.token_size
+            reason = f"an image token is {codec.token_size} pixels wide"
+            violations.append(Violation(key, pixels, reason, f"nearest: {key}={near}"))
+        elif pixels:
+            grid[place] = pixels // codec.token_size
+    if violations:
+        raise UserError("The images cannot be drawn.", violations)
+    shift = options.shift == "on" or (options.shift == "training" and _trained_shift(run))
+    return Studio(text_encoder(manifest), codec, grid[0], grid[1], shift)
+
+
+def _manifest(options: GenerateOptions, run: Path | None) -> LatentManifest:
+    if options.store:
+        return read_latent_manifest(options.store)
+    if run is None:
+        reason, remedy = "these weights are of no run", "store=FOLDER, a latent store of the encoders that they go with"
+        raise UserError("The prompts cannot be encoded.", [Violation("store", "", reason, remedy)])
+    paths = load_group(run / "config.yaml", "data", imports=()).paths
+    try:
+        return read_latent_manifest(paths[0])
+    except UserError as error:
+        reason, remedy = f"the store of {run}, which names its encoders, is not there", "store=FOLDER, where it is now"
+        raise UserError(
+            "The prompts cannot be encoded.", [Violation("store", str(paths[0]), reason, remedy)]
+        ) from error
+
+
+def _trained_shift(run: Path | None) -> bool:
+    """True if the run shifted times by the number of image tokens; weights of no run are taken as if they were."""
+    if run is None:
+        return True
+    training = load_group(run / "config.yaml", "training", imports=())
+    if training.objective != "rectified_flow":
+        return False
+    return typed_options(RectifiedFlowOptions, training.objective_options, "training.objective_options").shift
+
+
+def _latent_inputs(spec: Any) -> LatentInputs:
+    assert spec is not None, "checked by the caller"
+    assert spec.latents is not None, "checked by the caller"
+    return spec.latents
+
+
+def _run_of(source: OpenCheckpoint) -> Path | None:
+    """Run folder of a checkpoint; None for other weights."""
+    run = source.path.parent.parent
+    return run if source.format == "dcp" and (run / "config.yaml").is_file() else None
+
+
+def _folder(source: OpenCheckpoint) -> Path:
+    run = _run_of(source)
+    return Path("generated") if run is None else run / "generated" / source.path.name
+
+
+def _slug(prompt: str) -> str:
+    return "-".join(re.findall(r"[a-z0-9]+", prompt.lower()))[:40] or "empty"

@@ -1,0 +1,1 @@
+"""Sampling of images from a diffusion model."""

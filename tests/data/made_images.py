@@ -7,7 +7,7 @@ import numpy as np
 from titan_exp.config.paths.latent_store_manifest import LatentManifest
 from titan_exp.data.latent_store.hashed_words import HashedWords
 from titan_exp.data.latent_store.pixels import Pixels
-from titan_exp.data.latent_store.writer import Encoders, write_latent_store
+from titan_exp.data.latent_store.writer import Encoders, StoreOptions, write_latent_store
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230), "white": (250, 250, 250)}
 
@@ -23,6 +23,9 @@ class Flags:
     def caption(self, index: int) -> str:
         return f"a {list(COLOURS)[index]} flag"
 
+    def size(self, index: int) -> tuple[int, int]:
+        return 4, 4
+
     def image(self, index: int) -> np.ndarray:
         image = np.zeros((4, 4, 3), dtype=np.uint8)
         image[:2] = list(COLOURS.values())[index]
@@ -32,5 +35,5 @@ class Flags:
 def write_flags(out: Path) -> LatentManifest:
     """Store with 4 image tokens of 12 features and 4 words of 16."""
     texts = HashedWords(4, 16, 16, seed=0)
-    how = {"shard_samples": 3, "seed": 0}
-    return write_latent_store(out, Flags(), Encoders(Pixels(2), texts), validation_fraction=0.0, **how)
+    options = StoreOptions(4, validation_fraction=0.0, shard_samples=3)
+    return write_latent_store(out, Flags(), Encoders(Pixels(2), texts), options)

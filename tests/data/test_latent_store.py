@@ -11,8 +11,8 @@ from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_latent_manifest
+from titan_exp.data.images.glyphs import GlyphImages
 from titan_exp.data.latent_store import writer
-from titan_exp.data.latent_store.glyphs import GlyphImages
 from titan_exp.data.latent_store.hashed_words import HashedWords
 from titan_exp.data.latent_store.pixels import Pixels
 from titan_exp.data.latent_store.reader import LatentSplit
@@ -28,8 +28,8 @@ SEED = 3
 def write(out: Path, size: int = 8, shard: int = 400) -> LatentManifest:
     """1,044 glyphs of 4 by 4 image tokens, with captions of up to 8 words."""
     texts = HashedWords(8, 32, 24, seed=0)
-    how: dict[str, Any] = {"validation_fraction": 0.05, "shard_samples": shard, "seed": 0}
-    return writer.write_latent_store(out, GlyphImages(size), writer.Encoders(Pixels(2), texts), **how)
+    options = writer.StoreOptions(size, shard_samples=shard)
+    return writer.write_latent_store(out, GlyphImages(size), writer.Encoders(Pixels(2), texts), options)
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +91,15 @@ def test_a_store_holds_what_was_encoded(store: Path):
 def test_an_interrupted_store_is_continued_and_is_the_same(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    plain, calls = writer._shard, list[str]()
+    plain, calls = writer.write_json, list[str]()
 
-    def interrupted(out: Path, name: str, *given: Any) -> Any:
-        calls.append(name)
-        if len(calls) == 3:
+    def interrupted(path: Path, content: Any) -> None:
+        calls.append(path.name)
+        if len(calls) == 7:  # the plan, then captions and a record of each shard
             raise KeyboardInterrupt
-        return plain(out, name, *given)
+        plain(path, content)
 
-    monkeypatch.setattr(writer, "_shard", interrupted)
+    monkeypatch.setattr(writer, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "store")
     with pytest.raises(UserError, match="there is no manifest"):

@@ -13,7 +13,7 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.rectified_flow import RectifiedFlowOptions
+from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_latent_manifest
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.config.schema.typed_options import typed_options

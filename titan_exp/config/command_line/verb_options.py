@@ -156,22 +156,41 @@ class TokenizeOptions:
 class EncodeOptions:
     """Options of `titan-exp encode`."""
 
-    images: Literal["emoji", "glyphs"] = "glyphs"
+    images: Literal["emoji", "folder", "glyphs", "huggingface", "webdataset"] = "glyphs"
     """`emoji` are those of the Debian package fonts-noto-color-emoji, with captions such as "Thumbs up sign, dark skin
     tone". `glyphs` are characters in the faces of the fonts that matplotlib brings along, with captions such as "Latin
-    small letter a, DejaVu Sans bold oblique"."""
+    small letter a, DejaVu Sans Bold Oblique". The others are read from `paths`."""
     out: str = ""
     """Folder of the store to make, such as stores/glyphs."""
+    paths: str = ""
+    """Folder of images, whose captions are in NAME.txt or in a file of JSON lines or CSV with `file_name`; WebDataset
+    shards, as in 'shards/*.tar'; or OWNER/NAME or the local folder of a Hugging Face data set."""
+    caption_key: str = "text"
+    """Key or column of captions in JSON lines, CSV, KEY.json of WebDataset, or a Hugging Face data set."""
+    image_key: str = "image"
+    """Column of images in a Hugging Face data set."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
     size: PositiveInt = 32
-    """Height and width of the images in pixels."""
-    patch: PositiveInt = 2
-    """Height and width of an image token in pixels; `model.patch_dim` is 3 · patch²."""
-    text_tokens: PositiveInt = 32
-    """Words of a caption; `model.text_tokens` of the model that is trained."""
+    """Height and width of square images in pixels."""
+    max_aspect: Annotated[float, Interval(ge=1)] = 1.0
+    """Images go to the nearest of the shapes with as many tokens as a square, up to this ratio of their sides; 1 crops
+    all to squares. Sides of many divisors have many shapes: 48 tokens also have 36 x 64 and 32 x 72."""
+    latents: str = "pixels"
+    """`pixels`, or the folder of an AutoencoderKL as diffusers saves it."""
+    patch: PositiveInt = 4
+    """Height and width of an image token in pixels; `model.patch_dim` is 3 · patch². Autoencoders have their own."""
+    texts: str = "hashed_words"
+    """`hashed_words`, a frozen random vector for each word, or the folder of a FLUX.1 pipeline with its T5 and CLIP as
+    diffusers saves it."""
+    text_tokens: PositiveInt = 16
+    """Words of a caption, or tokens of T5; `model.text_tokens` of the model that is trained."""
     text_dim: PositiveInt = 64
     """Width of a word's state; `model.text_dim`."""
     pooled_dim: PositiveInt = 64
     """Width of a caption's pooled embedding; `model.pooled_dim`."""
+    dtype: Literal["fp16", "fp32"] = "fp32"
+    """Type of the store's arrays; fp16 takes half the disk."""
     validation_fraction: Share = 0.05
     """Share of the images held out for evaluation, chosen by caption."""
     shard_samples: PositiveInt = 4096

@@ -28,6 +28,10 @@ class LatentShard:
     """Name of the files, without their endings."""
     samples: int
     """Number of samples."""
+    rows: int
+    """Rows of image tokens; every shard has as many tokens."""
+    columns: int
+    """Columns of image tokens."""
     checksums: Mapping[str, str]
     """16-byte blake2b digest of each file, by its ending."""
 
@@ -45,11 +49,11 @@ class LatentManifest:
     texts: Mapping[str, Any]
     """Encoder of texts: its name and arguments."""
     options: Mapping[str, Any]
-    """Options of the split, of the shards and of the order of samples."""
+    """Options of shapes, of the split, of the shards and of the order of samples."""
     rows: int
-    """Rows of image tokens."""
+    """Rows of image tokens of a square image."""
     columns: int
-    """Columns of image tokens."""
+    """Columns of image tokens of a square image."""
     channels: int
     """Features of an image token."""
     text_tokens: int

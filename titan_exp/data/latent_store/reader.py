@@ -39,13 +39,13 @@ class LatentSplit:
         self._map = lru_cache(maxsize=_MAX_MAPPED_SHARDS)(self._open)
         empty = [_load(manifest, f"empty.{kind}") for kind in ("text", "pooled")]
         self._empty = [torch.from_numpy(np.array(array, dtype=np.float32)) for array in empty]
-        self._positions = grid_positions(manifest.text_tokens, manifest.rows, manifest.columns)
+        self._positions = [grid_positions(manifest.text_tokens, shard.rows, shard.columns) for shard in self._shards]
 
     def __len__(self) -> int:
         return self._offsets[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        number = bisect_right(self._offsets, index) - 1
+        number = self._shard_of(index)
         return Sample(*(array[index - self._offsets[number]].astype(np.float32) for array in self._map(number)))
 
     def captions(self) -> list[str]:
@@ -60,10 +60,18 @@ class LatentSplit:
         return LatentBatch(
             *stacked,
             *(array[None] for array in self._empty),
-            positions=self._positions.expand(len(indices), -1, -1),
+            positions=torch.cat([self._positions[self._shard_of(index)] for index in indices]),
             samples=torch.tensor(samples),
             weights=torch.tensor(weights),
         )
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Rows and columns of a sample's image tokens."""
+        shard = self._shards[self._shard_of(index)]
+        return shard.rows, shard.columns
+
+    def _shard_of(self, index: int) -> int:
+        return bisect_right(self._offsets, index) - 1
 
     def _open(self, number: int) -> list[np.ndarray]:
         return [_load(self.manifest, f"{self._shards[number].name}.{kind}") for kind in ARRAYS]

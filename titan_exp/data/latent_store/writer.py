@@ -6,10 +6,12 @@ A complete shard has its checksums in a separate file, so that the same command 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from titan_exp.config.paths.latent_store_manifest import (
     LatentManifest,
     read_latent_manifest,
 )
+from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets, fit, nearest_bucket
+from titan_exp.data.images.captioned_images import CaptionedImages
 from titan_exp.data.latent_store.image_codec import ImageCodec
 from titan_exp.data.latent_store.reader import ARRAYS
 from titan_exp.data.latent_store.text_encoder import TextEncoder
@@ -32,6 +36,8 @@ from titan_exp.data.validation_split import unit_hash
 
 ENCODED_TOGETHER = 16
 """Images in a call of the codec."""
+DTYPES: dict[str, type] = {"fp16": np.float16, "fp32": np.float32}
+"""Types of arrays by option."""
 UNFINISHED = "unfinished"
 """Folder of an unfinished store's journal."""
 
@@ -46,32 +52,29 @@ class Encoders:
     """Encoder of captions."""
 
 
-class CaptionedImages(Protocol):
-    """Images with captions."""
+@dataclass(frozen=True)
+class StoreOptions:
+    """Options of the content of a store."""
 
-    name: str
-
-    def __len__(self) -> int:
-        """Number of images."""
-        ...
-
-    def caption(self, index: int) -> str:
-        """Text of an image."""
-        ...
-
-    def image(self, index: int) -> np.ndarray:
-        """Image [height, width, 3] in uint8, of even height and width, the same for all."""
-        ...
+    size: int
+    """Height and width of a square image in pixels."""
+    max_aspect: float = 1.0
+    """Largest ratio of the sides of a bucket; 1 crops every image to a square."""
+    validation_fraction: float = 0.05
+    """Share of the images held out, chosen by caption."""
+    shard_samples: int = 4096
+    """Most samples of a shard."""
+    dtype: Literal["fp16", "fp32"] = "fp32"
+    """Type of the arrays."""
+    seed: int = 0
+    """Seed of the order of samples."""
 
 
 def write_latent_store(
     out: Path,
     images: CaptionedImages,
     encoders: Encoders,
-    *,
-    validation_fraction: float,
-    shard_samples: int,
-    seed: int,
+    options: StoreOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatentManifest:
     """Write or resume a store, or return a complete one of these arguments.
@@ -79,45 +82,62 @@ def write_latent_store(
     `progress` is called with the number of samples encoded, and of all.
 
     Raises:
-        UserError: the folder holds something else, or an unfinished store of other arguments.
+        UserError: the folder holds something else, or an unfinished store of other arguments; an image is damaged.
     """
     codec, texts = encoders.images, encoders.texts
-    height, width, _ = images.image(0).shape
+    side = options.size // codec.token_size
     plan: dict[str, Any] = {
         "images": images.name,
         "latents": codec.description,
         "texts": texts.description,
-        "rows": height // codec.token_size,
-        "columns": width // codec.token_size,
+        "rows": side,
+        "columns": side,
         "channels": codec.channels,
         "text_tokens": texts.tokens,
         "text_dim": texts.dim,
         "pooled_dim": texts.pooled_dim,
+        "options": asdict(options),
     }
-    plan["options"] = {"validation_fraction": validation_fraction, "shard_samples": shard_samples, "seed": seed}
     if (out / MANIFEST).is_file():
         done = read_latent_manifest(out)
         if all(getattr(done, key) == value for key, value in plan.items()):
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
             return done
     _begin(out, plan)
     for kind, array in zip(("text", "pooled"), texts(""), strict=True):
-        np.save(out / f"empty.{kind}.npy", array)
-    order = Permutation(len(images), "images", seed)
-    shuffled = [order[rank] for rank in range(len(images))]
-    held_out = {index: unit_hash(images.caption(index)) < validation_fraction for index in shuffled}
+        np.save(out / f"empty.{kind}.npy", array.astype(DTYPES[options.dtype]))
     encoded, splits = 0, dict[str, list[dict[str, Any]]]()
-    for split in SPLITS:
-        indices, splits[split] = [index for index in shuffled if held_out[index] is (split == "validation")], []
-        for number, chunk in enumerate(_chunks(indices, shard_samples)):
-            splits[split].append(_shard(out, f"{split}-{number:05d}", images, encoders, chunk))
+    for split, groups in _grouped(images, aspect_buckets(side, options.max_aspect), options).items():
+        chunks = [(bucket, chunk) for bucket, group in groups for chunk in _chunks(group, options.shard_samples)]
+        splits[split] = []
+        for number, (bucket, chunk) in enumerate(chunks):
+            shard = _Shard(out, f"{split}-{number:05d}", bucket, DTYPES[options.dtype])
+            advanced = partial(_advanced, progress, encoded, len(images))
+            splits[split].append(shard.write(images, encoders, chunk, advanced))
             encoded += len(chunk)
-            progress(encoded, len(images))
     empty = {name: file_checksum(out / name) for name in ("empty.text.npy", "empty.pooled.npy")}
     fingerprint = blake2b(json.dumps([plan, splits, empty], sort_keys=True).encode(), digest_size=16).hexdigest()
     content = {"format": FORMAT, "version": VERSION, **plan, "fingerprint": fingerprint, "splits": splits}
     write_json(out / MANIFEST, content)
     shutil.rmtree(out / UNFINISHED)
     return read_latent_manifest(out)
+
+
+def _advanced(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    progress(before + done, total)
+
+
+def _grouped(
+    images: CaptionedImages, buckets: list[Bucket], options: StoreOptions
+) -> dict[str, list[tuple[Bucket, list[int]]]]:
+    """Shuffled images of each split by bucket."""
+    order = Permutation(len(images), "images", options.seed)
+    groups = {split: {bucket: list[int]() for bucket in buckets} for split in SPLITS}
+    for index in (order[rank] for rank in range(len(images))):
+        held_out = unit_hash(images.caption(index)) < options.validation_fraction
+        bucket = nearest_bucket(*images.size(index), buckets) if len(buckets) > 1 else buckets[0]
+        groups["validation" if held_out else "train"][bucket].append(index)
+    return {split: list(by_bucket.items()) for split, by_bucket in groups.items()}
 
 
 def _begin(out: Path, journal: dict[str, Any]) -> None:
@@ -127,7 +147,7 @@ def _begin(out: Path, journal: dict[str, Any]) -> None:
         if json.loads(path.read_text(encoding="utf-8")) != journal:
             raise UserError(f"{out} was begun with other options. Give those again, or another folder.")
         return
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(entry.name != UNFINISHED for entry in out.iterdir()):
         raise UserError(f"{out} is not empty. Give another folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, journal)
@@ -138,20 +158,51 @@ def _chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         yield indices[first : first + size]
 
 
-def _shard(out: Path, name: str, images: CaptionedImages, encoders: Encoders, indices: Sequence[int]) -> dict[str, Any]:
-    """Write a shard unless it is complete."""
-    record = out / UNFINISHED / f"{name}.json"
-    if record.is_file():
-        return json.loads(record.read_text(encoding="utf-8"))
-    captions = [images.caption(index) for index in indices]
-    states, pooled = zip(*map(encoders.texts, captions), strict=True)
-    batches = [np.stack([images.image(index) for index in chunk]) for chunk in _chunks(indices, ENCODED_TOGETHER)]
-    latents = np.concatenate([encoders.images.encode(batch) for batch in batches])
-    for kind, array in zip(ARRAYS, (latents, np.stack(states), np.stack(pooled)), strict=True):
-        np.save(out / f"{name}.{kind}.npy", array)
-    write_json(out / f"{name}.captions.json", captions)
-    files = ["captions.json", *(f"{kind}.npy" for kind in ARRAYS)]
-    checksums = {file: file_checksum(out / f"{name}.{file}") for file in files}
-    found = {"name": name, "samples": len(indices), "checksums": checksums}
-    write_json(record, found)
-    return found
+@dataclass(frozen=True)
+class _Shard:
+    """Files of a shard, whose record in the journal says that it is complete."""
+
+    out: Path
+    name: str
+    bucket: Bucket
+    dtype: type
+
+    def write(
+        self,
+        images: CaptionedImages,
+        encoders: Encoders,
+        indices: Sequence[int],
+        progress: Callable[[int], None],
+    ) -> dict[str, Any]:
+        """Write the shard unless it is complete; returns its entry of the manifest."""
+        record = self.out / UNFINISHED / f"{self.name}.json"
+        if record.is_file():
+            return json.loads(record.read_text(encoding="utf-8"))
+        texts, codec = encoders.texts, encoders.images
+        tokens = self.bucket.rows * self.bucket.columns
+        shapes = ((tokens, codec.channels), (texts.tokens, texts.dim), (texts.pooled_dim,))
+        arrays = [
+            np.lib.format.open_memmap(
+                self.out / f"{self.name}.{kind}.npy", mode="w+", dtype=self.dtype, shape=(len(indices), *shape)
+            )
+            for kind, shape in zip(ARRAYS, shapes, strict=True)
+        ]
+        for first, chunk in zip(count(0, ENCODED_TOGETHER), _chunks(indices, ENCODED_TOGETHER), strict=False):
+            pixels = np.stack([fit(images.image(index), self.bucket, codec.token_size) for index in chunk])
+            states, pooled = zip(*(texts(images.caption(index)) for index in chunk), strict=True)
+            for array, found in zip(arrays, (codec.encode(pixels), np.stack(states), np.stack(pooled)), strict=True):
+                array[first : first + len(chunk)] = found
+            progress(first + len(chunk))
+        for array in arrays:
+            array.flush()
+        del arrays
+        write_json(self.out / f"{self.name}.captions.json", [images.caption(index) for index in indices])
+        files = ["captions.json", *(f"{kind}.npy" for kind in ARRAYS)]
+        found = {
+            "name": self.name,
+            "samples": len(indices),
+            **self.bucket._asdict(),
+            "checksums": {file: file_checksum(self.out / f"{self.name}.{file}") for file in files},
+        }
+        write_json(record, found)
+        return found

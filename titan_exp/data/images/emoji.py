@@ -53,6 +53,10 @@ class EmojiImages:
         name = unicodedata.name(character).capitalize()
         return f"{name}, {SKIN_TONES[tone[0]]} skin tone" if tone else name
 
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width."""
+        return self._size, self._size
+
     def image(self, index: int) -> np.ndarray:
         """Image [size, size, 3] in uint8."""
         from PIL import Image, ImageDraw

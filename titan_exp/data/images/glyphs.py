@@ -41,6 +41,10 @@ class GlyphImages:
         _, face, character = self._pairs[index]
         return f"{unicodedata.name(character).capitalize()}, {face}"
 
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width."""
+        return self._size, self._size
+
     def image(self, index: int) -> np.ndarray:
         """Image [size, size, 3] in uint8."""
         from PIL import Image, ImageDraw, ImageFont

@@ -1,0 +1,1 @@
+"""Captioned images: rendered ones, folders, Hugging Face data sets and WebDataset shards."""

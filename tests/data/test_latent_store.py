@@ -191,10 +191,27 @@ def test_validation_is_every_held_out_sample_at_eight_times_on_one_rank_each(sto
         seen = found
 
 
+def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
+    batches = ValidationLoader(run(store).data, 24, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    assert list(batches.without_text) == list(batches.sources)
+    for name, source in batches.sources.items():
+        for batch, other in zip(source, batches.without_text[name], strict=True):
+            assert not other.text.any()
+            assert not other.pooled.any()
+            assert batch.text.any()
+            for kept in ("latents", "noise", "times", "samples", "weights", "positions"):
+                assert torch.equal(getattr(batch, kept), getattr(other, kept))
+
+
 @pytest.mark.parametrize(
     ("words", "fields"),
     [
         ([], []),
+        (["tracking.images_every=5"], []),
+        (
+            ["tracking.images_every=5", "training.objective=language_modeling"],
+            ["tracking.images_every", "training.objective"],
+        ),
         (["model.text_dim=16", "model.text_tokens=9"], ["model.text_dim", "model.text_tokens"]),
         (["training.seq_len=32"], ["training.seq_len"]),
         (["training.objective=language_modeling"], ["training.objective"]),

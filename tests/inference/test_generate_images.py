@@ -6,12 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.data.made_images import COLOURS, Flags, write_flags
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.data.latent_store.reader import LatentSplit
 from titan_exp.inference.generate import generate_command
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 PROMPTS = [f"prompt={Flags().caption(index)}" for index in range(len(COLOURS))]
 SIZES = ["model.patch_dim=12", "model.text_tokens=4", "model.text_dim=16", "model.pooled_dim=16", "training.seq_len=8"]
@@ -27,7 +31,7 @@ def overfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("model=flux_debug", "model.guidance_embedding=false", "data=latents", f"data.paths=[{folder / 'store'}]"),
         *("training.objective=rectified_flow", "training.steps=400", "training.evaluate_every=0", *SIZES),
         *("training.global_batch_size=16", "optimizer.lr=3e-3", "checkpoint.mode=sync"),
-        *("weight_average=ema", "weight_average.decay=0.98"),
+        *("weight_average=ema", "weight_average.decay=0.98", "tracking.images_every=300", "tracking.tensorboard=true"),
     ]
     run(path, *words)
     (path / "config.yaml").write_text(to_yaml(experiment(*words)))
@@ -106,3 +110,21 @@ def test_a_lost_store_is_named(overfit: Path, tmp_path: Path):
         assert generate_command([str(overfit), *words]) == 0
     finally:
         shutil.move(tmp_path / "store", store)
+
+
+def test_training_draws_grids_with_the_averaged_weights(overfit: Path):
+    names = sorted(path.name for path in (overfit / "images").iterdir())
+    assert names == ["step-00000300.png", "step-00000400.png"]
+    with Image.open(overfit / "images" / names[-1]) as grid:
+        assert grid.info["averaged"] == "True"  # type: ignore[attr-defined]
+        pixels = np.asarray(grid).astype(int)
+    colours = {index: np.array(colour) for index, colour in enumerate(COLOURS.values())}
+    captions = LatentSplit(read_latent_manifest(overfit.parents[2] / "store"), "train").captions()
+    for place, caption in enumerate(captions):
+        drawn = pixels[4 + 12, 4 + 100 * place + 48]  # the upper half of each image
+        nearest = min(colours, key=lambda index: float(np.abs(colours[index] - drawn).sum()))
+        assert Flags().caption(nearest) == caption
+    events = EventAccumulator(str(overfit / "tensorboard")).Reload()
+    assert [event.step for event in events.Images("images")] == [300, 400]
+    row = read_metrics(overfit / "metrics.jsonl")[-1]
+    assert row["step"] == 400

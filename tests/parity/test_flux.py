@@ -54,7 +54,7 @@ def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device:
     assert_same_curve(found, on_one_device)
     last, expected = found.rows[-1], on_one_device.rows[-1]
     losses = [key for key in expected if key.startswith("validation_loss")]
-    assert len(losses) == 9
+    assert len(losses) == 10
     assert [last[key] for key in losses] == pytest.approx([expected[key] for key in losses], rel=1e-5)
     assert "validation_perplexity" not in last
 

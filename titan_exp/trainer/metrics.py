@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.sinks.sink import ImageSink, Value
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.metric_reduction import MetricReducer
@@ -83,6 +84,12 @@ class Report:
         if self.leader and warning != self._warning:
             self._warning = warning
             self._beat(self.last_step, force=True)
+
+    def image(self, name: str, step: int, image: np.ndarray) -> None:
+        """Hand an image [height, width, 3] in uint8 to the sinks that take one."""
+        for sink in self.sinks:
+            if isinstance(sink, ImageSink):
+                sink.image(name, step, image)
 
     def log(
         self,

@@ -43,9 +43,10 @@ from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
+from titan_exp.trainer.sampling.training_images import TrainingImages
 from titan_exp.trainer.train_state import assemble
 from titan_exp.trainer.train_step import StepResult, sync_step_flags, train_step
-from titan_exp.trainer.validate import averaged_row, evaluate_sources
+from titan_exp.trainer.validate import averaged_row, evaluate_split
 
 
 class Diverged(RuntimeError):
@@ -89,6 +90,7 @@ class Trainer:
         self.validation = (
             ValidationLoader(experiment.data, training.seq_len, **shard) if training.evaluate_every else None
         )
+        self.images = TrainingImages(experiment, self.model) if experiment.tracking.images_every else None
         remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(
             experiment.checkpoint,
@@ -217,14 +219,17 @@ class Trainer:
         numbers: dict[str, float | int | None] = {}
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
-                numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
+                numbers |= evaluate_split(self.model, self.validation, self.mesh)
                 if self.average is not None and self.average.steps:
                     with self.average.in_use():
-                        numbers |= averaged_row(evaluate_sources(self.model, self.validation.sources, self.mesh))
+                        numbers |= averaged_row(evaluate_split(self.model, self.validation, self.mesh))
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
             numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
+        if self.images is not None and self.images.due(step, last=last):
+            with PROGRESS.phase("the images"), self.report.throughput.pause("images"):
+                self.images.write(self.folder, step, self.model, self.average, self.report.image)
         self.checkpointer.poll()
         if save:
             self._save()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.data.batch import MicroBatch
+from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
@@ -52,9 +53,21 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[MicroBatch]], 
     }
 
 
+def evaluate_split(model: Model, loader: ValidationLoader, mesh: Mesh) -> dict[str, float | int]:
+    """Validation metrics of a loader's sources; of a model that is given texts also `validation_loss_without_text`, and
+    how much lower the loss is with them: `validation_text_gain`."""
+    row = evaluate_sources(model, loader.sources, mesh)
+    if loader.without_text:
+        without = evaluate_sources(model, loader.without_text, mesh)["validation_loss"]
+        gain = without - row["validation_loss"]
+        row |= {"validation_loss_without_text": without, "validation_text_gain": gain}
+    return row
+
+
 def averaged_row(row: Mapping[str, float | int]) -> dict[str, float | int]:
     """Losses of an evaluation of the averaged weights, under names of their own."""
-    return {f"averaged/{name}": value for name, value in row.items() if name.startswith("validation_loss")}
+    kept = ("validation_loss", "validation_text_gain")
+    return {f"averaged/{name}": value for name, value in row.items() if name.startswith(kept)}
 
 
 @torch.no_grad()

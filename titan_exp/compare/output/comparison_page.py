@@ -28,7 +28,7 @@ from titan_exp.tracking.number_format import format_count
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PICTURES = 12
-"""Maximum number of embedded pictures of expert load; one takes about 60 kB."""
+"""Maximum number of embedded pictures of a kind; one takes about 60 kB."""
 
 SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
 """Scripts of `page/`, in load order."""
@@ -57,6 +57,7 @@ def to_html(comparison: Comparison) -> str:
         sections=sections(comparison),
         plots=[(name, base64.b64encode(picture).decode()) for name, picture in study_plots(comparison)],
         pictures=list(islice(_expert_load(comparison), PICTURES)),
+        grids=list(islice(_image_grids(comparison), PICTURES)),
     )
 
 
@@ -71,6 +72,17 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
         if (picture := expert_load_png(Path(run.source))) is not None:
             seed = f", seed {run.seed}" if len(row.runs) > 1 else ""
             yield f"{row.label}{seed}", base64.b64encode(picture).decode()
+
+
+def _image_grids(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Label and last grid of images, PNG in base64, of each row's first run that has drawn some."""
+    for row in comparison.rows:
+        found = ((run, sorted(RunFolder(run.source).images.glob("step-*[0-9].png"))) for run in row.runs)
+        run, grids = next(((run, grids) for run, grids in found if grids), (None, []))
+        if run is not None:
+            seed = f", seed {run.seed}" if len(row.runs) > 1 else ""
+            step = int(grids[-1].stem.removeprefix("step-"))
+            yield f"{row.label}{seed}, step {step}", base64.b64encode(grids[-1].read_bytes()).decode()
 
 
 def _findings(comparison: Comparison) -> list[tuple[str, str]]:

@@ -12,6 +12,9 @@ class TrackingConfig:
 
     log_every: PositiveInt
     """Steps between rows of metrics."""
+    images_every: Count
+    """Steps between grids of images that a diffusion model draws, for the captions of 8 samples of training and 8 held
+    out, in the run's `images/`, TensorBoard and W&B; 0 never."""
     tensorboard: bool
     """Also log to TensorBoard files in the run folder."""
     wandb: bool

@@ -48,6 +48,24 @@ class FixedTimeBatches:
             )
 
 
+@dataclass(frozen=True)
+class WithoutText:
+    """The same batches with the empty text."""
+
+    batches: FixedTimeBatches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[LatentBatch]:
+        for batch in self.batches:
+            yield replace(
+                batch,
+                text=batch.empty_text.expand_as(batch.text).contiguous(),
+                pooled=batch.empty_pooled.expand_as(batch.pooled).contiguous(),
+            )
+
+
 def noise_of(batch: LatentBatch, seed: int, purpose: str) -> torch.Tensor:
     """Noise of each sample of a CPU batch [rows, image, channels], fp32."""
     shape = batch.latents.shape[1:]

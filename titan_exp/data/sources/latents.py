@@ -2,9 +2,9 @@
 
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.latent_store.sampler import LatentSampler
-from titan_exp.data.latent_store.validation import validation_batches
+from titan_exp.data.latent_store.validation import WithoutText, validation_batches
 
-__all__ = ["build_sampler", "open_files", "validation_batches"]
+__all__ = ["WithoutText", "build_sampler", "open_files", "validation_batches"]
 
 build_sampler = LatentSampler
 

@@ -75,6 +75,19 @@ RULES = (
             "training.objective=language_modeling, or model=flux_laptop",
         ),
         Refuse(
+            "tracking.images_every",
+            lambda tracking, training: tracking.images_every and training.objective != _OBJECTIVE,
+            "{training.objective} trains no model of images",
+            "tracking.images_every=0",
+        ),
+        Refuse(
+            "tracking.images_every",
+            lambda tracking, parallelism: tracking.images_every and parallelism.cp * parallelism.pp > 1,
+            "images are drawn by ranks with whole sequences and all layers, and parallelism.cp={parallelism.cp} and "
+            "parallelism.pp={parallelism.pp} divide them",
+            "tracking.images_every=0; titan-exp generate draws images from the checkpoints",
+        ),
+        Refuse(
             "compile.cuda_graphs",
             lambda compile, spec: compile.cuda_graphs and spec.latents is not None,
             "batches of latents are not captured",

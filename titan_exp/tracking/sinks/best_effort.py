@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.sinks.sink import Row, Sink
+from titan_exp.tracking.sinks.sink import ImageSink, Row, Sink
 
 
 class BestEffortSink:
@@ -18,6 +20,11 @@ class BestEffortSink:
         """Forward the row while the sink works."""
         if self._sink is not None:
             self._guard(self._sink.log, row)
+
+    def image(self, name: str, step: int, image: np.ndarray) -> None:
+        """Forward an image while the sink works, if it takes images."""
+        if self._sink is not None and isinstance(self._sink, ImageSink):
+            self._guard(self._sink.image, name, step, image)
 
     def close(self, state: str) -> None:
         """Close the sink if it still works."""

@@ -1,7 +1,9 @@
 """Metric sink interface, common to metrics.jsonl, the console, W&B and TensorBoard."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 Value = float | int | None
 """A number, or None if unknown."""
@@ -21,6 +23,7 @@ Row = Mapping[str, Value]
 | `memory`, `memory_reserved` | peak GiB of a rank in this attempt: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
 | `validation_loss/NAME` | per source of a mixture, when evaluated |
+| `validation_loss_without_text`, `validation_text_gain` | of a diffusion model, with the empty text; minus the loss |
 | `averaged/validation_loss`, `averaged/validation_loss/NAME` | the same with the averaged weights (`weight_average`) |
 | `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
 | `experts/load_max` | tokens of the busiest expert over the mean, of the worst layer |
@@ -45,4 +48,13 @@ class Sink(Protocol):
 
     def close(self, state: str) -> None:
         """Finish with the run's final state: `done`, `failed` or `preempted`."""
+        ...
+
+
+@runtime_checkable
+class ImageSink(Protocol):
+    """A sink that also takes images."""
+
+    def image(self, name: str, step: int, image: np.ndarray) -> None:
+        """Record an image [height, width, 3] in uint8 of a step."""
         ...

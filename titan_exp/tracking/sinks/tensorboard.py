@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from titan_exp.tracking.sinks.sink import Row
 
 if TYPE_CHECKING:
@@ -21,14 +23,22 @@ class TensorBoardSink:
         """Write every known value of the row."""
         step = row["step"]
         assert isinstance(step, int)
+        writer = self._open(step)
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                writer.add_scalar(key, value, step)
+
+    def image(self, name: str, step: int, image: np.ndarray) -> None:
+        """Write an image."""
+        self._open(step).add_image(name, image, step, dataformats="HWC")
+
+    def _open(self, step: int) -> "SummaryWriter":
         if self._writer is None:
             from torch.utils.tensorboard.writer import SummaryWriter
 
             self._folder.mkdir(exist_ok=True)  # torch would also create a deleted run folder
             self._writer = SummaryWriter(self._folder, purge_step=step, flush_secs=15)
-        for key, value in row.items():
-            if key != "step" and value is not None:
-                self._writer.add_scalar(key, value, step)
+        return self._writer
 
     def close(self, state: str) -> None:
         """Flush and close."""

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.sinks.sink import Row
@@ -49,6 +51,12 @@ class WandbSink:
                 if _step(earlier) < _step(row):
                     self._log(earlier)
         self._log(row)
+
+    def image(self, name: str, step: int, image: np.ndarray) -> None:
+        """Log an image at its step."""
+        import wandb
+
+        self._run.log({name: wandb.Image(image), "step": step})
 
     def close(self, state: str) -> None:
         """Finish the W&B run with the exit code of `state`, and stop wandb's service process."""

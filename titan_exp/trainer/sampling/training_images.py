@@ -1,0 +1,101 @@
+"""Grids of images during training: fixed captions and noise, drawn with the averaged weights where the run has some."""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.checkpoint_paths import step_name
+from titan_exp.config.paths.latent_store_manifest import SPLITS, read_latent_manifest
+from titan_exp.data.latent_store.image_codec import image_codec
+from titan_exp.data.latent_store.reader import LatentSplit
+from titan_exp.ops.attention.axial_rope import grid_positions
+from titan_exp.optim.weight_average import WeightAverage
+from titan_exp.tracking.image_grid import image_grid, save_image
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.objective.rectified_flow import RectifiedFlow
+from titan_exp.trainer.sampling.euler import Conditions, euler, guided_velocity, sampling_noise, sampling_times
+
+SAMPLES = 8
+"""Captions of each split, which are a row of the grid."""
+STEPS, GUIDANCE = 25, 4.0
+"""Euler steps, and scale of classifier-free guidance."""
+
+
+class TrainingImages:
+    """Images of the first captions of training and of the held-out ones, whose noise is the same each time.
+
+    Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the store or the packages of its
+    decoder are missing.
+    """
+
+    def __init__(self, experiment: Experiment, model: Model) -> None:
+        assert isinstance(model.objective, RectifiedFlow), "checked by the rules"
+        self._every, options = experiment.tracking.images_every, model.objective.options
+        manifest = read_latent_manifest(experiment.data.paths[0])
+        self._shape = manifest.rows, manifest.columns
+        splits = [LatentSplit(manifest, split) for split in SPLITS]
+        counts = [min(SAMPLES, len(split)) for split in splits]
+        self._captions = [
+            text for split, count in zip(splits, counts, strict=True) for text in split.captions()[:count]
+        ]
+        samples = [split[index] for split, count in zip(splits, counts, strict=True) for index in range(count)]
+        positions = grid_positions(manifest.text_tokens, *self._shape)
+        guidance = sum(options.guidance) / 2 if model.objective.guided else None
+        states, pooled = (
+            torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])) for name in ("text", "pooled")
+        )
+        empty = splits[0].batch([0], [0], [1.0])
+        self._given = Conditions(states, pooled, positions, guidance)
+        self._empty = Conditions(empty.empty_text, empty.empty_pooled, positions, guidance)
+        tokens = manifest.rows * manifest.columns
+        self._noise = sampling_noise(0, range(len(samples)), tokens, manifest.channels)
+        self._times = sampling_times(STEPS, tokens, shift=options.shift)
+        self._codec = image_codec(manifest.latents) if dist.get_rank() == 0 else None
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """True if images are drawn after this step."""
+        return last or step % self._every == 0
+
+    def write(
+        self,
+        folder: RunFolder,
+        step: int,
+        model: Model,
+        average: WeightAverage | None,
+        image: Callable[[str, int, np.ndarray], None],
+    ) -> None:
+        """Draw the grid into the run folder and hand it to `image`; all ranks must call it."""
+        averaged = average is not None and average.steps > 0
+        with average.in_use() if average is not None and averaged else nullcontext():
+            latents = self.latents(model)
+        if self._codec is None:
+            return
+        images = list(self._codec.decode(latents.cpu().numpy(), *self._shape))
+        grid = image_grid(images, self._captions, SAMPLES)
+        target = folder.images / f"{step_name(step)}.png"
+        try:
+            folder.images.mkdir(exist_ok=True)
+            part = target.with_suffix(".part.png")
+            save_image(part, grid, {"step": step, "guidance": GUIDANCE, "averaged": averaged})
+            os.replace(part, target)
+        except OSError as error:
+            get_logger().warning("%s cannot be written (%s); training continues.", target, error)
+        image("images", step, grid)
+
+    def latents(self, model: Model) -> torch.Tensor:
+        """Latents [samples, image, channels] of all captions."""
+        (module,) = model.parts
+        device = next(module.parameters()).device
+        predict = guided_velocity(module, self._given.to(device), self._empty.to(device), GUIDANCE)
+        module.eval()
+        with model.weights.in_use():
+            latents = euler(predict, self._noise.to(device), self._times)
+        module.train()
+        return latents

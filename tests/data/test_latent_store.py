@@ -48,7 +48,7 @@ def run(store: Path, *words: str) -> Any:
 
 def test_pixels_come_back_and_have_the_order_of_channel_row_column():
     image = np.random.default_rng(0).integers(0, 256, (6, 4, 3), dtype=np.uint8)
-    (tokens,) = Pixels(2).encode(image[None])
+    ((tokens,),) = Pixels(2).encode(image[None])
     assert (Pixels(2).decode(tokens[None], 3, 2)[0] == image).all()
     assert tokens[3].tolist() == pytest.approx(
         [
@@ -82,7 +82,7 @@ def test_a_store_holds_what_was_encoded(store: Path):
         assert len(found.captions()) == len(found) == manifest.samples[split]
         for index in (0, len(found) - 1):
             caption = found.captions()[index]
-            assert (found[index].latents == Pixels(2).encode(images.image(captions.pop(caption))[None])[0]).all()
+            assert (found[index].latents == Pixels(2).encode(images.image(captions.pop(caption))[None])[0][0]).all()
             assert (found[index].text == texts(caption)[0]).all()
             assert (found[index].pooled == texts(caption)[1]).all()
     assert "Latin capital letter a, DejaVu Sans Bold Oblique" in captions

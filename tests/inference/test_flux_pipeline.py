@@ -11,6 +11,7 @@ from PIL import Image
 from tests.models.flux_shapes import needs_diffusers
 from titan_exp.cli.encode import run
 from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
+from titan_exp.data.images.glyphs import GlyphImages
 from titan_exp.data.latent_store.image_codec import image_codec
 from titan_exp.data.latent_store.reader import LatentSplit
 from titan_exp.data.latent_store.text_encoder import text_encoder
@@ -81,6 +82,13 @@ def store(pipeline: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) 
     return out
 
 
+def pixels_of(caption: str) -> torch.Tensor:
+    """Pixels of a glyph in [-1, 1]."""
+    images = GlyphImages(SIZE)
+    (index,) = (index for index in range(len(images)) if images.caption(index) == caption)
+    return torch.from_numpy(images.image(index) / np.float32(127.5) - 1).permute(2, 0, 1)[None]
+
+
 @torch.no_grad()
 def test_a_store_holds_what_the_pipeline_computes(pipeline: tuple[Any, Path], store: Path):
     pipe, _ = pipeline
@@ -92,6 +100,9 @@ def test_a_store_holds_what_the_pipeline_computes(pipeline: tuple[Any, Path], st
     np.testing.assert_allclose(sample.pooled, pooled[0], atol=1e-5)
     np.testing.assert_allclose(encoder(split.captions()[0])[0], states[0], atol=1e-5)
     rows, columns = split.shape(0)
+    posterior = pipe.vae.encode(pixels_of(split.captions()[0])).latent_dist
+    deviations = pipe._pack_latents(posterior.std * 0.3611, 1, 4, SIZE // 2, SIZE // 2)
+    np.testing.assert_allclose(sample.deviations, deviations[0], atol=1e-5)
     unpacked = pipe._unpack_latents(torch.from_numpy(sample.latents)[None], SIZE, SIZE, pipe.vae_scale_factor)
     decoded = pipe.vae.decode(unpacked / 0.3611 + 0.1159).sample
     expected = pipe.image_processor.postprocess(decoded, output_type="np")[0]

@@ -82,6 +82,20 @@ def test_texts_are_dropped_independently_and_guidance_lies_between_its_bounds():
     assert float(found.noise.std()) == pytest.approx(1, abs=0.03)
 
 
+def test_latents_are_drawn_from_their_posterior_anew_for_each_sample():
+    given = batch(ROWS, 1)
+    found = objective().prepare(replace(given, deviations=torch.full_like(given.latents, 0.1)), seed=1)
+    drawn = (found.latents - given.latents) / 0.1
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.03)
+    assert float(drawn.std()) == pytest.approx(1, abs=0.03)
+    assert found.deviations is None
+    assert found.noise is not None
+    both = torch.stack((drawn.flatten(), found.noise.flatten()))
+    assert abs(float(torch.corrcoef(both)[0, 1])) < 0.05, "the noise is other than the posterior's"
+    again = replace(given, samples=given.samples + ROWS, deviations=torch.full_like(given.latents, 0.1))
+    assert not torch.isclose(objective().prepare(again, seed=1).latents, found.latents).all(-1).any()
+
+
 def test_numbers_depend_on_seed_and_sample_alone():
     given = batch()
     whole = objective().prepare(given, seed=1)

@@ -37,6 +37,10 @@ class LatentBatch(MicroBatch):
     guidance: Tensor | None = None
     """Guidance scales [rows] for a model that reads one, which the objective draws; None for another."""
 
+    deviations: Tensor | None = None
+    """Standard deviations of the latents' posterior [rows, image, channels], whose means are `latents`, until the
+    objective draws from it; None for latents without a posterior."""
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""

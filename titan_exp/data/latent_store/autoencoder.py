@@ -17,7 +17,7 @@ PATCH = 2
 
 
 class Autoencoder:
-    """Image codec: (mean of the posterior - shift) · scale, in patches.
+    """Image codec: latents are (z - shift) · scale in patches, for z of the posterior.
 
     Raises:
         UserError: the package or the files are missing.
@@ -47,14 +47,16 @@ class Autoencoder:
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry of the manifest."""
-        return {"name": NAME, "folder": self._folder, "shift": self._shift, "scale": self._scale}
+        own = {"folder": self._folder, "shift": self._shift, "scale": self._scale}
+        return {"name": NAME, **own, "posterior": True}
 
     @torch.no_grad()
-    def encode(self, images: np.ndarray) -> np.ndarray:
-        """Images [n, height, width, 3] in uint8 to tokens [n, rows · columns, channels] in fp32."""
+    def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Means and standard deviations [n, rows · columns, channels] in fp32 of images [n, height, width, 3]."""
         pixels = torch.from_numpy(images / np.float32(127.5) - 1).permute(0, 3, 1, 2).to(self._device)
-        latents = (self._model.encode(pixels).latent_dist.mean - self._shift) * self._scale
-        return to_tokens(latents.float().permute(0, 2, 3, 1).cpu().numpy(), PATCH)
+        posterior = self._model.encode(pixels).latent_dist
+        moments = ((posterior.mean - self._shift) * self._scale, posterior.std * self._scale)
+        return tuple(to_tokens(moment.float().permute(0, 2, 3, 1).cpu().numpy(), PATCH) for moment in moments)
 
     @torch.no_grad()
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:

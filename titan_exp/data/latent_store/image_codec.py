@@ -9,7 +9,10 @@ from titan_exp.data.latent_store import autoencoder, pixels
 
 
 class ImageCodec(Protocol):
-    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32."""
+    """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32.
+
+    The description has `posterior` if images have a distribution of latents.
+    """
 
     token_size: int
     """Height and width of a token in pixels."""
@@ -21,8 +24,9 @@ class ImageCodec(Protocol):
         """Entry of the manifest, from which `image_codec` builds it again."""
         ...
 
-    def encode(self, images: np.ndarray) -> np.ndarray:
-        """Tokens of images whose height and width are multiples of `token_size`."""
+    def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Tokens of images whose height and width are multiples of `token_size`: the latents, or the means and the
+        standard deviations of their posterior."""
         ...
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:

@@ -28,9 +28,9 @@ class Pixels:
         """Entry of the manifest."""
         return {"name": NAME, "patch": self.token_size}
 
-    def encode(self, images: np.ndarray) -> np.ndarray:
+    def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
         """Images [n, height, width, 3] in uint8 to tokens [n, rows · columns, channels] in fp32."""
-        return to_tokens(images / np.float32(127.5) - 1, self.token_size)
+        return (to_tokens(images / np.float32(127.5) - 1, self.token_size),)
 
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
         """Tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""

@@ -14,7 +14,9 @@ from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.ops.attention.axial_rope import grid_positions
 
 ARRAYS = ("latents", "text", "pooled")
-"""Arrays of a shard."""
+"""Arrays of every shard."""
+DEVIATIONS = "deviations"
+"""Array of shards of an encoder with a posterior: its standard deviations; `latents` are its means."""
 _MAX_MAPPED_SHARDS = 256
 
 
@@ -27,6 +29,8 @@ class Sample(NamedTuple):
     """States of the text [text, text_dim]."""
     pooled: np.ndarray
     """Pooled embedding of the text [pooled_dim]."""
+    deviations: np.ndarray | None = None
+    """Standard deviations of the posterior [image, channels], if the encoder has one."""
 
 
 class LatentSplit:
@@ -35,6 +39,7 @@ class LatentSplit:
     def __init__(self, manifest: LatentManifest, split: str) -> None:
         self.manifest = manifest
         self._shards = manifest.splits[split]
+        self._kinds = (*ARRAYS, DEVIATIONS) if manifest.latents.get("posterior") else ARRAYS
         self._offsets: list[int] = np.cumsum([0, *(shard.samples for shard in self._shards)]).tolist()
         self._map = lru_cache(maxsize=_MAX_MAPPED_SHARDS)(self._open)
         empty = [_load(manifest, f"empty.{kind}") for kind in ("text", "pooled")]
@@ -56,10 +61,13 @@ class LatentSplit:
     def batch(self, indices: list[int], samples: list[int], weights: list[float]) -> LatentBatch:
         """Batch of samples by index in the split, with their numbers in the run and their weights."""
         found = [self[index] for index in indices]
-        stacked = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*found, strict=True)]
+        stacked = {
+            kind: torch.from_numpy(np.stack([getattr(sample, kind) for sample in found])) for kind in self._kinds
+        }
         return LatentBatch(
-            *stacked,
-            *(array[None] for array in self._empty),
+            **stacked,
+            empty_text=self._empty[0][None],
+            empty_pooled=self._empty[1][None],
             positions=torch.cat([self._positions[self._shard_of(index)] for index in indices]),
             samples=torch.tensor(samples),
             weights=torch.tensor(weights),
@@ -74,7 +82,7 @@ class LatentSplit:
         return bisect_right(self._offsets, index) - 1
 
     def _open(self, number: int) -> list[np.ndarray]:
-        return [_load(self.manifest, f"{self._shards[number].name}.{kind}") for kind in ARRAYS]
+        return [_load(self.manifest, f"{self._shards[number].name}.{kind}") for kind in self._kinds]
 
 
 def _load(manifest: LatentManifest, name: str) -> np.ndarray:

@@ -27,7 +27,7 @@ from titan_exp.config.paths.latent_store_manifest import (
 from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets, fit, nearest_bucket
 from titan_exp.data.images.captioned_images import CaptionedImages
 from titan_exp.data.latent_store.image_codec import ImageCodec
-from titan_exp.data.latent_store.reader import ARRAYS
+from titan_exp.data.latent_store.reader import ARRAYS, DEVIATIONS
 from titan_exp.data.latent_store.text_encoder import TextEncoder
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.token_store.shard_writer import write_json
@@ -180,24 +180,28 @@ class _Shard:
             return json.loads(record.read_text(encoding="utf-8"))
         texts, codec = encoders.texts, encoders.images
         tokens = self.bucket.rows * self.bucket.columns
-        shapes = ((tokens, codec.channels), (texts.tokens, texts.dim), (texts.pooled_dim,))
+        kinds = (*ARRAYS, DEVIATIONS) if codec.description.get("posterior") else ARRAYS
+        latents = (tokens, codec.channels)
+        shapes = (latents, (texts.tokens, texts.dim), (texts.pooled_dim,), latents)
         arrays = [
             np.lib.format.open_memmap(
                 self.out / f"{self.name}.{kind}.npy", mode="w+", dtype=self.dtype, shape=(len(indices), *shape)
             )
-            for kind, shape in zip(ARRAYS, shapes, strict=True)
+            for kind, shape in zip(kinds, shapes, strict=False)
         ]
         for first, chunk in zip(count(0, ENCODED_TOGETHER), _chunks(indices, ENCODED_TOGETHER), strict=False):
             pixels = np.stack([fit(images.image(index), self.bucket, codec.token_size) for index in chunk])
             states, pooled = zip(*(texts(images.caption(index)) for index in chunk), strict=True)
-            for array, found in zip(arrays, (codec.encode(pixels), np.stack(states), np.stack(pooled)), strict=True):
+            encoded, *deviations = codec.encode(pixels)
+            values = (encoded, np.stack(states), np.stack(pooled), *deviations)
+            for array, found in zip(arrays, values, strict=True):
                 array[first : first + len(chunk)] = found
             progress(first + len(chunk))
         for array in arrays:
             array.flush()
         del arrays
         write_json(self.out / f"{self.name}.captions.json", [images.caption(index) for index in indices])
-        files = ["captions.json", *(f"{kind}.npy" for kind in ARRAYS)]
+        files = ["captions.json", *(f"{kind}.npy" for kind in kinds)]
         found = {
             "name": self.name,
             "samples": len(indices),

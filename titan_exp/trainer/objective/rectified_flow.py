@@ -69,8 +69,13 @@ class RectifiedFlow:
         }
         times = [self.time(seed, sample, batch.latents.shape[1]) for sample in samples]
         guidance = [keyed_generator(seed, sample, "guidance").uniform(*self.options.guidance) for sample in samples]
+        latents = batch.latents
+        if batch.deviations is not None:
+            latents = latents + batch.deviations * noise_of(batch, seed, "posterior")
         return replace(
             batch,
+            latents=latents,
+            deviations=None,
             noise=noise_of(batch, seed, "noise"),
             times=torch.tensor(times, dtype=torch.float32),
             guidance=torch.tensor(guidance, dtype=torch.float32) if self.guided else None,

@@ -24,6 +24,11 @@ ELSEWHERE = {
     "meta-llama": "needs the Hugging Face hub; tests/data/test_download.py has a local one",
     "c4": "needs a data set from the hub",
     "fineweb": "needs a data set from the hub",
+    "images=emoji": "needs a font; tests/data/test_captioned_images.py encodes them where it is",
+    "images=folder": "needs images; tests/data/test_captioned_images.py makes some",
+    "images=webdataset": "needs shards; tests/data/test_captioned_images.py makes some",
+    "images=huggingface": "needs a data set from the hub; tests/data/test_captioned_images.py makes a local one",
+    "guidance=": "needs a diffusion run; tests/inference/test_generate_images.py trains one",
     "-f": "follows until interrupted",
     "-sc ": "prints shell code",
     "--experts": "needs a run with experts; tests/inference/test_expert_classes.py trains one",
@@ -75,7 +80,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_study(folder / "runs", losses, study="rates")
     make_study(folder / "runs", losses, study="optimizers")
     make_study(folder / "runs", losses, study="halving")
-    assert titan_exp("encode", "images=glyphs", "out=stores/glyphs", folder=folder).returncode == 0
+    for out in ("glyphs", "emoji"):
+        assert titan_exp("encode", "images=glyphs", f"out=stores/{out}", folder=folder).returncode == 0
     for out in ("mine", "mixed"):
         assert (
             titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0

@@ -220,7 +220,9 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
         (["data.paths=[/nowhere]"], ["data.paths"]),
         (["+training.objective_options.times=cosine"], ["training.objective_options.times"]),
         (["+training.objective_options.dropout=0.1"], ["training.objective_options.dropout"]),
-        (["parallelism.tp=2"], ["parallelism.tp"]),
+        (["quantization=float8_rowwise"], ["quantization.recipe"]),
+        (["parallelism.tp=2"], []),
+        (["parallelism.tp=4"], ["parallelism.tp"]),
     ],
 )
 def test_model_objective_and_store_belong_together(store: Path, words: list[str], fields: list[str]):

@@ -15,12 +15,19 @@ from tests.proofs import proves
 
 SEQ = "training.seq_len=24"
 DAY = ["parallelism.dp_shard=2 training.micro_batch_size=2"]
+DIVIDED = [
+    "parallelism.tp=2 training.micro_batch_size=4",
+]
+"""Layouts whose gradients are compared by day, and whose curves by night."""
 NIGHT = [
     "parallelism.dp_replicate=2 parallelism.dp_shard=2",
     "training.micro_batch_size=1 activation_checkpoint=full",
     "parallelism.dp_replicate=2 activation_checkpoint=selective",
     "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager",
     "parallelism.dp_shard=4 parallelism.reshard_after_forward=always",
+    "parallelism.tp=2 parallelism.sequence_parallel=false",
+    "parallelism.tp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
+    "parallelism.tp=2 compile=blocks compile.backend=aot_eager",
 ]
 
 
@@ -45,7 +52,7 @@ def on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Curve
         *(pytest.param(layout, marks=proves(f"model=flux_debug {layout}", "layout")) for layout in DAY),
         *(
             pytest.param(layout, marks=[pytest.mark.night, proves(f"model=flux_debug {layout}", "layout")])
-            for layout in NIGHT
+            for layout in (*DIVIDED, *NIGHT)
         ),
     ],
 )

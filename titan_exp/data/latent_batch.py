@@ -36,7 +36,6 @@ class LatentBatch(MicroBatch):
     """Times [rows]; None until the objective draws them."""
     guidance: Tensor | None = None
     """Guidance scales [rows] for a model that reads one, which the objective draws; None for another."""
-
     deviations: Tensor | None = None
     """Standard deviations of the latents' posterior [rows, image, channels], whose means are `latents`, until the
     objective draws from it; None for latents without a posterior."""
@@ -73,4 +72,5 @@ class LatentBatch(MicroBatch):
             empty_text=part.take(self.empty_text),
             positions=torch.cat(positions, dim=1),
             noise=None if self.noise is None else part.take(self.noise),
+            deviations=None if self.deviations is None else part.take(self.deviations),
         )

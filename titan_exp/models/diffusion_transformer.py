@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.diffusion import modulate, modulation
 from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.token_order import ResultGather, TokenShard
 from titan_exp.models.spec.diffusion import TIME_FEATURES, DiffusionConfig, diffusion_spec, end_linears
 from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
 from titan_exp.ops.attention.axial_rope import AxialRotaryEmbedding
 
 TIME_FACTOR = 1000.0
@@ -34,6 +36,7 @@ class DiffusionTransformer(nn.Module):
             linear.name: Linear(linear.inputs, linear.outputs, linear.std, linear.bias_std)
             for linear in end_linears(config)
         }
+        self.shard = TokenShard()
         self.inputs = Inputs(linears)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.output = Output(linears, config.norm_eps)
@@ -54,6 +57,7 @@ class DiffusionTransformer(nn.Module):
         `times` are 0 for data and 1 for noise, in fp32 as `guidance`. `positions` are those of text and image tokens,
         see `grid_positions`.
         """
+        image, text = self.shard(image), self.shard(text)
         x, conditioning = self.inputs(image, text, pooled, times, guidance)
         rope = self.rope(positions)
         for block in self.blocks.values():
@@ -80,6 +84,10 @@ class Embedder(nn.Module):
         super().__init__()
         self.hidden, self.out = linears[f"{name}.hidden"], linears[f"{name}.out"]
 
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Replicated linears; the conditioning modulates this rank's tokens."""
+        return {"hidden": SEQUENCE_PARALLEL, "out": SEQUENCE_PARALLEL}
+
     def forward(self, x: Float[Tensor, "batch features"]) -> Float[Tensor, "batch dim"]:
         """Embedding, in the dtype of the weights."""
         return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))
@@ -93,6 +101,10 @@ class Inputs(nn.Module):
         self.image, self.text = linears["inputs.image"], linears["inputs.text"]
         self.time, self.pooled = Embedder(linears, "inputs.time"), Embedder(linears, "inputs.pooled")
         self.guidance = Embedder(linears, "inputs.guidance") if "inputs.guidance.out" in linears else None
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Replicated linears over this rank's tokens."""
+        return {"image": SEQUENCE_PARALLEL, "text": SEQUENCE_PARALLEL}
 
     def forward(
         self, image: Tensor, text: Tensor, pooled: Tensor, times: Tensor, guidance: Tensor | None
@@ -119,14 +131,19 @@ class Output(nn.Module):
     def __init__(self, linears: Mapping[str, Linear], eps: float) -> None:
         super().__init__()
         self.modulation, self.linear = linears["output.modulation"], linears["output.linear"]
+        self.gather = ResultGather()
         self.eps = eps
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Replicated linears over this rank's tokens."""
+        return {"modulation": SEQUENCE_PARALLEL, "linear": SEQUENCE_PARALLEL}
 
     def forward(
         self, x: Float[Tensor, "batch patches dim"], conditioning: Float[Tensor, "batch dim"]
     ) -> Float[Tensor, "batch patches patch_dim"]:
         """Velocity of the patches."""
         shift, scale = modulation(self.modulation, conditioning, 2)
-        return self.linear(modulate(x, shift, scale, self.eps))
+        return self.gather(self.linear(modulate(x, shift, scale, self.eps)))
 
 
 def sinusoid(x: Float[Tensor, " batch"]) -> Float[Tensor, "batch features"]:

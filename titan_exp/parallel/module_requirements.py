@@ -166,7 +166,7 @@ def _fsdp_group(model: nn.Module, name: str) -> str:
 def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
     """Embedding, head, and every sharded linear of the spec can be replaced by their shards."""
     field, kind = "parallelism.tp", type(model).__name__
-    for name, style in (("embedding", VocabEmbedding), ("head", VocabLogits)):
+    for name, style in (("embedding", VocabEmbedding), ("head", VocabLogits)) if spec.vocab_size else ():
         child = getattr(model, name, None)
         if not isinstance(getattr(child, "tp_style", None), style):
             reason = f"{kind}.{name} is a {type(child).__name__}, whose vocabulary is not sharded"

@@ -1,6 +1,7 @@
 """Blocks of a diffusion transformer (Esser et al. 2024, FLUX.1): modulation, joint attention, double and single block.
 
-A block is called as `block(x, conditioning, rope, text_tokens)`, where `x` are text tokens, then image tokens.
+A block is called as `block(x, conditioning, rope, text_tokens)`, where `x` are text tokens, then image tokens. With
+sequence parallelism both are this rank's, and its linears gather them.
 """
 
 import torch
@@ -9,14 +10,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.linear import linear
+from titan_exp.models.blocks.token_order import Rope, RopeOrder
 from titan_exp.models.blocks.transformer import norm
 from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.models.spec.tp_plan import TPStyle
 from titan_exp.ops.attention.rope import rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
-
-Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]]
-"""Cosines and sines of positions."""
 
 
 def modulate(
@@ -84,10 +84,15 @@ class Stream(_Heads):
     def __init__(self, layer: LayerSpec, name: str, eps: float) -> None:
         super().__init__(layer, f"{name}.", "qkv", eps)
         self.eps = eps
+        self._plan = layer.tp_plan(name)
         self.modulation = linear(layer, f"{name}.modulation")
         self.out = linear(layer, f"{name}.out")
         self.up = linear(layer, f"{name}.up")
         self.down = linear(layer, f"{name}.down")
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the linears, by heads and channels; the modulation is replicated."""
+        return self._plan
 
     def after_attention(
         self, x: Float[Tensor, "batch tokens dim"], attended: Tensor, modulations: tuple[Tensor, ...]
@@ -119,7 +124,8 @@ class DoubleBlock(nn.Module):
             for stream, part, (shift, scale, *_) in zip(streams, parts, modulations, strict=True)
         ]
         query, key, value = (torch.cat(pair, dim=1) for pair in zip(*heads, strict=True))
-        attended = self.attention(query, key, value, rope).flatten(2).split(lengths, dim=1)
+        gathered = [stream_query.shape[1] for stream_query, *_ in heads]
+        attended = self.attention(query, key, value, rope).flatten(2).split(gathered, dim=1)
         outputs = [
             stream.after_attention(part, of_part, found[2:])
             for stream, part, of_part, found in zip(streams, parts, attended, modulations, strict=True)
@@ -135,10 +141,15 @@ class SingleBlock(_Heads):
 
     def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
         super().__init__(layer, "", "qkv_up", eps)
-        self.eps = eps
+        self.eps, self._plan = eps, layer.tp_plan("")
         self.modulation = linear(layer, "modulation")
+        self.rope_order = RopeOrder()
         self.attention = JointAttention(layer, backend)
         self.out = linear(layer, "out")
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the linears, by heads; the modulation is replicated."""
+        return self._plan
 
     def forward(
         self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
@@ -146,5 +157,6 @@ class SingleBlock(_Heads):
         """One layer; text and image tokens are computed alike."""
         shift, scale, gate = modulation(self.modulation, conditioning, 3)
         query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
+        rope = self.rope_order(rope, text_tokens)
         hidden = torch.cat((self.attention(query, key, value, rope), F.gelu(up, approximate="tanh")), dim=-1)
         return x + gate * self.out(hidden.flatten(2))

@@ -26,7 +26,7 @@ from titan_exp.models.spec.model_spec import (
 )
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
-from titan_exp.models.spec.tp_plan import HeadParallel
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel
 
 FFN_RATIO = 4
 """Width of the feed-forward by that of the residual stream."""
@@ -69,7 +69,6 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
     """Spec of a diffusion transformer."""
     single = config.layers - config.double_layers
     ends = tuple(tensor for linear in end_linears(config) for tensor in _tensors(linear))
-    reason = "a diffusion transformer is not divided so yet"
     return ModelSpec(
         (_double_layer(config),) * config.double_layers + (_single_layer(config),) * single,
         dim=config.dim,
@@ -80,7 +79,9 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
         attention_backend=config.attention_backend,
         ends=ends,
         stage_ends=PipelinePlan(first=("inputs",), last=("output",)),
-        unsupported=tuple(Unsupported(f"parallelism.{axis}", reason) for axis in ("tp", "cp", "pp")),
+        unsupported=tuple(
+            Unsupported(f"parallelism.{axis}", "a diffusion transformer is not divided so yet") for axis in ("cp", "pp")
+        ),
         latents=LatentInputs(
             config.patch_dim, config.text_tokens, config.text_dim, config.pooled_dim, config.guidance_embedding
         ),
@@ -95,7 +96,7 @@ def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
     if not config.guidance_embedding:
         del widths["guidance"]
     embedders = [
-        LinearSpec(f"inputs.{name}.{part}", inputs, dim, std, None, bias=True, tokens=ONCE)
+        LinearSpec(f"inputs.{name}.{part}", inputs, dim, std, SEQUENCE_PARALLEL, bias=True, tokens=ONCE)
         for name, width in widths.items()
         for part, inputs in (("hidden", width), ("out", dim))
     ]
@@ -130,15 +131,16 @@ def diffusion_violations(config: DiffusionConfig) -> Iterator[Violation]:
 
 
 def _double_layer(config: DiffusionConfig) -> LayerSpec:
-    dim, rows = config.dim, FusedRows("attention", _projections(config))
+    dim, rows, channels = config.dim, FusedRows("attention", _projections(config)), FFN_RATIO * config.dim
+    up = Colwise(channels, described=f"{channels} feed-forward channels ({FFN_RATIO} by model.dim)")
     linears, vectors = [], []
     for name, tokens in zip(("text", "image"), _spans(config), strict=True):
         linears += [
             _linear(f"{name}.modulation", dim, 6 * dim, ONCE, zero=True),
-            _linear(f"{name}.qkv", dim, 3 * dim, tokens, rows=rows),
-            _linear(f"{name}.out", dim, dim, tokens, writes_residual=True),
-            _linear(f"{name}.up", dim, FFN_RATIO * dim, tokens),
-            _linear(f"{name}.down", FFN_RATIO * dim, dim, tokens, writes_residual=True),
+            _linear(f"{name}.qkv", dim, 3 * dim, tokens, rows=rows, tp=_by_heads(config)),
+            _linear(f"{name}.out", dim, dim, tokens, writes_residual=True, tp=Rowwise()),
+            _linear(f"{name}.up", dim, channels, tokens, tp=up),
+            _linear(f"{name}.down", channels, dim, tokens, writes_residual=True, tp=Rowwise()),
         ]
         vectors += _head_norms(config, name)
     return LayerSpec(_attention(config), tuple(linears), tuple(vectors))
@@ -147,10 +149,11 @@ def _double_layer(config: DiffusionConfig) -> LayerSpec:
 def _single_layer(config: DiffusionConfig) -> LayerSpec:
     dim, ratio = config.dim, FFN_RATIO
     up = RowPiece("up", ratio * dim // config.heads)
+    rows = FusedRows("attention", (*_projections(config), up))
     linears = (
         _linear("modulation", dim, 3 * dim, ONCE, zero=True),
-        _linear("qkv_up", dim, (3 + ratio) * dim, rows=FusedRows("attention", (*_projections(config), up))),
-        _linear("out", (1 + ratio) * dim, dim, writes_residual=True),
+        _linear("qkv_up", dim, (3 + ratio) * dim, rows=rows, tp=_by_heads(config)),
+        _linear("out", (1 + ratio) * dim, dim, writes_residual=True, tp=Rowwise()),
     )
     return LayerSpec(_attention(config), linears, tuple(_head_norms(config)))
 
@@ -160,6 +163,10 @@ def _attention(config: DiffusionConfig) -> AttentionSpec:
     return AttentionSpec(
         config.heads, config.heads, qk_dim=width, v_dim=width, qk_dim_key="model.dim / model.heads", causal=False
     )
+
+
+def _by_heads(config: DiffusionConfig) -> Colwise:
+    return Colwise(config.heads, described=f"{config.heads} heads (model.heads)", key="model.heads")
 
 
 def _projections(config: DiffusionConfig) -> tuple[RowPiece, ...]:
@@ -186,11 +193,12 @@ def _linear(
     zero: bool = False,
     rows: FusedRows | None = None,
     writes_residual: bool = False,
+    tp: Colwise | Rowwise | SequenceParallel = SEQUENCE_PARALLEL,
 ) -> LinearSpec:
     """Linear layer with a bias, and weights with Xavier's standard deviation (Glorot and Bengio 2010) or zero."""
     std = 0.0 if zero else (2 / (inputs + outputs)) ** 0.5
     return LinearSpec(
-        name, inputs, outputs, std, None, rows=rows, bias=True, writes_residual=writes_residual, tokens=tokens
+        name, inputs, outputs, std, tp, rows=rows, bias=True, writes_residual=writes_residual, tokens=tokens
     )
 
 

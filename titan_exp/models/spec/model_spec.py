@@ -204,8 +204,8 @@ class LayerSpec:
         return next((vector for vector in self.vectors if vector.name == name), None)
 
     def tp_plan(self, module: str) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of a module's linears, by their name in it."""
-        prefix = f"{module}."
+        """Tensor-parallel sharding of the linears of a module, or of the block itself (""), by their name in it."""
+        prefix = f"{module}." if module else ""
         return {
             linear.name.removeprefix(prefix): linear.tp
             for linear in self.linears

@@ -106,6 +106,21 @@ class GatherInput:
 
 
 @dataclass(frozen=True)
+class ShardTokens:
+    """A module without weights: all tokens of the model's input to this rank's tokens."""
+
+
+@dataclass(frozen=True)
+class GatherResult:
+    """A module without weights: results of this rank's tokens to those of all tokens, which every rank uses alike."""
+
+
+@dataclass(frozen=True)
+class GatheredOrder:
+    """A module without weights: RoPE caches of text and image tokens in the order in which gathered tokens come."""
+
+
+@dataclass(frozen=True)
 class VocabEmbedding:
     """Vocabulary-parallel embedding, split by rows."""
 
@@ -126,6 +141,9 @@ TPStyle = (
     | HeadSharded
     | GatherTokens
     | GatherInput
+    | ShardTokens
+    | GatherResult
+    | GatheredOrder
     | VocabEmbedding
     | VocabLogits
 )

@@ -13,7 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.spec.tp_plan import (
     Colwise,
+    GatheredOrder,
     GatherInput,
+    GatherResult,
     GatherTokens,
     HeadParallel,
     HeadSharded,
@@ -21,6 +23,7 @@ from titan_exp.models.spec.tp_plan import (
     ReplicatedKV,
     Rowwise,
     SequenceParallel,
+    ShardTokens,
     VocabEmbedding,
     VocabLogits,
 )
@@ -37,6 +40,10 @@ from titan_exp.parallel.tensor_parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from titan_exp.parallel.tensor_parallel.token_order import GatheredResult, GatheredRopeOrder, ShardedTokens
+
+TOKEN_MODULES = {ShardTokens: ShardedTokens, GatherResult: GatheredResult, GatheredOrder: GatheredRopeOrder}
+"""Modules of sequence parallelism for text and image tokens, by the style of the identity that they replace."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
@@ -64,6 +71,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
                 module.weight = _divided(module.get_parameter("weight"), axis, dim=0)
             case GatherTokens():
                 model.set_submodule(name, GatheredTokens(region))
+            case ShardTokens() | GatherResult() | GatheredOrder() as style if sequence_parallel:
+                model.set_submodule(name, TOKEN_MODULES[type(style)](region))
             case GatherInput():
                 module.register_forward_pre_hook(partial(_gather_hidden_states, region), with_kwargs=True)
             case SequenceParallel() if sequence_parallel:

@@ -46,6 +46,10 @@ class TensorParallelGroup:
         """This rank's part of whole features [batch, seq, features]; the gradient is gathered."""
         return _SplitInputs.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
+    def gather_result(self, x: Tensor) -> Tensor:
+        """All tokens [batch, seq, width]. All ranks compute the same from them: the gradient is that of this rank's."""
+        return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
+
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens [batch, seq, width] of the ranks', without a gradient; float8 is sent as bytes, as gloo needs."""
         if x.dtype.itemsize == 1:
@@ -127,6 +131,17 @@ class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0][..., ctx.mine].contiguous(), None, None
+
+
+class _GatherResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
+        ctx.region = region
+        return _gather_tokens(x, region)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].chunk(ctx.region.degree, dim=1)[ctx.region.rank].contiguous(), None
 
 
 class _SplitInputs(torch.autograd.Function):

@@ -1,9 +1,12 @@
 """Diffusion rules: model, objective and latent store belong together, and their sizes agree."""
 
+import math
 from collections.abc import Iterator
 
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
@@ -55,7 +58,26 @@ def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> I
         yield Violation("training.evaluate_every", training.evaluate_every, reason, "training.evaluate_every=0")
 
 
+def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Every rank that shares a sequence has as many of its text tokens, and of its image tokens."""
+    if spec.latents is None:
+        return
+    axes = {"cp": parallelism.cp, "tp": parallelism.tp if parallelism.sequence_parallel else 1}
+    text = spec.latents.text_tokens
+    image = max(0, training.seq_len - text)
+    common = math.gcd(text, image)
+    if common % math.prod(axes.values()):
+        used = {f"parallelism.{axis}": degree for axis, degree in axes.items() if degree > 1}
+        named = listed([f"{field}={degree}" for field, degree in used.items()], "and")
+        reason = f"a sequence has {text} text and {image} image tokens, which {named} cannot both share evenly"
+        remedy = f"degrees whose product divides {common}"
+        remedy += "; or parallelism.sequence_parallel=false" if axes["tp"] > 1 else ""
+        field, degree = next(iter(used.items()))
+        yield Violation(field, degree, reason, remedy)
+
+
 RULES = (
+    *rules(tokens_divide),
     *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
     *rules(store_fits, when=lambda data: data.source == "latents"),
     *rules(
@@ -86,6 +108,12 @@ RULES = (
             "images are drawn by ranks with whole sequences and all layers, and parallelism.cp={parallelism.cp} and "
             "parallelism.pp={parallelism.pp} divide them",
             "tracking.images_every=0; titan-exp generate draws images from the checkpoints",
+        ),
+        Refuse(
+            "quantization.recipe",
+            lambda quantization, spec: quantization.recipe != "none" and spec.latents is not None,
+            "which linear layers of a diffusion transformer it may round is not decided yet",
+            "quantization=none",
         ),
         Refuse(
             "compile.cuda_graphs",

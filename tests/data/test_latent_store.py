@@ -223,6 +223,9 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
         (["quantization=float8_rowwise"], ["quantization.recipe"]),
         (["parallelism.tp=2"], []),
         (["parallelism.tp=4"], ["parallelism.tp"]),
+        (["parallelism.cp=3", "training.global_batch_size=12"], ["parallelism.cp"]),
+        (["parallelism.cp=8", "parallelism.tp=2"], ["parallelism.cp"]),
+        (["parallelism.cp=8", "parallelism.tp=2", "parallelism.sequence_parallel=false"], []),
     ],
 )
 def test_model_objective_and_store_belong_together(store: Path, words: list[str], fields: list[str]):

@@ -17,6 +17,7 @@ SEQ = "training.seq_len=24"
 DAY = ["parallelism.dp_shard=2 training.micro_batch_size=2"]
 DIVIDED = [
     "parallelism.tp=2 training.micro_batch_size=4",
+    "parallelism.cp=2 training.micro_batch_size=4",
 ]
 """Layouts whose gradients are compared by day, and whose curves by night."""
 NIGHT = [
@@ -28,6 +29,10 @@ NIGHT = [
     "parallelism.tp=2 parallelism.sequence_parallel=false",
     "parallelism.tp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
     "parallelism.tp=2 compile=blocks compile.backend=aot_eager",
+    "parallelism.cp=2 parallelism.cp_method=allgather compile=blocks compile.backend=aot_eager",
+    "parallelism.cp=2 parallelism.cp_method=ulysses activation_checkpoint=full",
+    "parallelism.cp=4 parallelism.cp_ulysses=2",
+    "parallelism.cp=2 parallelism.tp=2",
 ]
 
 

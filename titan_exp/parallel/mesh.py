@@ -85,11 +85,17 @@ class Mesh:
 
 
 def build_mesh(
-    config: ParallelismConfig, device: torch.device, *, experts: bool = False, cuts: tuple[int, ...] = ()
+    config: ParallelismConfig,
+    device: torch.device,
+    *,
+    experts: bool = False,
+    cuts: tuple[int, ...] = (),
+    causal: bool = True,
 ) -> Mesh:
     """Build the mesh over the default process group; the product of the degrees is the world size.
 
-    `experts` says that the model has some, `cuts` where segments of context-parallel sequences end.
+    `experts` says that the model has some, `cuts` where segments of context-parallel sequences end, and `causal` that
+    later tokens are more work.
     """
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}
@@ -100,7 +106,7 @@ def build_mesh(
     world, sharding = _device_mesh(degrees, device), _device_mesh(folded, device)
     regrouped = {axis.name: axis.degree(config) for axis in EXPERT_AXES}
     of_experts = _device_mesh(regrouped, device) if experts and regroups_experts(config) else None
-    across = SequenceShard(degrees["cp_across"], world["cp_across"].get_local_rank(), zigzag=True, cuts=cuts)
+    across = SequenceShard(degrees["cp_across"], world["cp_across"].get_local_rank(), zigzag=causal, cuts=cuts)
     within = SequenceShard(degrees["cp_within"], world["cp_within"].get_local_rank(), zigzag=False)
     return Mesh(world, sharding, of_experts, device, new_cpu_group(), ShardedSequence(across, within))
 

@@ -69,7 +69,8 @@ def assemble(
     """
     spec = model_spec(experiment.model)
     cuts = sequence_cuts(spec, layout.parallelism, layout.training.seq_len)
-    mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model), cuts=cuts)
+    causal = spec is None or spec.is_causal
+    mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model), cuts=cuts, causal=causal)
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
     chunk = layout.loss_chunk_tokens if computes_loss(built.module, spec) else None

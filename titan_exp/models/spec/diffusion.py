@@ -79,9 +79,7 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
         attention_backend=config.attention_backend,
         ends=ends,
         stage_ends=PipelinePlan(first=("inputs",), last=("output",)),
-        unsupported=tuple(
-            Unsupported(f"parallelism.{axis}", "a diffusion transformer is not divided so yet") for axis in ("cp", "pp")
-        ),
+        unsupported=(Unsupported("parallelism.pp", "a diffusion transformer is not divided so yet"),),
         latents=LatentInputs(
             config.patch_dim, config.text_tokens, config.text_dim, config.pooled_dim, config.guidance_embedding
         ),

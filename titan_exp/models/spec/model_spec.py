@@ -368,6 +368,11 @@ class ModelSpec:
         return frozenset(layer.attention.pattern for layer in self.layers if layer.attention is not None)
 
     @cached_property
+    def is_causal(self) -> bool:
+        """True if no token sees later ones, so that later tokens are more work."""
+        return all(pattern.causal for pattern in self.patterns)
+
+    @cached_property
     def has_sinks(self) -> bool:
         """True if a layer's softmax has sinks."""
         return any(layer.attention is not None and layer.attention.sinks for layer in self.layers)

@@ -1,4 +1,4 @@
-"""Causal attention over a zigzag-sharded sequence; keys and values move by ring or all-gather.
+"""Attention over a sharded sequence, zigzag if it is causal; keys and values move by ring or all-gather.
 
 A rank's queries attend causally to the own block and, piece by piece, to all tokens of another block that are earlier:
 of one segment, to the head of every earlier rank, and with their tail to the whole block of every later rank. So no
@@ -22,7 +22,7 @@ from titan_exp.ops.attention.attention_with_lse import (
     attention_forward,
     merge_lse,
 )
-from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
+from titan_exp.ops.attention.mask_pattern import CAUSAL, FULL, MaskPattern, Tile
 from titan_exp.ops.attention.sdpa import segment_ids
 from titan_exp.ops.attention.sinks import additive, merge_sinks, sinks_grad
 from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
@@ -91,7 +91,7 @@ class ContextAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: ContextMask | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
-        segments, pattern = mask or ContextMask(None, CAUSAL)
+        segments, pattern = mask or ContextMask(None, CAUSAL if self.pattern.causal else FULL)
         out, _ = context_attention(
             query,
             key,
@@ -105,6 +105,7 @@ class ContextAttention(nn.Module):
             pattern.window,
             pattern.chunk,
             self.cuts,
+            pattern.causal,
         )
         return out
 
@@ -124,12 +125,13 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     window: int | None,
     chunk: int | None,
     cuts: list[int],
+    causal: bool,  # custom ops take positional arguments
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32, sinks included."""
-    exchange, pattern = _exchange(method, group), MaskPattern(window, chunk)
-    own, out, lse = _pieces(exchange, exchange.rank, query, cuts), None, None
+    exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
+    own, out, lse = _pieces(exchange, exchange.rank, query, cuts, pattern), None, None
     for rank, k, v in _blocks(exchange, key, value):
-        other = _pieces(exchange, rank, query, cuts)
+        other = _pieces(exchange, rank, query, cuts, pattern)
         for tile in _tiles(pattern, own, other):
             part, part_lse = attention_forward(
                 query[:, :, tile.rows],
@@ -171,15 +173,16 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
     window: int | None,
     chunk: int | None,
     cuts: list[int],
+    causal: bool,  # custom ops take positional arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, summed in fp32 over blocks and ranks, and of sinks by these queries."""
-    exchange, pattern = _exchange(method, group), MaskPattern(window, chunk)
+    exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
     query_grad = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    own = _pieces(exchange, exchange.rank, query, cuts)
+    own = _pieces(exchange, exchange.rank, query, cuts, pattern)
     for rank, k, v in _blocks(exchange, key, value):
         block_grad = key.new_zeros((*k.shape[:-1], k.shape[-1] + v.shape[-1]), dtype=torch.float32)
         key_grad, value_grad = _split(block_grad, key)
-        other = _pieces(exchange, rank, query, cuts)
+        other = _pieces(exchange, rank, query, cuts, pattern)
         for tile in _tiles(pattern, own, other):
             dq, dk, dv = attention_backward(
                 gradient[:, :, tile.rows],
@@ -225,7 +228,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing hands them out once
     *of_heads, of_sinks = context_attention_backward(gradient, *saved, *ctx.how)
-    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 7)
+    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 8)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)
@@ -247,13 +250,19 @@ def _blocks(
         yield rank, *_split(block, key)
 
 
-def _pieces(exchange: RingKV | AllGatherKV | WholeKV, rank: int, query: Tensor, cuts: list[int]) -> Pieces:
+def _pieces(
+    exchange: RingKV | AllGatherKV | WholeKV, rank: int, query: Tensor, cuts: list[int], pattern: MaskPattern
+) -> Pieces:
+    if not pattern.causal:
+        return (range(rank * query.shape[2], (rank + 1) * query.shape[2]),)
     return head_tail_pieces(rank, exchange.degree, exchange.degree * query.shape[2], cuts)
 
 
 def _tiles(pattern: MaskPattern, own: Pieces, other: Pieces) -> Iterator[Tile]:
     """Tiles with visible pairs of the queries and the keys of two ranks' blocks."""
-    if not pattern.is_causal:
+    if not pattern.causal:
+        yield Tile(0, sum(map(len, own)), 0, sum(map(len, other)), "whole")
+    elif not pattern.is_causal:
         for row, queries in zip(_offsets(own), own, strict=False):
             for key, keys in zip(_offsets(other), other, strict=False):
                 for tile in pattern.tiles(queries, keys):

@@ -39,7 +39,7 @@ def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ())
 def sequence_cuts(spec: ModelSpec | None, parallelism: ParallelismConfig, seq: int) -> tuple[int, ...]:
     """Cuts that make attention even work for the ranks that exchange keys and values."""
     degree = parallelism.cp // parallelism.ulysses_degree
-    return () if spec is None or degree == 1 else even_cuts(spec.patterns, seq, degree)
+    return () if spec is None or degree == 1 or not spec.is_causal else even_cuts(spec.patterns, seq, degree)
 
 
 def even_cuts(patterns: Collection[MaskPattern], seq: int, degree: int) -> tuple[int, ...]:

@@ -49,20 +49,21 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
 def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     """Token ranges of each context-parallel rank: first and last of every piece."""
     parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
-    whole, cuts = torch.arange(seq_len)[None], sequence_cuts(model_spec(experiment.model), parallelism, seq_len)
+    spec, whole = model_spec(experiment.model), torch.arange(seq_len)[None]
+    cuts, causal = sequence_cuts(spec, parallelism, seq_len), spec is None or spec.is_causal
+    text = 0 if spec is None or spec.latents is None else spec.latents.text_tokens
     within = parallelism.ulysses_degree
     across = parallelism.cp // within
-    return [
-        _pieces(
-            ShardedSequence(
-                SequenceShard(across, rank // within, zigzag=True, cuts=cuts),
-                SequenceShard(within, rank % within, zigzag=False),
-            )
-            .take(whole)[0]
-            .tolist()
+    shards = [
+        ShardedSequence(
+            SequenceShard(across, rank // within, zigzag=causal, cuts=cuts),
+            SequenceShard(within, rank % within, zigzag=False),
         )
         for rank in range(parallelism.cp)
     ]
+    # Text and image tokens are divided each.
+    streams = [stream for stream in (whole[:, :text], whole[:, text:]) if stream.numel()]
+    return [_pieces(torch.cat([shard.take(stream)[0] for stream in streams]).tolist()) for shard in shards]
 
 
 def _batch(layout: ResolvedLayout) -> dict[str, Any]:

@@ -29,8 +29,10 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
     yield from check_number(field, degree, lambda size: cp % size == 0, reason, largest=cp)
 
 
-def sequence_divides(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Every rank has the same number of tokens and the same amount of causal attention."""
+    if spec.latents is not None:  # whose text and image tokens are divided each
+        return
     chunks, cp = parallelism.sequence_chunks, parallelism.cp
     per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
     reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"

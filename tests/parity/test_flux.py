@@ -18,6 +18,7 @@ DAY = ["parallelism.dp_shard=2 training.micro_batch_size=2"]
 DIVIDED = [
     "parallelism.tp=2 training.micro_batch_size=4",
     "parallelism.cp=2 training.micro_batch_size=4",
+    "parallelism.pp=2 training.micro_batch_size=2",
 ]
 """Layouts whose gradients are compared by day, and whose curves by night."""
 NIGHT = [
@@ -33,6 +34,9 @@ NIGHT = [
     "parallelism.cp=2 parallelism.cp_method=ulysses activation_checkpoint=full",
     "parallelism.cp=4 parallelism.cp_ulysses=2",
     "parallelism.cp=2 parallelism.tp=2",
+    "parallelism.pp=2 parallelism.pp_schedule=InterleavedZeroBubble parallelism.tp=2 training.micro_batch_size=1",
+    "parallelism.pp=4 parallelism.pp_schedule=GPipe training.micro_batch_size=2",
+    "parallelism.pp=2 parallelism.cp=2 training.micro_batch_size=2",
 ]
 
 

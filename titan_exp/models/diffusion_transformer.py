@@ -37,31 +37,39 @@ class DiffusionTransformer(nn.Module):
             for linear in end_linears(config)
         }
         self.shard = TokenShard()
-        self.inputs = Inputs(linears)
+        self.inputs: Inputs | None = Inputs(linears)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
-        self.output = Output(linears, config.norm_eps)
+        self.output: Output | None = Output(linears, config.norm_eps)
         self.rope = AxialRotaryEmbedding(config.rope_axes, seq_len, config.rope_theta)
 
     def forward(
         self,
-        image: Float[Tensor, "batch patches patch_dim"],
+        image: Float[Tensor, "batch patches patch_dim"] | Float[Tensor, "batch seq_and_conditioning dim"],
         text: Float[Tensor, "batch text_tokens text_dim"],
         *,
         pooled: Float[Tensor, "batch pooled_dim"],
         times: Float[Tensor, " batch"],
         positions: Int[Tensor, "batch_or_1 seq 3"],
         guidance: Float[Tensor, " batch"] | None = None,
-    ) -> Float[Tensor, "batch patches patch_dim"]:
+    ) -> Float[Tensor, "batch patches patch_dim"] | Float[Tensor, "batch seq_and_conditioning dim"]:
         """Predicted velocity of every patch.
+
+        Pipeline stages send each other hidden states, then the conditioning as one token more: a later stage
+        gets them as `image`, and all but the last one return them.
 
         `times` are 0 for data and 1 for noise, in fp32 as `guidance`. `positions` are those of text and image tokens,
         see `grid_positions`.
         """
-        image, text = self.shard(image), self.shard(text)
-        x, conditioning = self.inputs(image, text, pooled, times, guidance)
+        text = self.shard(text)
+        if self.inputs is None:
+            x, conditioning = image[:, :-1], image[:, -1]
+        else:
+            x, conditioning = self.inputs(self.shard(image), text, pooled, times, guidance)
         rope = self.rope(positions)
         for block in self.blocks.values():
             x = block(x, conditioning, rope, text.shape[1])
+        if self.output is None:
+            return torch.cat((x, conditioning[:, None]), dim=1)
         return self.output(x[:, text.shape[1] :], conditioning)
 
     def pp_plan(self) -> PipelinePlan:

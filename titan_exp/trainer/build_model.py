@@ -171,7 +171,7 @@ def _build_pipeline(
     assert mesh.pp_group is not None
     if layout.splits_backward:
         keep_compiled_buffers()
-    stages, shared = [], shared_parameters(whole)
+    stages, shared, extra_tokens = [], shared_parameters(whole), whole.pp_plan().extra_tokens  # type: ignore[operator]
     for number, rank in enumerate(placement):
         if rank != mesh.pp_group.rank():
             continue
@@ -207,6 +207,6 @@ def _build_pipeline(
         stages,
         schedules,
         placement,
-        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device)),
+        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens)),
         keep_gathered=layout.reshard_policy == "never",
     )

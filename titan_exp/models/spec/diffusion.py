@@ -21,7 +21,6 @@ from titan_exp.models.spec.model_spec import (
     LinearSpec,
     ModelSpec,
     TensorSpec,
-    Unsupported,
     VectorSpec,
 )
 from titan_exp.models.spec.pp_plan import PipelinePlan
@@ -78,8 +77,7 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
         embedding_std=config.init_std,
         attention_backend=config.attention_backend,
         ends=ends,
-        stage_ends=PipelinePlan(first=("inputs",), last=("output",)),
-        unsupported=(Unsupported("parallelism.pp", "a diffusion transformer is not divided so yet"),),
+        stage_ends=PipelinePlan(first=("inputs",), last=("output",), extra_tokens=1),
         latents=LatentInputs(
             config.patch_dim, config.text_tokens, config.text_dim, config.pooled_dim, config.guidance_embedding
         ),

@@ -15,6 +15,8 @@ class PipelinePlan:
     """Children of `first` whose parameters are the head's too, so that the last stage has a copy (tied embeddings)."""
     looked_up: tuple[str, ...] = ()
     """Children of `first` that the last stage calls too, with a copy of their parameters (multi-token prediction)."""
+    extra_tokens: int = 0
+    """Tokens of `dim` numbers that stages send each other beside those of the sequence (a diffusion's conditioning)."""
 
     @property
     def copied(self) -> tuple[str, ...]:

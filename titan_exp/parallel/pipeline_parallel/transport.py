@@ -21,10 +21,11 @@ class ActivationSpec:
     """This rank's device."""
 
     @staticmethod
-    def of(layout: ResolvedLayout, device: torch.device) -> "ActivationSpec":
-        """The spec of a layout."""
+    def of(layout: ResolvedLayout, device: torch.device, extra_tokens: int = 0) -> "ActivationSpec":
+        """The spec of a layout; `extra_tokens` are sent beside those of the sequence."""
         dtype = torch.bfloat16 if layout.training.mixed_precision == "bf16" else torch.float32
-        return ActivationSpec(layout.hidden_shape, dtype, device)
+        rows, tokens, width = layout.hidden_shape
+        return ActivationSpec((rows, tokens + extra_tokens, width), dtype, device)
 
 
 class P2PTransport:

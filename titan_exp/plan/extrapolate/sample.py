@@ -18,7 +18,7 @@ from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointCo
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import mtp_depth
+from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
@@ -243,7 +243,7 @@ def take_sample(
             # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()
     simulation = simulate(sends_complete)
-    hidden = _hidden_bytes(tracker, ResolvedLayout.of(small)) if pipeline else [category_bytes({})] * len(KINDS)
+    hidden = _hidden_bytes(tracker, small) if pipeline else [category_bytes({})] * len(KINDS)
     if not record_events:
         segments = [replace(segment, events=()) for segment in segments if segment.step == 1]
         tracker.action_results.clear()
@@ -409,9 +409,10 @@ def _handed_over(
     return found
 
 
-def _hidden_bytes(tracker: SegmentTracker, layout: ResolvedLayout) -> list[CategoryBytes]:
+def _hidden_bytes(tracker: SegmentTracker, experiment: Experiment) -> list[CategoryBytes]:
     """Bytes of hidden states, by kind."""
-    hidden = ActivationSpec.of(layout, DEVICE)
+    spec = model_spec(experiment.model)
+    hidden = ActivationSpec.of(ResolvedLayout.of(experiment), DEVICE, spec.pipeline.extra_tokens if spec else 0)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tracker.granularity

@@ -97,11 +97,10 @@ class RectifiedFlow:
         return shifted(time, image_tokens) if self.options.shift else time
 
     def __call__(self, model: nn.Module, batch: LatentBatch, hidden: Tensor | None = None) -> Loss:
-        """Compute the loss of a batch."""
-        assert hidden is None, "checked by the rules"
+        """Compute the loss of a batch, on the last pipeline stage from its `hidden` states."""
         if self.guided and batch.guidance is None:  # evaluation
             batch = replace(batch, guidance=torch.full_like(batch.weights, sum(self.options.guidance) / 2))
-        inputs = batch.inputs()
+        inputs = batch.inputs(hidden)
         velocity = model(*inputs.positional, **inputs.named)
         assert batch.noise is not None, "drawn by `prepare`"
         error = (velocity.float() - (batch.noise - batch.latents)).square().sum(dim=(1, 2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,14 +88,29 @@ def weights_begin_with_noise() -> None:
     patch("titan_exp.models.spec.diffusion._linear", make)
 
 
-def gradients(path: Path, words: str, layout: str = "") -> dict[str, torch.Tensor]:
+def broken(mutate: Callable[[], None] | None) -> None:
+    weights_begin_with_noise()
+    if mutate is not None:
+        mutate()
+
+
+def gradients(
+    path: Path, words: str, layout: str = "", mutate: Callable[[], None] | None = None
+) -> dict[str, torch.Tensor]:
     """Gradients of the first step, by a rate of SGD beside which the weights themselves vanish."""
     one = ["training.steps=1", "optimizer=sgd", "optimizer.lr=1e6", "optimizer.weight_decay=0"]
     one += ["training.max_grad_norm=1e9", "lr_schedule=constant", "training.evaluate_every=0"]
     given = [word for word in words.split() if not word.startswith(("optimizer.", "training.evaluate_every"))]
-    found = train(path, *given, *one, *layout.split(), mutate=weights_begin_with_noise)
-    assert found.disputed == []
+    found = train(path, *given, *one, *layout.split(), mutate=partial(broken, mutate))
+    assert mutate is not None or found.disputed == []
     return found.weights
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 100, name
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 @pytest.fixture(scope="session")
@@ -106,11 +122,7 @@ def gradients_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory
 def test_gradients_of_every_parameter_are_those_of_one_device(
     layout: str, words: str, gradients_on_one_device: dict[str, torch.Tensor], tmp_path: Path
 ):
-    found = gradients(tmp_path, words, layout)
-    assert found.keys() == gradients_on_one_device.keys()
-    for name, expected in gradients_on_one_device.items():
-        assert expected.norm() > 100, name
-        assert (found[name] - expected).norm() <= 1e-5 * expected.norm(), name
+    assert_same_gradients(gradients(tmp_path, words, layout), gradients_on_one_device)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +185,73 @@ def test_mutations_are_noticed(mutate: Callable[[], None], words: str, on_one_de
     found = train(tmp_path / "many", *words.split(), *DAY[0].split(), mutate=mutate)
     with pytest.raises(AssertionError):
         assert_same_curve(found, on_one_device)
+
+
+def positions_of_gathered_tokens_are_those_of_text_first() -> None:
+    from titan_exp.parallel.tensor_parallel.token_order import GatheredRopeOrder
+
+    patch(f"{GatheredRopeOrder.__module__}.GatheredRopeOrder.forward", lambda _: lambda self, rope, text_tokens: rope)
+
+
+def gradients_of_modulations_are_taken_for_whole_ones() -> None:
+    from titan_exp.models.blocks.linear import Linear
+
+    def make(original: Callable[..., None]) -> object:
+        return lambda module, *names: None if isinstance(module, Linear) else original(module, *names)
+
+    patch("titan_exp.parallel.partial_gradients.mark_partial", make)
+
+
+def every_tensor_rank_adds_its_gradient_of_the_result() -> None:
+    patch(
+        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_result",
+        lambda _: lambda self, x: self.gather_input(x),
+    )
+
+
+def context_ranks_attend_causally() -> None:
+    from titan_exp.ops.attention.mask_pattern import CAUSAL
+
+    def make(original: Callable[..., None]) -> object:
+        def build(self: object, *given: object) -> None:
+            original(self, *given[:5], CAUSAL, *given[6:])
+
+        return build
+
+    patch("titan_exp.parallel.context_parallel.attention.ContextAttention.__init__", make)
+
+
+def the_conditioning_has_no_gradient_from_later_stages() -> None:
+    def make(original: Callable[..., torch.Tensor]) -> object:
+        def forward(self: object, image: torch.Tensor, *given: object, **named: object) -> torch.Tensor:
+            if getattr(self, "inputs", None) is None:
+                image = torch.cat((image[:, :-1], image[:, -1:].detach()), dim=1)
+            return original(self, image, *given, **named)
+
+        return forward
+
+    patch("titan_exp.models.diffusion_transformer.DiffusionTransformer.forward", make)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mutate"),
+    [
+        ("parallelism.tp=2", positions_of_gathered_tokens_are_those_of_text_first),
+        ("parallelism.tp=2", gradients_of_modulations_are_taken_for_whole_ones),
+        ("parallelism.tp=2", every_tensor_rank_adds_its_gradient_of_the_result),
+        ("parallelism.cp=2", context_ranks_attend_causally),
+        ("parallelism.cp=2", noise_depends_on_the_rank),
+        ("parallelism.pp=2 training.micro_batch_size=2", the_conditioning_has_no_gradient_from_later_stages),
+    ],
+)
+@pytest.mark.night
+def test_mutations_of_divided_models_are_noticed(
+    layout: str,
+    mutate: Callable[[], None],
+    words: str,
+    gradients_on_one_device: dict[str, torch.Tensor],
+    tmp_path: Path,
+):
+    found = gradients(tmp_path, words, layout, mutate)
+    with pytest.raises(AssertionError):
+        assert_same_gradients(found, gradients_on_one_device)

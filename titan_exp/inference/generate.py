@@ -20,7 +20,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.inference.generate_images import generate_images, makes_images, open_studio
+from titan_exp.inference.generate_images import generate_images, makes_images, store_manifest
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import has_experts, model_spec
@@ -57,7 +57,7 @@ def generate_command(
     source = _open(path, options)
     _require_kind(options, source)
     if makes_images(source):  # fail before ranks start
-        open_studio(source, options)
+        store_manifest(source, options)
     else:
         tokenizer_of(source)
     if options.tp == 1:

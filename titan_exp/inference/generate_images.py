@@ -33,7 +33,7 @@ GRID_COLUMNS = 8
 
 
 @dataclass(frozen=True)
-class Studio:
+class SamplingSetup:
     """Encoders of a latent store, and the shape of the images that are drawn."""
 
     encoder: TextEncoder
@@ -56,10 +56,10 @@ def generate_images(
     All ranks of a tensor-parallel `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
     latent store, or an encoder of it, is missing.
     """
-    studio = open_studio(source, options)
-    tokens = studio.encoder.tokens + studio.rows * studio.columns
+    setup = sampling_setup(source, options)
+    tokens = setup.encoder.tokens + setup.rows * setup.columns
     model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
-    images = list(draw(model, studio, options, prompts))
+    images = list(draw(model, setup, options, prompts))
     if mesh is not None and dist.get_rank() > 0:
         return []
     folder = Path(options.out).expanduser() if options.out else _folder(source)
@@ -76,22 +76,24 @@ def generate_images(
     return [*written, folder / "grid.png"]
 
 
-def draw(model: nn.Module, studio: Studio, options: GenerateOptions, prompts: Sequence[str]) -> Iterator[np.ndarray]:
+def draw(
+    model: nn.Module, setup: SamplingSetup, options: GenerateOptions, prompts: Sequence[str]
+) -> Iterator[np.ndarray]:
     """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
     that is a function of the seed and the sample's number alone."""
     latents, device = _latent_inputs(model.spec), next(model.parameters()).device
-    image_tokens = studio.rows * studio.columns
+    image_tokens = setup.rows * setup.columns
     scale = options.model_guidance if latents.guidance else None
-    times = sampling_times(options.steps, image_tokens, shift=studio.shift)
+    times = sampling_times(options.steps, image_tokens, shift=setup.shift)
     noise = sampling_noise(options.seed, range(options.samples), image_tokens, latents.patch_dim)
-    empty = conditions(studio.encoder, [""], studio.rows, studio.columns, scale).to(device)
+    empty = conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
     jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
     for first in range(0, len(jobs), ROWS):
         texts, samples = zip(*jobs[first : first + ROWS], strict=True)
-        given = conditions(studio.encoder, texts, studio.rows, studio.columns, scale).to(device)
+        given = conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
         predict = guided_velocity(model, given, empty, options.guidance)
         found = euler(predict, noise[list(samples)].to(device), times)
-        yield from studio.codec.decode(found.cpu().numpy(), studio.rows, studio.columns)
+        yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
 
 
 def makes_images(source: OpenCheckpoint) -> bool:
@@ -100,14 +102,13 @@ def makes_images(source: OpenCheckpoint) -> bool:
     return spec is not None and spec.latents is not None
 
 
-def open_studio(source: OpenCheckpoint, options: GenerateOptions) -> Studio:
+def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> SamplingSetup:
     """Encoders for a model, from `options.store` or the store of its run.
 
     Raises:
         UserError: there is no store, or its sizes or those of the images do not fit.
     """
-    run = _run_of(source)
-    manifest = _manifest(options, run)
+    run, manifest = _run_of(source), store_manifest(source, options)
     latents, violations = _latent_inputs(model_spec(source.model)), list[Violation]()
     sizes = {
         "patch_dim": (latents.patch_dim, manifest.channels),
@@ -132,12 +133,18 @@ def open_studio(source: OpenCheckpoint, options: GenerateOptions) -> Studio:
     if violations:
         raise UserError("The images cannot be drawn.", violations)
     shift = options.shift == "on" or (options.shift == "training" and _trained_shift(run))
-    return Studio(text_encoder(manifest), codec, grid[0], grid[1], shift)
+    return SamplingSetup(text_encoder(manifest), codec, grid[0], grid[1], shift)
 
 
-def _manifest(options: GenerateOptions, run: Path | None) -> LatentManifest:
+def store_manifest(source: OpenCheckpoint, options: GenerateOptions) -> LatentManifest:
+    """Manifest of `options.store`, or of the store that the source's run was trained on.
+
+    Raises:
+        UserError: there is no such store.
+    """
     if options.store:
         return read_latent_manifest(options.store)
+    run = _run_of(source)
     if run is None:
         reason, remedy = "these weights are of no run", "store=FOLDER, a latent store of the encoders that they go with"
         raise UserError("The prompts cannot be encoded.", [Violation("store", "", reason, remedy)])

@@ -208,6 +208,8 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
     [
         ([], []),
         (["tracking.images_every=5"], []),
+        (["tracking.images_every=5", "parallelism.tp=2"], ["tracking.images_every"]),
+        (["tracking.images_every=5", "parallelism.pp=2"], ["tracking.images_every"]),
         (
             ["tracking.images_every=5", "training.objective=language_modeling"],
             ["tracking.images_every", "training.objective"],

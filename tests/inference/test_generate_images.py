@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.data.made_images import COLOURS, Flags, write_flags
 from tests.trainer.test_trainer import experiment, run
+from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.schema.typed_config import to_yaml
@@ -76,6 +77,16 @@ def test_images_depend_on_seed_and_prompt_and_not_on_other_prompts(overfit: Path
     alone = [read(file).astype(int) for file in sorted((tmp_path / "d").glob("0*.png"))]
     assert np.abs(alone[0] - images[2]).max() <= 1  # kernels round batches of other sizes differently
     assert np.abs(alone[0] - alone[1]).max() > 0
+
+
+@pytest.mark.night
+def test_images_of_tensor_parallel_ranks_are_those_of_one(overfit: Path, tmp_path: Path):
+    one = draw(overfit, tmp_path / "one", "guidance=3")
+    words = [*PROMPTS, f"out={tmp_path / 'two'}", "steps=12", "guidance=3", "tp=2"]
+    assert main(["generate", str(overfit), *words]) == 0
+    two = list(map(read, sorted((tmp_path / "two").glob("0*.png"))))
+    assert len(one) == len(two) == len(COLOURS)
+    assert max(np.abs(a.astype(int) - b).max() for a, b in zip(one, two, strict=True)) <= 1
 
 
 def test_images_go_into_the_run_folder_and_other_sizes_are_drawn(overfit: Path):

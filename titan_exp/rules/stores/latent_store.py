@@ -104,9 +104,12 @@ RULES = (
         ),
         Refuse(
             "tracking.images_every",
-            lambda tracking, parallelism: tracking.images_every and parallelism.cp * parallelism.pp > 1,
-            "images are drawn by ranks with whole sequences and all layers, and parallelism.cp={parallelism.cp} and "
-            "parallelism.pp={parallelism.pp} divide them",
+            lambda tracking, parallelism: (
+                tracking.images_every
+                and (parallelism.cp * parallelism.pp > 1 or (parallelism.tp > 1 and parallelism.sequence_parallel))
+            ),
+            "images are drawn by ranks with whole sequences and all layers; cp, pp, and tp with sequence parallelism, "
+            "divide them",
             "tracking.images_every=0; titan-exp generate draws images from the checkpoints",
         ),
         Refuse(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def given(*prompts: str) -> Conditions:
 def test_steps_are_those_of_diffusers(shift: bool):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    theirs = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=shift)
+    theirs: Any = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=shift)
     mu = 0.5 + (1.15 - 0.5) * (IMAGE_TOKENS - 256) / (4096 - 256)
     sigmas = torch.linspace(1, 1 / STEPS, STEPS).tolist()  # as FluxPipeline gives them
     theirs.set_timesteps(sigmas=sigmas, mu=mu if shift else None)

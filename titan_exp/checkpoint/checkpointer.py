@@ -60,8 +60,8 @@ T = TypeVar("T")
 class Checkpointer:
     """Saves and loads the training state of one run in `path`; all ranks call every method together.
 
-    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Raises UserError if a folder is not
-    writable.
+    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder is left as
+    it is, since another replica group may be writing to it. Raises UserError if a folder is not writable.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Checkpointer:
         path: Path,
         clock: Callable[[], float] = time.monotonic,
         remote: RemoteRun | None = None,
+        prepare: bool = True,
     ) -> None:
         self.config = config
         self.folder = CheckpointFolder(path)
@@ -87,7 +88,7 @@ class Checkpointer:
         self._leader = dist.get_rank() == 0
         self._remote = remote
         self._uploader = None if remote is None else BackgroundUploader(remote, self.folder, config, clock)
-        if config.mode != "off":
+        if config.mode != "off" and prepare:
             self._prepare_folder()
 
     def interval_elapsed(self) -> bool:

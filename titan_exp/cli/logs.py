@@ -36,20 +36,38 @@ def run(argv: Sequence[str]) -> int:
     found = find_runs(named, runs)
     follow, rank, attempt = options.follow, options.rank, options.attempt
     if len(found) > 1:
-        if follow or rank is not None or attempt is not None:
+        if follow or any(choice is not None for choice in (rank, attempt, options.group)):
             require_one(found, " ".join(named))
         return _show_failures(found)
     (entry,) = found
     if not entry.folder.path.is_dir():
         raise UserError(f"{entry.label}: this run has not been started yet and has no log.")
+    folder = _group_folder(entry.folder, attempt, options.group)
     if follow:
         try:
-            _follow(entry.folder, rank or 0, attempt)
+            _follow(folder, rank or 0, attempt)
         except KeyboardInterrupt:
             return 130
         return 0
-    _show(entry.folder, rank, attempt)
+    _show(folder, rank, attempt)
     return 0
+
+
+def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> RunFolder:
+    """The folder with the logs of a replica group's newest start; itself without groups."""
+    number = attempt or _last_attempt(folder)
+    starts = {int(name.split("-")[1]): name for name in folder.group_logs(number)} if number else {}
+    if group is not None and group not in starts:
+        known = f"it has groups {', '.join(map(str, sorted(starts)))}" if starts else "this run has no replica groups"
+        raise UserError(f"--group {group}: no such group; {known}.")
+    if not starts:
+        return folder
+    views = {of: folder.with_group(name) for of, name in sorted(starts.items())}
+    chosen = group
+    if chosen is None:
+        failed = [of for of, view in views.items() if _first_to_fail(view, number) is not None]
+        chosen = (failed or [0])[0]
+    return views[chosen]
 
 
 def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
@@ -106,7 +124,7 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
         print(f"{state.state} after step {state.step}: {state.reason or 'reason unknown'}")
         number = max(1, state.attempt)
         rank = _first_to_fail(entry.folder, number) or 0
-        path = entry.folder.attempt_logs(number) / f"rank-{rank:05d}.log"
+        path = _group_folder(entry.folder, number, None).attempt_logs(number) / f"rank-{rank:05d}.log"
         if path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             print("\n".join(lines[-TAIL:]))

@@ -94,7 +94,11 @@ class TrainLoader(Iterator[Any]):
         another corpus, or ranks are missing.
         """
         _check_same_corpus(state.get("corpus"), self._sampler.corpus)
-        self._seek(self._sampler.restrict({key: position for key, position in state.items() if key != "corpus"}))
+        self._seek(self._sampler.restrict(_positions(state)))
+
+    def seek(self, state: Mapping[str, Any]) -> None:
+        """Resume after the batches consumed by this rank, or by the same rank of another replica group."""
+        self._seek(_positions(state))
 
     def skip(self, rows: int) -> None:
         """Seek to the state after `rows` rows of the run, whole micro-batches of all ranks; virtual shards read."""
@@ -179,6 +183,10 @@ def _read_batches(
         if prepare is not None:
             batch = prepare(batch)
         yield (batch if pin_device is None else batch.pin_memory()), positions
+
+
+def _positions(state: Mapping[str, Any]) -> SamplerState:
+    return {key: position for key, position in state.items() if key != "corpus"}
 
 
 def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from titan_exp.rules.layout import (
     degrees,
     expert_parallel,
     pipeline_parallel,
+    replica_groups,
     tensor_parallel,
 )
 from titan_exp.rules.rule import Rule, find_violations
@@ -63,6 +64,7 @@ _MODULES += (
     continue_from,
     degrees,
     cluster,
+    replica_groups,
 )
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)

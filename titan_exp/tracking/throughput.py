@@ -42,7 +42,7 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spent = TimeBreakdown()
-        self._devices, self._flops_per_token, self._peak_tflops = devices, flops_per_token, peak_tflops
+        self.devices, self._flops_per_token, self._peak_tflops = devices, flops_per_token, peak_tflops
         self._warmup_steps, self._synchronize, self._clock = warmup_steps, synchronize, clock
         self._window_start = clock()
         self._window_tokens = self._window_steps = 0
@@ -85,7 +85,7 @@ class Throughput:
             self.spent.tokens += tokens
             self.spent.steps += steps
             per_second = tokens / seconds if seconds > 0 else None
-        per_device = None if per_second is None else per_second / self._devices
+        per_device = None if per_second is None else per_second / self.devices
         if per_device is not None and self._flops_per_token is not None:
             tflops = per_device * self._flops_per_token / 1e12
             mfu = None if self._peak_tflops is None else tflops / self._peak_tflops

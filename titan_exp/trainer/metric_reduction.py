@@ -55,6 +55,11 @@ class MetricReducer:
             if kind == "mean" and name.startswith(("model/", "experts/"))
         }
 
+    @property
+    def reads_modules(self) -> bool:
+        """True if a module of this rank reports metrics."""
+        return bool(self._modules)
+
     def begin_step(self) -> None:
         """Reset the metrics of the model's modules."""
         for module in self._modules:

@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from titan_exp.tracking.device_rates import mfu_peak
 from titan_exp.tracking.expert_load import ExpertLoadLog
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
+from titan_exp.tracking.run_folder.group_events import record_event
+from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
-from titan_exp.tracking.sinks.sink import ImageSink, Value
+from titan_exp.tracking.sinks.sink import ImageSink, Sink, Value
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.metric_reduction import MetricReducer
@@ -26,6 +29,7 @@ from titan_exp.trainer.profiling.compile_report import CompileReport
 from titan_exp.trainer.profiling.slow_option_warnings import SpareMemory, saving_options
 from titan_exp.trainer.profiling.step_times import OwnTimes, StepTimes
 from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
+from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 from titan_exp.trainer.train_step import StepResult
 
 
@@ -42,12 +46,16 @@ class Report:
         *,
         experts: ExpertMetrics,
         first_step: int,
+        groups: ReplicaGroups | None = None,
     ) -> None:
         self.folder, self.mesh, self.flops_per_token, self._reducer = folder, mesh, flops_per_token, reducer
-        self._experts = experts
+        self._experts, self._groups = experts, groups
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
+        """True on the first rank of a group, which knows the whole row."""
+        self.last_row: dict[str, Any] | None = None
+        """Newest row, which another replica group may have died over; None before the first."""
         self._heartbeat_failed = False
         self._warning: str | None = None
         attempts = folder.read_attempts()
@@ -65,7 +73,11 @@ class Report:
         self.compilation = CompileReport()
         self.times = StepTimes(mesh.device)
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
-        self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
+        self._experiment, self._written = experiment, 0
+        self.sinks: list[Sink] = []
+        """Open on the first rank, of the group that leads."""
+        if self.leader and groups is None:
+            self._open_sinks()
         self._load_log: ExpertLoadLog | None = None
         if self.leader and experts:
             steps, every = experiment.training.last_step, experiment.tracking.log_every
@@ -78,6 +90,42 @@ class Report:
         self.compilation.after("step", step)
         if self.leader:
             self._beat(step)
+
+    def join_groups(self, step: int) -> None:
+        """Begin the step after `step` with the living groups: the oldest writes, and first the row that a leader died
+        over."""
+        assert self._groups is not None
+        self.last_step = step
+        self.throughput.devices = dist.get_world_size() * self._groups.size
+        if not (self.leader and self._groups.leads):
+            return
+        if not self.sinks:
+            self._open_sinks()
+        if self._groups.changed:
+            record_event(
+                self.folder,
+                self.attempt,
+                event="quorum",
+                step=step,
+                quorum=self._groups.quorum_id,
+                groups=self._groups.numbers,
+                joined=self._groups.joined,
+            )
+        if self.last_row is not None:
+            self._write(self.last_row)
+
+    def _open_sinks(self) -> None:
+        logged = read_last_values(self.folder.metrics)
+        self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
+        if logged.get("attempt") == self.attempt:
+            self._written = int(logged.get("step") or 0)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._groups is not None and (not self._groups.leads or row["step"] <= self._written):
+            return  # another group writes the row, or has before it died
+        self._written = row["step"]
+        for sink in self.sinks:
+            sink.log(row)
 
     def warn(self, warning: str | None) -> None:
         """Show a warning in `status` and the progress display until it is None."""
@@ -121,10 +169,11 @@ class Report:
                 **also,
                 **{name: value for name, value in reported.items() if not name.startswith("experts/")},
                 **self._log_load(step, reported),
+                **({} if self._groups is None else self._groups.row()),
                 "attempt": self.attempt,
             }
-            for sink in self.sinks:
-                sink.log(row)
+            self.last_row = row
+            self._write(row)
             self._spare_memory.check(memory["memory_reserved"])
             self.memory.reset()
         return loss
@@ -168,6 +217,8 @@ class Report:
 
     def _beat(self, step: int, *, force: bool = False) -> None:
         """Write the heartbeat; an error is logged once and does not end the run."""
+        if self._groups is not None and not self._groups.leads:
+            return
         try:
             if self.folder.beat(step, force=force, warning=self._warning):
                 self._heartbeat_failed = False

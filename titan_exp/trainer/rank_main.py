@@ -42,7 +42,7 @@ def main(run_folder: str) -> None:
             trainer = Trainer(experiment, folder, device)
             log_slow_options(experiment)
             trainer.restore()
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and (trainer.groups is None or trainer.groups.restores):
                 _write_running(folder, trainer)
                 _record_data(folder, trainer)
             state = "failed"

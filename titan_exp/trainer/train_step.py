@@ -1,11 +1,12 @@
 """One optimizer step: the recipe of the algorithm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
 from titan_exp.optim.clipping.clipper import GradientClipper
@@ -34,6 +35,14 @@ class StepResult:
     """Metrics of a `GradientClipper`, the same on every rank."""
 
 
+class CommitStep(Protocol):
+    """Agreement of replica groups about a step."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Sum gradients, in place, and metrics over the groups. Returns the metrics; raises if the step is refused."""
+        ...
+
+
 def train_step(
     model: Model,
     optimizer: torch.optim.Optimizer,
@@ -44,11 +53,12 @@ def train_step(
     max_grad_norm: float | None,
     mesh: Mesh,
     clipper: GradientClipper | None = None,
+    commit: CommitStep | None = None,
 ) -> StepResult:
     """Train on one global batch, of which `batches` are this rank's CPU micro-batches.
 
     `tokens` are its predicted tokens, then those of each further prediction. A `clipper` takes the place of clipping to
-    `max_grad_norm`.
+    `max_grad_norm`. If `commit` raises, weights and optimizer are as before the step.
     """
     if isinstance(optimizer, HasGradientPoint):
         optimizer.to_gradient_point()
@@ -57,8 +67,10 @@ def train_step(
     step_observer().gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, mesh)
     updates_compute_weights = isinstance(optimizer, UpdatesComputeWeights)
-    if not updates_compute_weights or clipper is not None:
+    if not updates_compute_weights or clipper is not None or commit is not None:
         cast_gradients(model.parameters())
+    if commit is not None:
+        metrics = commit(model.parameters(), metrics)
     grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
     clipping: Mapping[str, Tensor] = {}
     if clipper is not None:

@@ -15,7 +15,12 @@ from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.remote.remote_run import RemoteRun
-from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
+from titan_exp.checkpoint.state_dict import (
+    WEIGHTS_ONLY_KEY,
+    init_optimizer_state,
+    model_state_dict,
+    optimizer_state_dict,
+)
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -25,11 +30,15 @@ from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.models.spec.lookup import mtp_depth
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.optim.weight_average import AVERAGE
+from titan_exp.parallel.fsdp.apply import free_gathered
+from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.lineage import Lineage
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
@@ -43,6 +52,8 @@ from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
+from titan_exp.trainer.replica_groups.group_commit import GroupCommit, StepRefused
+from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups, known_step
 from titan_exp.trainer.sampling.training_images import TrainingImages
 from titan_exp.trainer.train_state import assemble
 from titan_exp.trainer.train_step import StepResult, sync_step_flags, train_step
@@ -51,6 +62,18 @@ from titan_exp.trainer.validate import averaged_row, evaluate_split
 
 class Diverged(RuntimeError):
     """Loss or gradients are no longer finite."""
+
+
+def _replica_groups(experiment: Experiment, mesh: Mesh, folder: RunFolder) -> ReplicaGroups | None:
+    if experiment.cluster.replica_groups == 1:
+        return None
+    group = ReplicaGroup.from_environment()
+    if group is None:
+        raise UserError(
+            f"cluster.replica_groups={experiment.cluster.replica_groups}: groups are started and supervised by "
+            "`titan-exp train`, not by torchrun or srun"
+        )
+    return ReplicaGroups(group, experiment.cluster, mesh, folder)
 
 
 class Trainer:
@@ -68,6 +91,7 @@ class Trainer:
         state = assemble(experiment, layout, device)
         self.mesh, self.built, self.optimizer = state.mesh, state.built, state.optimizer
         self.model: Model = state.model
+        self.groups = _replica_groups(experiment, self.mesh, folder)
         self.quantize_weights = state.quantize_weights
         self.clipper, self.average = state.clipper, state.average
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
@@ -96,6 +120,7 @@ class Trainer:
             experiment.checkpoint,
             folder.checkpoints,
             remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
+            prepare=self.groups is None or self.groups.restores,
         )
         self.exports = ShardedHFExporter(
             experiment.checkpoint, experiment.model, experiment.data, folder.export, self.mesh
@@ -111,6 +136,10 @@ class Trainer:
             self.mesh,
             experts=self.experts,
         )
+        if self.groups is not None and self.reducer.reads_modules:
+            raise UserError(
+                "This model reports metrics, which replica groups do not add up yet: cluster.replica_groups=1."
+            )
 
     def restore(self) -> None:
         """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
@@ -119,8 +148,11 @@ class Trainer:
         Raises:
             UserError: a checkpoint is damaged, or training cannot continue from it.
         """
-        step = self.checkpointer.latest()
-        if step is not None:
+        heals = self.groups is not None and not self.groups.restores
+        step = None if heals else self.checkpointer.latest()
+        if heals and self.checkpointer.from_leader(known_step(self.folder)):
+            self.built.init_weights()  # replaced by those of a living group
+        elif step is not None:
             self._load(step)
         elif self.experiment.checkpoint.continue_from is not None:
             self._load_parent()
@@ -136,6 +168,7 @@ class Trainer:
             self.flops_per_token,
             experts=self.experts,
             first_step=self.step,
+            groups=self.groups,
         )
         self.profile = ProfileWindow(
             self.experiment.profiling, self.folder.traces, self.mesh.device, first_step=self.step
@@ -155,6 +188,8 @@ class Trainer:
             while not self._is_over and not stop:
                 stop = self._one_step()
                 collection.step(self.step)
+            if self.groups is not None and not self._finishes(self.groups):
+                return self._is_over
             self._save()
             with PROGRESS.phase("the last checkpoint"):
                 self.checkpointer.wait()
@@ -171,38 +206,55 @@ class Trainer:
                 f"The weights after step {self.step} could not be exported; see the log for the reason. Free disk "
                 "space and start the run again: it then exports them."
             )
+        if self.groups is not None:
+            self._join_groups(self.groups)
         return self._is_over
 
     def _one_step(self) -> bool:
         """Train one step, then log, evaluate and save if due. Returns True if a stop was requested."""
+        if self.groups is not None and not self._join_groups(self.groups):
+            return False
         experiment, step = self.experiment, self.step + 1
         times = self.report.times
         times.begin()
         self.reducer.begin_step()
         self.profile.before(step)
         self.memory.before(step)
-        seed_step(experiment.experiment.seed, step, self.mesh.dp_rank, self.mesh.device)
+        self._seed()
+        position = self.loader.state_dict()
         with times.loading():
             batches = [next(self.loader) for _ in range(self.layout.gradient_accumulation_at(step))]
         if self.model.load is not None:
             self.model.load.set_sequences(experiment.training.batch_size_at(step))
         stop, save = self.folder.stop_requested(), self.checkpointer.interval_elapsed()
         tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
+        commit = None
+        if self.groups is not None:
+            batches = self.groups.share(batches)
+            commit = GroupCommit(self.groups, step, self.model.objective.metrics, self._seed, stop, save)
         if self.clipper is not None:
             self.clipper.step = step
         if self.average is not None:
             self.average.begin_step(step)
-        with times.computing():
-            result = train_step(
-                self.model,
-                self.optimizer,
-                batches,
-                tokens=tokens,
-                lr=self.schedule(step),
-                max_grad_norm=experiment.training.max_grad_norm,
-                mesh=self.mesh,
-                clipper=self.clipper,
-            )
+        try:
+            with times.computing():
+                result = train_step(
+                    self.model,
+                    self.optimizer,
+                    batches,
+                    tokens=tokens,
+                    lr=self.schedule(step),
+                    max_grad_norm=experiment.training.max_grad_norm,
+                    mesh=self.mesh,
+                    clipper=self.clipper,
+                    commit=commit,
+                )
+        except StepRefused:
+            self.optimizer.zero_grad()
+            self.loader.seek(position)
+            return False
+        if commit is not None:
+            stop, save = commit.stop, commit.save
         self.step, self.tokens = step, self.tokens + result.tokens
         times.end()
         self.profile.after(step)
@@ -211,6 +263,41 @@ class Trainer:
         PROGRESS.step(step)
         self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
         return stop
+
+    def _seed(self) -> None:
+        seed_step(self.experiment.experiment.seed, self.step + 1, self.mesh.dp_rank, self.mesh.device)
+
+    def _join_groups(self, groups: ReplicaGroups) -> bool:
+        """Wait for the groups of the next step, and heal from one or let others heal. Returns False if training is
+        over."""
+        quorum = groups.join(self.step)
+        if quorum.source is not None and not self.optimizer.state:
+            init_optimizer_state(self.model.parts, self.optimizer)
+        if quorum.behind or quorum.source is not None:
+            free_gathered(self.model.parts)
+        state = {**model_state_dict(self.model.parts), **optimizer_state_dict(self.model.parts, self.optimizer)}
+        tensors = [local_tensor(state[name]) for name in sorted(state)]
+        groups.send_state(self._progress() | {"data": self.loader.state_dict(), "row": self.report.last_row}, tensors)
+        if quorum.source is not None:
+            progress = groups.receive_state(tensors)
+            self.step, self.tokens = progress["step"], progress["tokens"]
+            self._restore_average(progress)
+            self.loader.seek(progress["data"])
+            self.model.weights.refresh()
+            self.quantize_weights()
+            get_logger().info("healed: continuing after step %d", self.step)
+            self.report.last_row = progress["row"]
+        self.report.join_groups(self.step)
+        return not self._is_over
+
+    def _finishes(self, groups: ReplicaGroups) -> bool:
+        """True in the group that saves and exports the last state; in the others False, once that is done."""
+        while not groups.leads:
+            leader = groups.leader
+            self._join_groups(groups)  # the leader joins when it has finished, or is dead
+            if groups.leader == leader:
+                return False
+        return True
 
     def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> None:
         """Evaluate, log and save, in this order: a checkpoint never exists without the rows before it."""
@@ -234,7 +321,7 @@ class Trainer:
         if save:
             self._save()
         self.report.warn(self.checkpointer.warning())
-        if self.exports.due(step) and not last:
+        if self.exports.due(step) and not last and (self.groups is None or self.groups.leads):
             self._export()
 
     def _export(self) -> bool:
@@ -242,19 +329,21 @@ class Trainer:
             return self.exports.write(self.step, self.model.parts)
 
     def _save(self) -> None:
+        if self.groups is not None and not self.groups.leads:
+            return
         with PROGRESS.phase("the checkpoint"), self.report.throughput.pause("checkpoint"):
             self.checkpointer.save(
                 self.step,
                 self.model.parts,
                 self.optimizer,
                 self.loader.state_dict(),
-                {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment), **self._averaging},
+                self._progress(),
                 weights_only=self._is_over and self.experiment.checkpoint.last == "weights",
             )
 
-    @property
-    def _averaging(self) -> dict[str, Any]:
-        return {} if self.average is None else {AVERAGE: self.average.progress()}
+    def _progress(self) -> dict[str, Any]:
+        averaging = {} if self.average is None else {AVERAGE: self.average.progress()}
+        return {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment), **averaging}
 
     @property
     def _is_over(self) -> bool:

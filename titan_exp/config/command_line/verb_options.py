@@ -354,3 +354,5 @@ class LogsOptions:
     """Rank; by default the first to fail, or 0."""
     attempt: Count | None = None
     """Attempt, from 1; by default the last."""
+    group: Count | None = None
+    """Replica group, at its newest start; by default the first to fail, or 0."""

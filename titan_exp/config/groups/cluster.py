@@ -35,6 +35,16 @@ class ClusterConfig:
     expandable_segments: bool = True
     """Let CUDA's allocator grow its segments instead of reserving new ones, which wastes less memory. Not with
     `compile.cuda_graphs`, nor where PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is set."""
+    replica_groups: PositiveInt = 1
+    """Groups of processes that each train in the layout of `parallelism` and divide every step among those alive; a
+    group that fails costs no step, and comes back alone. More than 1 needs `pip install titan_exp[replica-groups]`."""
+    min_groups: PositiveInt = 1
+    """Living replica groups below which training waits."""
+    group_heartbeat_seconds: PositiveFloat = 5.0
+    """Seconds without a heartbeat after which a replica group counts as dead."""
+    group_timeout_seconds: PositiveFloat = 300.0
+    """Timeout of a collective between replica groups; above the difference between their step times, below the 20
+    minutes of a collective within a group."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process."""
     link_gbs: PositiveFloat | None = None

@@ -104,7 +104,8 @@ class ResolvedLayout:
             return self.training.micro_batch_size
         share = self.common_share
         if self.parallelism.pp == 1:
-            return share
+            # Every replica group computes at least one micro-batch.
+            return share // next((number for number in divisors(share) if number >= self.cluster.replica_groups), 1)
         return share // (self.parallelism.pp_microbatches or self._default_microbatches(share))
 
     @cached_property

@@ -25,6 +25,7 @@ from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.file_lock import FileLock
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.temporary_folder import create_temporary_folder, remove_stale_temporary_folders
 
@@ -42,9 +43,14 @@ TEN_YEARS = 10 * 365 * 24 * 60
 
 
 class LocalRanks:
-    """Rank processes of one attempt; the caller holds the run lock."""
+    """Rank processes of one attempt, or of one start of a replica group; the caller holds the run lock."""
 
-    def __init__(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> None:
+    def __init__(
+        self, layout: ResolvedLayout, folder: RunFolder, attempt: int, group: ReplicaGroup | None = None
+    ) -> None:
+        self._group = group
+        if group is not None:
+            folder = folder.with_group(group.logs)
         self.folder, self.attempt = folder, attempt
         self.world_size = layout.world_size
         self.logs = folder.attempt_logs(attempt)
@@ -82,7 +88,9 @@ class LocalRanks:
         executor.update_parameters(
             tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
         )
-        changes = rank_environment(self._cluster, self.world_size, self.attempt, self._rendezvous_folder)
+        processes = self.world_size * self._cluster.replica_groups if self._group else self.world_size
+        changes = rank_environment(self._cluster, processes, self.attempt, self._rendezvous_folder)
+        changes |= {} if self._group is None else self._group.to_environment()
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
             job = executor.submit(run_submitit_rank, str(self.folder.path))
         self._job, self.job_id = job, str(job.job_id)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.local.ranks import LocalRanks
+from titan_exp.launch.local.replica_groups import LocalReplicaGroups
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.signals import Interrupts
@@ -64,7 +65,8 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:
     """Record the intent to start; returns the attempt number."""
-    folder, size = plan.folder, plan.layout.world_size
+    folder, groups = plan.folder, plan.layout.cluster.replica_groups
+    size = plan.layout.world_size * groups
     last = state.attempt if state else 0
     close_dead_attempts(folder)
     refresh_snapshot(plan, last)
@@ -74,6 +76,7 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) ->
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
+    processes += "" if groups == 1 else f" in {groups} replica groups"
     if last and state is not None:
         previous = state.reason or (DIED_UNRECORDED if state.state in ("running", "pending") else state.state)
         console.echo(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({previous})")
@@ -87,7 +90,8 @@ class _Execution:
 
     def __init__(self, plan: RunPlan, attempt: int, console: RunConsole) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
-        self.ranks = LocalRanks(plan.layout, plan.folder, attempt)
+        ranks = LocalRanks if plan.layout.cluster.replica_groups == 1 else LocalReplicaGroups
+        self.ranks = ranks(plan.layout, plan.folder, attempt)
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
         self.log = FileTail(self.ranks.log(0))
         self._next_warning = 0.0

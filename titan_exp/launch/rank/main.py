@@ -48,6 +48,7 @@ from titan_exp.launch.rank.rank_status import (
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.folder_watch import FolderWatch
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, ENDED_STATES, FAILED, HUNG, STOPPED
 from titan_exp.tracking.run_folder.temporary_folder import (
@@ -160,7 +161,9 @@ class _Rank:
     def _end(self, code: int, error: RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
-        if self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
+        # A group's end is not the run's, unless no launcher is left to say so.
+        closes = alone or ReplicaGroup.from_environment() is None
+        if closes and self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
                 reason = error.reason(self.rank.rank)

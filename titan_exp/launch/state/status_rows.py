@@ -14,6 +14,7 @@ from titan_exp.config.groups.batch_ramp import sequences_after
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.plan.gate.predicted import read_predicted_metrics
+from titan_exp.tracking.run_folder.group_events import GroupSummary, summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -65,6 +66,8 @@ class StatusRow:
     """Step at which a continued run begins."""
     rung: int | None = None
     """Rung of successive halving, from 1."""
+    groups: GroupSummary | None = None
+    """Replica groups; None without any."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics reported by the objective, the model and the optimizer, by name."""
 
@@ -109,8 +112,15 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         parent=None if lineage is None else lineage.name,
         parent_step=None if lineage is None else lineage.step,
         rung=None if entry.point is None or not entry.rungs else entry.point.round,
+        groups=_groups(entry.folder),
         reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
+
+
+def _groups(folder: RunFolder) -> GroupSummary | None:
+    with suppress(UserError):  # damaged metrics
+        return summarize_groups(folder)
+    return None
 
 
 def _lineage(folder: RunFolder) -> Lineage | None:

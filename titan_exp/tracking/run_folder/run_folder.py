@@ -26,10 +26,14 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class RunFolder:
-    """Paths of a run folder, and its state, heartbeat, attempts and locks."""
+    """Paths of a run folder, and its state, heartbeat, attempts and locks.
 
-    def __init__(self, path: str | Path) -> None:
+    For the ranks of a replica group, `group_logs` names their folder below the attempt's logs.
+    """
+
+    def __init__(self, path: str | Path, *, group_logs: str | None = None) -> None:
         self.path = Path(path)
+        self._group_logs = group_logs
         self.config = self.path / "config.yaml"
         """Resolved configuration."""
         self.signature = self.path / SIGNATURE_FILE
@@ -53,6 +57,8 @@ class RunFolder:
         """Last heartbeat of rank 0."""
         self.metrics = self.path / "metrics.jsonl"
         """One row per logged step."""
+        self.groups = self.path / "groups.jsonl"
+        """Events of replica groups; absent without any."""
         self.expert_load = self.path / "expert_load.jsonl"
         """Tokens per expert of about 500 steps; absent without experts."""
         self.logs = self.path / "logs"
@@ -76,7 +82,17 @@ class RunFolder:
 
     def attempt_logs(self, number: int) -> Path:
         """Log folder of attempt `number`, with the ranks' status records."""
-        return self.logs / f"attempt-{number:03d}"
+        logs = self.logs / f"attempt-{number:03d}"
+        return logs if self._group_logs is None else logs / self._group_logs
+
+    def with_group(self, group_logs: str) -> "RunFolder":
+        """The folder as the ranks of a replica group see it."""
+        return RunFolder(self.path, group_logs=group_logs)
+
+    def group_logs(self, number: int) -> list[str]:
+        """Names of the log folders of replica groups in an attempt, in the order of their starts."""
+        folders = self.attempt_logs(number).glob("group-*-start-*")
+        return sorted((folder.name for folder in folders), key=lambda name: name.rpartition("-")[2])
 
     def make_attempt_logs(self, number: int) -> Path:
         """Create the log folder of attempt `number`; returns it. Raises OSError if the run folder is missing."""

@@ -1,0 +1,66 @@
+"""Rules of replica groups."""
+
+import pytest
+
+from tests.config.composing import experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
+from titan_exp.config.machine.torchft import TORCHFT
+from titan_exp.rules import violations
+from titan_exp.rules.layout import replica_groups
+
+TWO = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8", "cluster.replica_groups=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        ([], "", ""),
+        (["cluster.replica_groups=1", "parallelism.dp_replicate=2"], "", ""),
+        (["parallelism.dp_replicate=2"], "parallelism.dp_replicate", "parallelism.dp_replicate=1"),
+        (["cluster.min_groups=3"], "cluster.min_groups", "cluster.min_groups=2 or less"),
+        (["cluster.replica_groups=9"], "cluster.replica_groups", "cluster.replica_groups=8 or less"),
+        (["training.micro_batch_size=8"], "cluster.replica_groups", "training.micro_batch_size=4"),
+        (
+            ["training.micro_batch_size=4", "training.batch_ramp=[[3,4]]"],
+            "cluster.replica_groups",
+            "micro_batch_size=2",
+        ),
+        (["cluster.replica_groups=3", "training.micro_batch_size=2"], "", ""),
+        (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),
+        (["model=qwen3_moe_debug"], "cluster.replica_groups", "dense family"),
+        (["checkpoint.remote=s3://bucket/runs"], "checkpoint.remote", "checkpoint.remote=null"),
+        (["optimizer=schedule_free_adamw"], "optimizer.name", "another optimizer"),
+        (["cluster.group_timeout_seconds=5"], "cluster.group_timeout_seconds", "group_timeout_seconds=300"),
+        (["cluster.group_timeout_seconds=1200"], "cluster.group_timeout_seconds", "group_timeout_seconds=300"),
+    ],
+)
+def test_replica_groups(monkeypatch, overrides, field, remedy):
+    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    found = violations(experiment(*TWO, *overrides))
+    assert [violation.field for violation in found] == ([field] if field else [])
+    assert all(remedy in violation.remedy for violation in found)
+
+
+def test_groups_of_a_scheduler(monkeypatch):
+    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    words = ["model=llama_debug", "cluster=slurm", "cluster.device=cpu", "+cluster.replica_groups=2"]
+    found = violations(experiment(*words, "training.global_batch_size=8"))
+    assert [(violation.field, violation.remedy) for violation in found] == [
+        ("cluster.replica_groups", "cluster=local, or cluster.replica_groups=1")
+    ]
+
+
+@pytest.mark.parametrize(("version", "reason"), [(None, "torchft is not installed"), ("0.1.1", "torchft 0.1.1 is")])
+def test_another_torchft(monkeypatch, version, reason):
+    monkeypatch.setattr(replica_groups, "torchft_version", lambda: version)
+    (found,) = violations(experiment(*TWO))
+    assert reason in found.reason
+    assert f"pip install 'torchft=={TORCHFT}'" in found.remedy
+
+
+def test_every_group_has_a_micro_batch():
+    sizes = [
+        ResolvedLayout.of(resolve_layout(experiment(*TWO, f"cluster.replica_groups={number}"), 1))
+        for number in (1, 2, 3)
+    ]
+    assert [layout.gradient_accumulation for layout in sizes] == [1, 2, 4]

@@ -1,0 +1,129 @@
+"""The launcher of replica groups, with real ranks under SIGKILL."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.launching import launch_environment, wait_until
+from tests.parity.runs import PARAGRAPHS, SMALL
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.tracking.run_folder.group_events import read_events
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+STEPS = 100
+# With a small learning rate, rounding stays rounding over a hundred steps.
+SETTINGS = [
+    *(setting for setting in SMALL if not setting.startswith(("training.steps", "optimizer.lr", "checkpoint"))),
+    *PARAGRAPHS,
+    f"training.steps={STEPS}",
+    "training.micro_batch_size=1",
+    "optimizer.lr=1e-5",
+    "checkpoint.every=25",
+    "cluster.group_heartbeat_seconds=1",
+]
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}"),
+    pytest.mark.timeout(600),
+]
+
+
+@contextlib.contextmanager
+def training(runs: Path, name: str, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], RunFolder]]:
+    command = [sys.executable, "-m", "titan_exp", "train", *SETTINGS, f"paths.runs={runs}", f"experiment.name={name}"]
+    environment = launch_environment("succeed")
+    del environment["TITAN_EXP_RANK_MAIN"]  # the real trainer
+    process = subprocess.Popen(
+        [*command, *overrides], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        wait_until(lambda: any((runs / name).glob("*/attempts.jsonl")))
+        yield process, RunFolder(next((runs / name).glob("*/attempts.jsonl")).parent)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+def wait_for_step(folder: RunFolder, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["step"] == step for row in read_metrics(folder.metrics)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill_rank(folder: RunFolder, group: int, rank: int) -> None:
+    (logs, *_) = [name for name in reversed(folder.group_logs(1)) if name.startswith(f"group-{group:02d}")]
+    record = json.loads((folder.attempt_logs(1) / logs / f"rank-{rank:05d}.json").read_text())
+    os.kill(record["pid"], signal.SIGKILL)
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [float(row["loss"] or 0) for row in read_metrics(folder.metrics)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    with training(tmp_path_factory.mktemp("runs"), "one") as (process, folder):
+        finish(process)
+        return losses(folder)
+
+
+def test_ranks_and_lighthouse_are_killed(tmp_path, expected):
+    with training(tmp_path, "two", "cluster.replica_groups=2", "parallelism.dp_shard=2") as (process, folder):
+        wait_for_step(folder, 5)
+        killed = time.time()
+        kill_rank(folder, 0, 1)
+        wait_for_step(folder, 15)
+        children = psutil.Process(process.pid).children()
+        (lighthouse,) = [child for child in children if "titan_exp.launch.local.lighthouse" in child.cmdline()]
+        lighthouse.kill()
+        finish(process)
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    events = read_events(folder)
+    (ended,) = [event for event in events if event["event"] == "ended" and event["exit"] != 0]
+    assert ended["group"] == 0
+    assert ended["time"] - killed < 10
+    assert [event["group"] for event in events if event["event"] == "started"] == [0, 1, 0]
+    assert any(event["event"] == "lighthouse started" for event in events)
+    status = [sys.executable, "-m", "titan_exp", "status", "--json", f"paths.runs={tmp_path}"]
+    (row,) = json.loads(subprocess.check_output(status, text=True))
+    assert row["state"] == "done"
+    assert row["groups"]["heals"] >= 1
+    assert row["groups"]["stall"] > 0
+    assert row["groups"]["groups"] == 2
+
+
+def test_a_dead_fleet_continues_from_its_checkpoint_in_another_shape(tmp_path, expected):
+    with training(tmp_path, "two", "cluster.replica_groups=2") as (process, folder):
+        wait_for_step(folder, 30)
+        for group in (0, 1):
+            kill_rank(folder, group, 0)
+        process.communicate(timeout=60)
+        assert process.returncode == 1
+    state = folder.read_state()
+    assert state is not None
+    assert state.state == "failed"
+    with training(tmp_path, "two", "cluster.replica_groups=3") as (process, again):
+        finish(process)
+    assert again.path == folder.path
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,187 @@
+"""Replica groups: whatever dies, the curve is that of one device, and no step is lost or written twice."""
+
+import json
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import LINES, Curve, assert_same_curve, train
+from tests.trainer.fleet import Dies, Fleet, Mutation
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.tracking.run_folder.group_events import read_events
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+
+STEPS = 10
+pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
+# Three micro-batches for two groups; rows hold several documents, and ranks predict different numbers of tokens.
+SETTINGS = [*LINES, f"training.steps={STEPS}", "training.global_batch_size=6", "training.micro_batch_size=2"]
+SETTINGS += ["cluster.replica_groups=2"]
+THREE = [*SETTINGS, "cluster.replica_groups=3"]
+SHARDED = [*SETTINGS, "training.micro_batch_size=1", "parallelism.dp_shard=2"]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Curve]:
+    return cache(lambda: train(tmp_path_factory.mktemp("one") / "run", *SETTINGS, "cluster.replica_groups=1"))
+
+
+def run_with_death(
+    path: Path, settings: list[str], mutate: Mutation, *, lighthouse: bool = False
+) -> tuple[Curve, Fleet]:
+    """Groups, of which group 1 dies and is started again; at that moment the lighthouse may die as well."""
+    fleet = Fleet(path, *settings)
+    groups = fleet.experiment.cluster.replica_groups
+    try:
+        first, dead, *others = [fleet.start(number, mutate) for number in range(groups)]
+        with pytest.raises(AssertionError, match="died without a word"):
+            dead.results(60)
+        dead.kill()  # as the launcher does with the other ranks
+        if lighthouse:
+            fleet.lighthouse.close()
+            time.sleep(1.0)  # between two starts
+            fleet.lighthouse.poll()
+        deadline = time.monotonic() + 30
+        while len(fleet.lines()) < 5 and time.monotonic() < deadline:
+            time.sleep(0.02)  # without the newcomer
+        return fleet.curve([first, *others, fleet.start(1, mutate)]), fleet
+    finally:
+        fleet.close()
+
+
+def assert_exact(found: Curve, fleet: Fleet, expected: Curve) -> None:
+    assert_same_curve(found, expected)
+    assert [json.loads(line)["step"] for line in fleet.lines()] == list(range(1, STEPS + 1))
+    assert [row["lr"] for row in found.rows] == [row["lr"] for row in expected.rows]
+
+
+@pytest.mark.parametrize(
+    ("where", "settings", "lighthouse"),
+    [
+        ("sum_gradients", SETTINGS, False),
+        pytest.param("sum_gradients", THREE, False, marks=pytest.mark.night),
+        pytest.param("join", SETTINGS, False, marks=pytest.mark.night),
+        pytest.param("commit", SETTINGS, False, marks=pytest.mark.night),
+        pytest.param("sum_gradients", SETTINGS, True, marks=pytest.mark.night),
+        pytest.param("sum_gradients", SHARDED, False, marks=pytest.mark.night),
+        pytest.param("commit", SHARDED, True, marks=pytest.mark.night),
+    ],
+)
+def test_a_death_leaves_the_curve_of_one_device(tmp_path, one_device, where, settings, lighthouse):
+    found, fleet = run_with_death(tmp_path / "run", settings, Dies(3, where), lighthouse=lighthouse)
+    assert_exact(found, fleet, one_device())
+    participants, groups = [row["participants"] for row in found.rows], fleet.experiment.cluster.replica_groups
+    assert participants[4] == groups - 1
+    assert participants[-1] == groups, "the newcomer healed and took its share"
+    assert max(row["stall"] for row in found.rows) < 10, "no collective ran into its time-out of 20 s"
+    events = [event for event in read_events(fleet.folder) if event["event"] == "quorum"]
+    assert [1] in [event["joined"] for event in events]
+
+
+def _divides_by_participants(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    all_reduce = ReplicaGroups._all_reduce
+
+    def averaged(groups: ReplicaGroups, tensor: torch.Tensor) -> None:
+        all_reduce(groups, tensor)
+        tensor.div_(groups.size)
+
+    ReplicaGroups._all_reduce = averaged  # type: ignore[method-assign]
+
+
+def _counts_before_it_heals(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    receive = ReplicaGroups.receive_state
+    ReplicaGroups.receive_state = lambda groups, tensors: receive(groups, [part.clone() for part in tensors])  # type: ignore[method-assign]
+
+
+def _writes_before_the_commit(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    commit = ReplicaGroups.commit
+
+    def early(groups: ReplicaGroups, step: int) -> bool:
+        if groups.leads:
+            with groups._folder.metrics.open("a") as file:
+                file.write(json.dumps({"step": step, "attempt": 1}) + "\n")
+        return commit(groups, step)
+
+    ReplicaGroups.commit = early  # type: ignore[method-assign]
+
+
+def _commits_what_failed(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.quorum import QuorumClient
+
+    vote = QuorumClient.vote
+    QuorumClient.vote = lambda client, step, ready: vote(client, step, True)  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "mutate", [_divides_by_participants, _counts_before_it_heals, _writes_before_the_commit, _commits_what_failed]
+)
+def test_a_mutation_is_noticed(tmp_path, one_device, mutate):
+    found, fleet = run_with_death(tmp_path / "run", SETTINGS, _Both(mutate))
+    with pytest.raises(AssertionError):
+        assert_exact(found, fleet, one_device())
+
+
+class _Both:
+    def __init__(self, mutate: Mutation) -> None:
+        self.mutate = mutate
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        Dies(3, "sum_gradients")(group)
+        self.mutate(group)
+
+
+def _gives_up_early(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups import replica_groups
+
+    replica_groups.NEWCOMER_LIMIT = 2.0
+
+
+def _knows_no_step(group: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups import replica_groups
+
+    _gives_up_early(group)
+    replica_groups.known_step = lambda _: 0
+
+
+def start_alone(path: Path, mutate: Mutation) -> Fleet:
+    """A group that comes back to a run after step 5, whose other group is gone."""
+    fleet = Fleet(path, *SETTINGS)
+    fleet.folder.beat(5)
+    try:
+        fleet.start(1, mutate).results(60)
+        return fleet
+    finally:
+        fleet.close()
+
+
+def test_a_newcomer_never_starts_alone(tmp_path):
+    with pytest.raises(AssertionError, match="the run is after step 5, and within 2 s no living group offered it"):
+        start_alone(tmp_path / "run", _gives_up_early)
+
+
+@pytest.mark.night
+def test_a_newcomer_that_starts_alone_is_noticed(tmp_path):
+    assert len(start_alone(tmp_path / "run", _knows_no_step).lines()) == STEPS
+
+
+@pytest.mark.night
+def test_training_waits_for_min_groups(tmp_path):
+    fleet = Fleet(tmp_path / "run", *SETTINGS, "cluster.min_groups=2")
+    try:
+        first = fleet.start(0)
+        time.sleep(8)
+        assert not fleet.lines()
+        curve = fleet.curve([first, fleet.start(1)])
+        assert {row["participants"] for row in curve.rows} == {2}
+    finally:
+        fleet.close()

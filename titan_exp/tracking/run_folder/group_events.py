@@ -1,0 +1,71 @@
+"""groups.jsonl: starts and ends of replica groups and of the lighthouse, and the quorums between them."""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+
+def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) -> None:
+    """Append an event; an error is logged and ends nothing."""
+    line = json.dumps({"time": time.time(), "attempt": attempt, "event": event, **fields}) + "\n"
+    try:
+        # One write in append mode: the launcher and the leading group share the file.
+        descriptor = os.open(folder.groups, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        get_logger().error("%s cannot be written (%s)", folder.groups, error.strerror or error)
+
+
+def read_events(folder: RunFolder) -> list[dict[str, Any]]:
+    """Events of all attempts, oldest first; torn lines are left out."""
+    if not folder.groups.exists():
+        return []
+    events = []
+    for line in folder.groups.read_bytes().splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """What happened to the replica groups of a run, in all attempts."""
+
+    living: int
+    """Groups of the newest quorum."""
+    groups: int
+    """All groups."""
+    quorum: int | None
+    """Number of the newest quorum; None before the first."""
+    heals: int
+    """Groups that took over the state of another."""
+    stall: float
+    """Seconds that training waited for other groups or computed a step again."""
+
+
+def summarize_groups(folder: RunFolder) -> GroupSummary | None:
+    """Summary of the run's replica groups; None without any."""
+    events = read_events(folder)
+    if not events:
+        return None
+    quorums = [event for event in events if event["event"] == "quorum"]
+    newest = quorums[-1] if quorums else {"groups": [], "quorum": None}
+    stalls = [float(row.get("stall") or 0.0) for row in read_metrics(folder.metrics)]
+    return GroupSummary(
+        living=len(newest["groups"]),
+        groups=len({event["group"] for event in events if event["event"] == "started"}),
+        quorum=newest["quorum"],
+        heals=sum(len(event["joined"]) for event in quorums if event["step"]),
+        stall=sum(stalls),
+    )

@@ -1,0 +1,155 @@
+"""Quorum of replica groups: torchft's lighthouse, a manager server per group, a process group between equal ranks.
+
+torchft's `Manager` is not used: it swallows errors of collectives, compares quorums by a number that a restarted
+lighthouse gives again, heals by unpickling what an HTTP server sends, and takes seconds to import.
+"""
+
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.machine.torchft import torchft_extension
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, replica_id
+from titan_exp.trainer.distributed import TIMEOUT
+
+HOST = "127.0.0.1"
+"""Interface of the servers: all groups run on one machine."""
+ASK_TIMEOUT = timedelta(seconds=60)
+"""Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
+CONNECT_TIMEOUT = timedelta(seconds=10)
+LIGHTHOUSE_RETRIES = 600
+"""Requests of the manager server to the lighthouse before one of a rank fails."""
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Living groups of a step, the same on every rank of every group except for `rank`, `source` and `behind`."""
+
+    id: int
+    members: tuple[str, ...]
+    """Names of the groups, the oldest first."""
+    rank: int
+    """Index of this group among the members."""
+    step: int
+    """Last step that any member has committed."""
+    source: int | None
+    """Member from which this group heals; None if it is up to date."""
+    behind: tuple[int, ...]
+    """Members that heal from this group."""
+    seconds: float
+    """Seconds waited for it."""
+
+    @property
+    def size(self) -> int:
+        """Number of groups."""
+        return len(self.members)
+
+
+class QuorumClient:
+    """This rank's side of the quorum; all ranks of a group construct it together."""
+
+    def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh) -> None:
+        torchft = torchft_extension()
+        get_logger().info(
+            "replica group %d of %d; time-outs: heartbeat %g s, collectives between groups %g s, within a group %g s",
+            group.number,
+            cluster.replica_groups,
+            cluster.group_heartbeat_seconds,
+            cluster.group_timeout_seconds,
+            TIMEOUT.total_seconds(),
+        )
+        self._rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
+        self._configured: tuple[int, tuple[str, ...]] | None = None
+        self._failures = 0
+        address: list[Any] = [None]
+        if self._rank == 0:
+            self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            self._server = torchft.ManagerServer(
+                replica_id=replica_id(group, time.time()),
+                lighthouse_addr=group.lighthouse,
+                hostname=HOST,
+                bind=f"{HOST}:0",
+                store_addr=f"{HOST}:{self._store.port}",
+                world_size=ranks,
+                heartbeat_interval=timedelta(seconds=cluster.group_heartbeat_seconds / 10),
+                connect_timeout=CONNECT_TIMEOUT,
+                quorum_retries=LIGHTHOUSE_RETRIES,
+            )
+            address = [self._server.address()]
+        dist.broadcast_object_list(address, src=0, group=mesh.cpu_group)
+        self._client = torchft.ManagerClient(address[0], connect_timeout=CONNECT_TIMEOUT)
+        self.process_group: Any = None
+        """Equal ranks of all members, in their order; None after an error."""
+
+    def ask(self, step: int) -> tuple[Quorum, Exception | None]:
+        """Wait for a quorum, as a group that has committed `step`. Returns it, and the error if the members could not
+        be connected, with which the step must be refused."""
+        began = time.monotonic()
+        answer = self._request(step)
+        members = tuple(answer.replica_ids)
+        source = answer.recover_src_replica_rank if answer.heal else None
+        quorum = Quorum(
+            answer.quorum_id,
+            members,
+            answer.replica_rank,
+            answer.max_step,
+            source,
+            tuple(answer.recover_dst_replica_ranks),
+            time.monotonic() - began,
+        )
+        return quorum, self._connect(quorum, answer.store_address)
+
+    def vote(self, step: int, ready: bool) -> bool:
+        """True if all ranks of this group are ready to commit a step; all ranks call it."""
+        committed = self._client.should_commit(self._rank, step, ready, timeout=TIMEOUT)
+        self._failures = 0 if committed else self._failures + 1
+        return committed
+
+    def disconnect(self) -> None:
+        """Close the connections to other groups, so that those waiting for this one notice."""
+        self._configured = self.process_group = None
+
+    def _request(self, step: int) -> Any:
+        while True:
+            try:
+                return self._client._quorum(
+                    group_rank=self._rank,
+                    step=step,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=ASK_TIMEOUT,
+                    commit_failures=self._failures,
+                    # Initial weights are a function of the seed.
+                    init_sync=False,
+                )
+            except (TimeoutError, RuntimeError) as error:
+                reason = str(error).partition("\n")[0]
+                get_logger().warning("no quorum after step %d yet (%s); asking again", step, reason)
+                PROGRESS.keep_alive()
+                time.sleep(1.0)
+
+    def _connect(self, quorum: Quorum, store: str) -> Exception | None:
+        if self._configured == (quorum.id, quorum.members):
+            return None
+        # A restarted lighthouse counts from 1 again, and keys of an earlier quorum are still in the store.
+        prefix = f"{quorum.id}-{quorum.step}-{uuid.uuid5(uuid.NAMESPACE_OID, ' '.join(quorum.members))}-{self._rank}"
+        self.disconnect()
+        host, _, port = store.rpartition(":")
+        try:
+            shared = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+            self.process_group = dist.distributed_c10d.ProcessGroupGloo(
+                dist.PrefixStore(prefix, shared), quorum.rank, quorum.size, self._timeout
+            )
+        except RuntimeError as error:
+            return error
+        self._configured = (quorum.id, quorum.members)
+        return None

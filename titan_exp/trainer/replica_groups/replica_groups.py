@@ -1,0 +1,234 @@
+"""Replica groups: living groups divide the sequences of a step, sum their gradients, and commit the step or repeat it.
+
+The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.state_dict import decode_json, encode_json
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.replica_groups.buckets import exchange
+from titan_exp.trainer.replica_groups.quorum import Quorum, QuorumClient
+
+T = TypeVar("T")
+
+
+NEWCOMER_LIMIT = 60.0
+"""Seconds that a new group waits for one with the run's newest step."""
+
+
+class HealingFailed(RuntimeError):
+    """The state of another group did not arrive; the group ends, and the launcher starts it again."""
+
+
+class ReplicaGroups:
+    """The groups of a run, as one rank sees them. All ranks of a group call the methods together."""
+
+    def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh, folder: RunFolder) -> None:
+        self.group, self._folder, self._cluster, self._mesh = group, folder, cluster, mesh
+        self._error: Exception | None = None
+        self._joined_at = time.monotonic()
+        self.quorum: Quorum | None = None
+        """Quorum of the step being trained; None before the first."""
+        self.stall = 0.0
+        """Seconds since the last row spent waiting for other groups and on refused steps."""
+        self.changed = False
+        """True if the last `join` brought other members than the one before."""
+        self.joined: list[int] = []
+        """Numbers of the groups that it added; empty before the second quorum."""
+
+    @cached_property
+    def _client(self) -> QuorumClient:
+        """Connected at the first `join`: the others wait for every group that has a heartbeat."""
+        return QuorumClient(self.group, self._cluster, self._mesh)
+
+    @cached_property
+    def restores(self) -> bool:
+        """True if this group loads the run's checkpoint: the first one, before the attempt's first step. Others heal
+        from it, so that no two groups clean up the same folder."""
+        return self._from_first_rank(self.group.number == 0 and committed_step(self._folder) == 0)
+
+    @property
+    def leader(self) -> str | None:
+        """Name of the oldest living group, which writes metrics and checkpoints; None before the first quorum."""
+        return None if self.quorum is None else self.quorum.members[0]
+
+    @property
+    def leads(self) -> bool:
+        """True in the leader."""
+        return self.quorum is not None and self.quorum.rank == 0
+
+    @property
+    def size(self) -> int:
+        """Number of living groups."""
+        return 1 if self.quorum is None else self.quorum.size
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the living groups, the oldest first."""
+        return [] if self.quorum is None else [group_number(member) for member in self.quorum.members]
+
+    @property
+    def quorum_id(self) -> int | None:
+        """Number of the quorum by the lighthouse, which counts changes of members and repetitions."""
+        return None if self.quorum is None else self.quorum.id
+
+    def row(self) -> dict[str, float | int | None]:
+        """Metrics of a row: living groups, quorum, and seconds lost since the last row."""
+        stall, self.stall = self.stall, 0.0
+        return {"participants": self.size, "quorum": self.quorum_id, "stall": stall}
+
+    def join(self, step: int) -> Quorum:
+        """Wait for the quorum of the step after `step`, the last that this group has committed.
+
+        Raises:
+            UserError: the run knows a later step, and no living group has its state.
+        """
+        began, before = time.monotonic(), self.quorum
+        while True:
+            self._joined_at = time.monotonic()
+            quorum, self._error = self._client.ask(step)
+            self.stall += quorum.seconds
+            fresh = before is None and quorum.source is None
+            known = self._from_first_rank(known_step(self._folder)) if fresh else 0
+            if step >= known:
+                break
+            # A newcomer whose peers are starting, too, or dead: it never trains from its own state.
+            self._client.vote(step, False)
+            if time.monotonic() - began > NEWCOMER_LIMIT:
+                raise UserError(
+                    f"replica group {self.group.number} has the state after step {step}, the run is after step "
+                    f"{known}, and within {NEWCOMER_LIMIT:.0f} s no living group offered it. Start the run again: "
+                    "all groups then continue from its newest checkpoint."
+                )
+            time.sleep(1.0)
+        self.quorum, self.changed = quorum, before is None or before.members != quorum.members
+        known_members = quorum.members if before is None else before.members
+        self.joined = [group_number(member) for member in quorum.members if member not in known_members]
+        if self._error is not None:
+            get_logger().warning("step %d: groups cannot be connected (%s)", step + 1, _first_line(self._error))
+        return quorum
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This group's part of the micro-batches of a step."""
+        assert self.quorum is not None
+        return items[self.quorum.rank :: self.quorum.size]
+
+    def send_state(self, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Send the state after the last committed step to the groups that are behind. A failure refuses the step."""
+        assert self.quorum is not None
+        for rank in self.quorum.behind:
+            self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
+
+    def receive_state(self, tensors: Sequence[Tensor]) -> Any:
+        """Receive the state of a living group into the tensors; returns its progress.
+
+        Raises:
+            HealingFailed: it did not arrive as a whole.
+        """
+        assert self.quorum is not None
+        source, group = self.quorum.source, self._client.process_group
+        assert source is not None
+        try:
+            if self._error is not None:
+                raise self._error
+            length = torch.zeros(1, dtype=torch.int64)
+            group.recv([length], source, 0).wait()
+            header = torch.zeros(int(length), dtype=torch.uint8)
+            group.recv([header], source, 0).wait()
+            exchange(tensors, lambda flat: group.recv([flat], source, 0).wait(), write_back=True)
+        except RuntimeError as error:
+            self._client.disconnect()
+            raise HealingFailed(
+                f"replica group {self.group.number} could not heal from group "
+                f"{group_number(self.quorum.members[source])} ({_first_line(error)})"
+            ) from error
+        return decode_json(header)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum gradients over the groups, in place. A failure leaves them undefined and refuses the step."""
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self._attempt(lambda: exchange(gradients, self._all_reduce, write_back=True))
+
+    def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
+        """Sums of scalars over the groups, maxima where `reductions` says `max`, in fp64, by the same names."""
+        assert self.quorum is not None
+        rows = torch.zeros(self.size, len(values), dtype=torch.float64)
+        rows[self.quorum.rank] = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
+        # Every group fills its row, so that all add the rows in the same order.
+        self._attempt(lambda: self._all_reduce(rows))
+        columns = zip(values, rows.unbind(1), strict=True)
+        return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
+
+    def commit(self, step: int) -> bool:
+        """True if the step is committed: every rank of this group holds the sums of all groups."""
+        ready = self._error is None and self.size >= self._cluster.min_groups
+        committed = self._client.vote(step, ready)
+        if not committed:
+            reason = "another rank of this group" if self._error is None else _first_line(self._error)
+            get_logger().warning("step %d is repeated, among %d groups (%s)", step, self.size, reason)
+            assert self.quorum is not None
+            self.stall += time.monotonic() - self._joined_at - self.quorum.seconds
+        return committed
+
+    def _from_first_rank(self, value: T) -> T:
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._mesh.cpu_group)
+        return values[0]
+
+    def _send(self, rank: int, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        header, group = encode_json(progress), self._client.process_group
+        group.send([torch.tensor([header.numel()])], rank, 0).wait()
+        group.send([header], rank, 0).wait()
+        exchange(tensors, lambda flat: group.send([flat], rank, 0).wait(), write_back=False)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        if self.size == 1:
+            return
+        self._client.process_group.allreduce([tensor], ReduceOp.SUM).wait()
+
+    def _attempt(self, operation: Any) -> None:
+        """Run a collective unless one has failed in this step."""
+        if self._error is None:
+            try:
+                operation()
+            except RuntimeError as error:
+                self._error = error
+                self._client.disconnect()
+
+
+def committed_step(folder: RunFolder) -> int:
+    """Last step that this attempt of the run is known to have committed; 0 if none."""
+    attempts, beat = folder.read_attempts(), folder.read_heartbeat()
+    if not attempts:
+        return 0
+    newest, values = attempts[-1], read_last_values(folder.metrics)
+    logged = int(values.get("step") or 0) if values.get("attempt") == newest.attempt else 0
+    beaten = beat.step if beat is not None and beat.time >= newest.intent else 0
+    return max(logged, beaten)
+
+
+def known_step(folder: RunFolder) -> int:
+    """Step that a group must have to train: of this attempt, or of the newest checkpoint."""
+    return max(committed_step(folder), *CheckpointFolder(folder.checkpoints).complete_steps(), 0)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -30,6 +30,7 @@ TWO = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8"
         (["model=qwen3_moe_debug"], "cluster.replica_groups", "dense family"),
         (["checkpoint.remote=s3://bucket/runs"], "checkpoint.remote", "checkpoint.remote=null"),
         (["optimizer=schedule_free_adamw"], "optimizer.name", "another optimizer"),
+        (["optimizer=muon", "optimizer.qk_clip=100"], "optimizer.qk_clip", "qk_clip=null"),
         (["cluster.group_timeout_seconds=5"], "cluster.group_timeout_seconds", "group_timeout_seconds=300"),
         (["cluster.group_timeout_seconds=1200"], "cluster.group_timeout_seconds", "group_timeout_seconds=300"),
     ],

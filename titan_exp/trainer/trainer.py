@@ -271,24 +271,31 @@ class Trainer:
         """Wait for the groups of the next step, and heal from one or let others heal. Returns False if training is
         over."""
         quorum = groups.join(self.step)
-        if quorum.source is not None and not self.optimizer.state:
-            init_optimizer_state(self.model.parts, self.optimizer)
         if quorum.behind or quorum.source is not None:
-            free_gathered(self.model.parts)
-        state = {**model_state_dict(self.model.parts), **optimizer_state_dict(self.model.parts, self.optimizer)}
-        tensors = [local_tensor(state[name]) for name in sorted(state)]
-        groups.send_state(self._progress() | {"data": self.loader.state_dict(), "row": self.report.last_row}, tensors)
-        if quorum.source is not None:
-            progress = groups.receive_state(tensors)
-            self.step, self.tokens = progress["step"], progress["tokens"]
-            self._restore_average(progress)
-            self.loader.seek(progress["data"])
-            self.model.weights.refresh()
-            self.quantize_weights()
-            get_logger().info("healed: continuing after step %d", self.step)
-            self.report.last_row = progress["row"]
+            self._heal(groups, behind=quorum.source is not None)
         self.report.join_groups(self.step)
         return not self._is_over
+
+    def _heal(self, groups: ReplicaGroups, *, behind: bool) -> None:
+        """Send the state after the last step to groups that are behind, or take over that of another."""
+        parts = self.model.parts
+        free_gathered(parts)
+        if not self.optimizer.state:
+            init_optimizer_state(parts, self.optimizer)
+        state = {**model_state_dict(parts), **optimizer_state_dict(parts, self.optimizer)}
+        tensors = [local_tensor(state[name]) for name in sorted(state)]
+        if not behind:
+            data = {"data": self.loader.state_dict(), "row": self.report.last_row}
+            groups.send_state({**self._progress(), **data}, tensors)
+            return
+        progress = groups.receive_state(tensors)
+        self.step, self.tokens = progress["step"], progress["tokens"]
+        self._restore_average(progress)
+        self.loader.seek(progress["data"])
+        self.report.last_row = progress["row"]
+        self.model.weights.refresh()
+        self.quantize_weights()
+        get_logger().info("healed: continuing after step %d", self.step)
 
     def _finishes(self, groups: ReplicaGroups) -> bool:
         """True in the group that saves and exports the last state; in the others False, once that is done."""

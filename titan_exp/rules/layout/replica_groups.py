@@ -106,6 +106,18 @@ RULES = (
             f"another optimizer, or {_WITHOUT}",
         ),
         Refuse(
+            "optimizer.qk_clip",
+            lambda optimizer: optimizer.max_logit is not None,
+            "replica groups do not compare their largest logits yet",
+            f"optimizer.qk_clip=null, or {_WITHOUT}",
+        ),
+        Refuse(
+            "training.objective",
+            lambda training: training.objective != "language_modeling",
+            "replica groups are untested with other objectives than language modeling",
+            f"training.objective=language_modeling, or {_WITHOUT}",
+        ),
+        Refuse(
             "cluster.group_timeout_seconds",
             lambda cluster: not 2 * cluster.group_heartbeat_seconds <= cluster.group_timeout_seconds < 1200,
             "time-outs must nest: two heartbeats ({cluster.group_heartbeat_seconds} s each) < collectives between "

@@ -1,10 +1,15 @@
 """A backward pass in two gives what one gives, and its first part leaves the weights alone."""
 
+from typing import Any
+from weakref import WeakSet
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
+from titan_exp.parallel.pipeline_parallel import stage as pipeline_stage
+from titan_exp.parallel.pipeline_parallel.backward_split import NODES_LIVE_ALONE, BackwardSplit
 
 
 class TwoOutputs(torch.autograd.Function):
@@ -46,11 +51,12 @@ def test_it_adds_what_one_backward_pass_adds(objective: bool):
     def output() -> torch.Tensor:
         return stage(x).square().sum() if objective else stage(x)
 
-    split = BackwardSplit(output(), gradient, x, stage.parameters())
+    split = BackwardSplit(output(), x, stage.named_parameters())
+    input_gradient = split.compute_input_gradient(gradient)
     assert stage.first.weight.grad is None
     assert x.grad is None
     split.add_weight_gradients()
-    found = [split.input_gradient, *(weight.grad for weight in stage.parameters())]
+    found = [input_gradient, *(weight.grad for weight in stage.parameters())]
     stage.zero_grad()
     stage.norm.weight.grad = torch.ones(4, dtype=torch.float64)
     output().backward(gradient)
@@ -61,7 +67,7 @@ def test_it_adds_what_one_backward_pass_adds(objective: bool):
 def test_a_weight_in_two_places_is_noticed():
     linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     with pytest.raises(AssertionError, match="too often"):
-        BackwardSplit(linear(linear(x)).sum(), None, x, linear.parameters())
+        BackwardSplit(linear(linear(x)).sum(), x, linear.named_parameters())
 
 
 class Repeated(nn.Module):
@@ -85,7 +91,8 @@ def test_a_table_that_is_read_along_the_path_is_counted_once():
     torch.manual_seed(0)
     stage, x = Repeated().double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(12, 4, dtype=torch.float64)
-    split = BackwardSplit(stage(x), gradient, x, stage.parameters())
+    split = BackwardSplit(stage(x), x, stage.named_parameters())
+    split.compute_input_gradient(gradient)
     split.add_weight_gradients()
     found = {name: weight.grad for name, weight in stage.named_parameters()}
     stage.zero_grad()
@@ -102,13 +109,15 @@ def test_a_weight_of_a_compiled_graph_that_is_used_elsewhere_counts_once():
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
             self.compiled = torch.compile(self.linear, backend="aot_eager")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.compiled(x) + self.linear.weight.exp().sum(0))
+            return self.last(self.scale * x + self.compiled(x) + self.linear.weight.exp().sum(0))
 
     stage, x = Shared(), torch.randn(3, 4, requires_grad=True)
-    split = BackwardSplit(stage(x).square().sum(), None, x, stage.parameters())
+    split = BackwardSplit(stage(x).square().sum(), x, stage.named_parameters())
+    split.compute_input_gradient(None)
     assert split.added_early
     assert stage.last.weight.grad is None
     split.add_weight_gradients()
@@ -117,3 +126,51 @@ def test_a_weight_of_a_compiled_graph_that_is_used_elsewhere_counts_once():
     stage(x).square().sum().backward()
     for weight, gradient in zip(stage.parameters(), found, strict=True):
         torch.testing.assert_close(gradient, weight.grad)
+
+
+def test_a_head_above_compiled_graphs_does_not_keep_them_for_the_second_part():
+    compiled: Any = torch.compile(nn.Linear(4, 4), backend="aot_eager")
+    head = nn.Linear(4, 4)
+    stage, x = nn.Sequential(compiled, head), torch.randn(3, 4, requires_grad=True)
+    split = BackwardSplit(stage(x).square().sum(), x, stage.named_parameters())
+    split.compute_input_gradient(None)
+    found = [weight.grad for weight in stage.parameters()]
+    split.add_weight_gradients()
+    stage.zero_grad()
+    stage(x).square().sum().backward()
+    for weight, gradient in zip(stage.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, weight.grad)
+
+
+class Kept:
+    """A tensor kept for backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.skipif(not NODES_LIVE_ALONE, reason="older versions of torch keep the graph for the second part")
+def test_each_part_frees_what_no_later_one_needs():
+    stage, x, kept = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True), WeakSet()
+
+    def keep(tensor: torch.Tensor) -> Any:
+        box = Kept(tensor)
+        kept.add(box)
+        return box
+
+    def forward(_: object, microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda box: box.tensor):
+            return stage(hidden).square().sin().sum()
+
+    runtime = pipeline_stage.Stage(1, True, stage)
+    runtime.forward(0, x.detach(), forward)
+    of_layers = 4  # inputs and weights
+    assert len(kept) == of_layers + 2
+    result = runtime.backward_input(0, None)
+    assert result is not None
+    assert len(kept) == of_layers, "the loss is differentiated"
+    memory = StorageWeakRef(result.untyped_storage())
+    del result
+    assert memory.expired(), "the stage before holds its gradient"
+    runtime.backward_weights(0)
+    assert not kept

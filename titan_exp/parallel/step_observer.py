@@ -21,6 +21,15 @@ class StepObserver:
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """After a pipeline action; `result` is its output or the gradient of its input."""
 
+    def weight_gradients_begin(self, weights: Sequence[str]) -> None:
+        """Before gradients of weights, by name in the stage, in the second part of a split backward pass."""
+
+    def gradient_group_begin(self) -> None:
+        """After a part of a split backward pass, before the gradients of an FSDP group are added to their sum.
+
+        Groups as in `group_reduction_begin`.
+        """
+
     def stage_reduction_begin(self, stage: int) -> None:
         """Before the gradients of a pipeline stage are reduced."""
 

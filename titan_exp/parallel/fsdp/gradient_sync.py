@@ -58,17 +58,35 @@ def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
         module.set_reshard_after_backward(not keep_gathered)
 
 
+def restart_forward_order(module: nn.Module) -> None:
+    """Let backward passes prefetch by the order of one forward pass.
+
+    FSDP2 appends the orders of all micro-batches of a step: the first group's backward pass would gather the last group
+    of another micro-batch.
+    """
+    if isinstance(module, FSDPModule):
+        # Absent before the first pass.
+        getattr(fsdp_state(module)._comm_ctx, "post_forward_order", []).clear()
+
+
 def accumulate_gradients(module: nn.Module) -> None:
     """Add gradients that autograd accumulated outside FSDP's hooks to the unreduced sum, in the reduction dtype."""
     if isinstance(module, FSDPModule):
-        for group in _parameter_groups(module):
-            if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
-                group._set_unsharded_grad_dtypes(defer_upcast=False)
-                continue
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+        observer = step_observer()
+        for groups in _groups_by_block(module):
+            observer.gradient_group_begin()
+            for group in groups:
+                _accumulate_group(group)
+
+
+def _accumulate_group(group: Any) -> None:
+    if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        return
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(module: nn.Module) -> None:

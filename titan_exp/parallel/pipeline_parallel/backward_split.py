@@ -2,81 +2,90 @@
 
 Where a weight branches off the path to the input, the first part keeps the incoming gradient, from which the second
 part continues (Qi et al. 2024). A compiled graph computes all of its gradients at once, and sends all of its messages:
-calling it in both parts would cost twice, so the first part keeps the gradients of its weights too.
+calling it in both parts would cost twice, so the first part keeps the gradients of its weights too, and those of head
+and norm where they are all that is left.
 torch's own version is private, and that of 2.11 sums the gradients of multi-output operators and cannot start from
 Python operators.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from titan_exp.parallel.step_observer import step_observer
+
 NODES_LIVE_ALONE = torch.__version__ >= "2.13"
 """True if references keep nodes of Python operators alive; before torch 2.13 the graph had to be kept."""
 
 
 class BackwardSplit:
-    """Backward pass of one micro-batch through one stage; `gradient` is None for the loss of the last stage."""
+    """Backward pass of one micro-batch through one stage, of which `parameters` are the names and weights."""
 
-    def __init__(
-        self, output: Tensor, gradient: Tensor | None, input: Tensor, parameters: Iterable[nn.Parameter]
-    ) -> None:
-        self._weights = {get_gradient_edge(weight).node: weight for weight in parameters if weight.requires_grad}
-        self._kept: list[tuple[Node, tuple[Tensor | None, ...]]] = []
+    def __init__(self, output: Tensor, input: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        named = {get_gradient_edge(weight).node: (name, weight) for name, weight in parameters if weight.requires_grad}
+        self._weights = {node: weight for node, (_, weight) in named.items()}
+        self._names = {node: name for node, (name, _) in named.items()}
+        self._kept = deque[tuple[Node, tuple[Tensor | None, ...]]]()
         branches = _branches(output, input, self._weights.keys())
-        early = set().union(*(branch.weights for node, branch in branches.items() if _is_compiled(node)))
+        early = _early_weights(branches)
         # A weight of a compiled graph has its whole gradient early, also that of a use elsewhere.
         self._branches = {
             node: branch._replace(weights=branch.weights - early)
             for node, branch in branches.items()
             if branch.weights - early
         }
-        self.input_gradient = self._first_part(output, gradient, input, [self._weights[node] for node in early])
-        """Gradient of the input."""
-        self.added_early = bool(early)
-        """True if the first part has added gradients of some weights."""
-        self._graph = None if NODES_LIVE_ALONE or not self._branches else output
+        self._early = [self._weights[node] for node in early]
+        self._ends: tuple[Tensor, Tensor] | None = output, input
 
     @property
-    def needs_graph(self) -> bool:
-        """True if the second part has something to compute."""
-        return bool(self._branches)
+    def added_early(self) -> bool:
+        """True if the first part adds gradients of some weights."""
+        return bool(self._early)
 
-    def add_weight_gradients(self) -> None:
-        """Accumulate the gradients of the weights; called once."""
-        for node, gradients in self._kept:
-            starts = [(GradientEdge(node, index), grad) for index, grad in enumerate(gradients) if grad is not None]
-            if not starts:
-                continue
-            edges, grads = zip(*starts, strict=True)
-            branch = self._branches[node]
-            if branch.begins:
-                # Without the path itself, on which the weights' other uses follow, which may read the same nodes.
-                edges, grads = branch.begins, torch.autograd.grad(edges, branch.begins, grads)
-            weights = tuple(self._weights[weight] for weight in branch.weights)
-            torch.autograd.backward(edges, grads, retain_graph=bool(branch.begins), inputs=weights)
-        self._kept.clear()
-        self._graph = None
-
-    def _first_part(
-        self, output: Tensor, gradient: Tensor | None, input: Tensor, weights: list[nn.Parameter]
-    ) -> Tensor:
-        def keep(node: Node) -> Any:
-            return node.register_prehook(lambda gradients: self._kept.append((node, gradients)))
-
-        hooks = [keep(node) for node in self._branches]
+    def compute_input_gradient(self, gradient: Tensor | None) -> Tensor:
+        """Gradient of the input, for one of the output, or None for the loss of the last stage; called once."""
+        assert self._ends is not None, "the first part runs once"
+        output, input = self._ends
+        hooks = [self._keep_gradients(node) for node in self._branches]
         try:
             gradients = None if gradient is None else (gradient,)
-            torch.autograd.backward((output,), gradients, retain_graph=self.needs_graph, inputs=(input, *weights))
+            torch.autograd.backward(
+                (output,), gradients, retain_graph=bool(self._branches), inputs=(input, *self._early)
+            )
             found, input.grad = input.grad, None
             assert found is not None, "the output depends on the input"
             return found
         finally:
             for hook in hooks:
                 hook.remove()
+            if NODES_LIVE_ALONE or not self._branches:
+                self._ends = None
+
+    def add_weight_gradients(self) -> None:
+        """Accumulate the gradients of the weights, and free the graph from the output on; called once."""
+        while self._kept:
+            self._add_branch(*self._kept.popleft())
+        self._ends = None
+
+    def _keep_gradients(self, node: Node) -> Any:
+        return node.register_prehook(lambda gradients: self._kept.append((node, gradients)))
+
+    def _add_branch(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+        branch = self._branches.pop(node)
+        starts = [(GradientEdge(node, index), grad) for index, grad in enumerate(gradients) if grad is not None]
+        if not starts:
+            return
+        step_observer().weight_gradients_begin(sorted(self._names[weight] for weight in branch.weights))
+        edges, grads = zip(*starts, strict=True)
+        if branch.begins:
+            # Without the path itself, on which the weights' other uses follow, which may read the same nodes.
+            edges, grads = branch.begins, torch.autograd.grad(edges, branch.begins, grads)
+        weights = tuple(self._weights[weight] for weight in branch.weights)
+        torch.autograd.backward(edges, grads, retain_graph=bool(branch.begins), inputs=weights)
 
 
 class _Branch(NamedTuple):
@@ -88,8 +97,13 @@ class _Branch(NamedTuple):
     """Edges off the path, if a weight is used further down the path as well; else empty, for all edges."""
 
 
-def _is_compiled(node: Node) -> bool:
-    return node.name().startswith("CompiledFunction")
+def _early_weights(branches: Mapping[Node, _Branch]) -> set[Node]:
+    """Weights whose gradients the first part computes; `branches` are in order, the deepest first."""
+    compiled = [node.name().startswith("CompiledFunction") for node in branches]
+    # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive for it.
+    above = any(compiled) and all(compiled[: sum(compiled)])
+    found = (branch.weights for branch, early in zip(branches.values(), compiled, strict=True) if early or above)
+    return set().union(*found)
 
 
 def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:

@@ -7,7 +7,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
-from titan_exp.parallel.fsdp.gradient_sync import accumulate_gradients
+from titan_exp.parallel.fsdp.gradient_sync import accumulate_gradients, restart_forward_order
 from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
@@ -25,7 +25,8 @@ class _Pass:
     """State of a micro-batch between forward and backward."""
 
     input: Tensor | None
-    output: Tensor
+    output: Tensor | None
+    """None after `backward_input`, whose rest keeps the part of the graph that it needs."""
     gradient: Tensor | None = None
     rest: BackwardSplit | None = None
 
@@ -49,6 +50,7 @@ class Stage:
     def forward(self, microbatch: int, hidden: Tensor | None, compute: Forward) -> Tensor:
         """Compute the output of a micro-batch; with gradients enabled, keep the graph for backward."""
         train = torch.is_grad_enabled()
+        restart_forward_order(self.module)
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(train)
         output = compute(self, microbatch, hidden)
@@ -62,28 +64,31 @@ class Stage:
         `gradient` is that of the output; None for the last stage.
         """
         kept = self._passes.pop(microbatch)
+        assert kept.output is not None, "its backward pass is not split"
         torch.autograd.backward((kept.output,), (gradient,) if gradient is not None else None)
+        kept.output = None  # Before its input, which its graph may hold.
         return None if kept.input is None else kept.input.grad
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Gradient of the input only; arguments and result as in `backward`."""
         kept = self._passes[microbatch]
         kept.gradient = gradient
-        if kept.input is None:
+        if kept.input is None or kept.output is None:
             return None  # No stage waits for it: the first stage computes its whole backward with the weights.
-        kept.rest = BackwardSplit(kept.output, gradient, kept.input, self.module.parameters())
+        kept.rest = BackwardSplit(kept.output, kept.input, self.module.named_parameters())
+        result = kept.rest.compute_input_gradient(gradient)
         if kept.rest.added_early:
             accumulate_gradients(self.module)
-        if not kept.rest.needs_graph:
-            kept.output = kept.output.detach()
-        return kept.rest.input_gradient
+        kept.output = None
+        return result
 
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the weight gradients, after `backward_input`."""
-        rest = self._passes[microbatch].rest
-        if rest is None:
+        if self._passes[microbatch].rest is None:
             self.backward(microbatch, self._passes[microbatch].gradient)
             return
-        del self._passes[microbatch]
-        rest.add_weight_gradients()
+        # Hidden states and their gradient are released at its end, as by `backward`.
+        kept = self._passes.pop(microbatch)
+        assert kept.rest is not None
+        kept.rest.add_weight_gradients()
         accumulate_gradients(self.module)

@@ -34,6 +34,26 @@ def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
             assert in_flight(schedule, ranks, rank, own, ranks * times) == held
 
 
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
+def test_blocks_in_flight_are_released_by_weight_gradients(schedule: str):
+    from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
+    from titan_exp.plan.search.layout_columns import in_flight
+
+    own = (3, 4)
+    for ranks, times in ((2, 2), (2, 3), (4, 2)):
+        for rank, order in enumerate(build_schedule(schedule, ranks, 2 * ranks, ranks * times)):
+            layers = dict(zip(sorted({action.stage for action in order}), own, strict=True))
+            passed: dict[tuple[int, int], int] = {}
+            most = 0
+            for stage, kind, microbatch in order:
+                if kind == "F":
+                    passed[stage, microbatch] = layers[stage]
+                elif kind != "I":
+                    del passed[stage, microbatch]
+                most = max(most, sum(passed.values()))
+            assert in_flight(schedule, ranks, rank, own, ranks * times) == most < sum(own) * ranks * times
+
+
 MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 activation_checkpoint=selective " + BF16
 
 

@@ -3,15 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.layer_kinds import repetition
 from titan_exp.plan.search.layouts import MODES, Candidate
-from titan_exp.plan.time.roofline import axis_ranks, message_seconds
+from titan_exp.plan.time.roofline import axis_ranks, message_seconds, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 Column = npt.NDArray[np.float64]
@@ -178,14 +180,19 @@ def block_parameters(candidate: Candidate) -> tuple[float, float]:
 
 @cache
 def in_flight(schedule: str, ranks: int, rank: int, own: tuple[int, ...], micro_batches: int) -> int:
-    """Forward blocks of a rank before its first backward. `own` are the layers of its stages."""
+    """Most blocks of a rank after forward and before the end of backward. `own` are the layers of its stages."""
     if schedule == "1F1B":
         return own[0] * min(ranks - rank, micro_batches)
     if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
         # One micro-batch per rank through every stage but the last, and further ones until the first returns.
         turns = min((len(own) + 1) * ranks - 1 - 2 * rank, micro_batches * len(own))
         return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
-    return sum(own) * micro_batches
+    if schedule not in SCHEDULES or not SCHEDULES[schedule].splits_backward:
+        return sum(own) * micro_batches
+    orders, _ = schedule_and_bubble(schedule, ranks, ranks * len(own), micro_batches)
+    layers = dict(zip(sorted({action.stage for action in orders[rank]}), own, strict=True))
+    changes = [layers[action.stage] * {"F": 1, "I": 0}.get(action.kind, -1) for action in orders[rank]]
+    return max(accumulate(changes))
 
 
 def _load(candidate: Candidate) -> list[float]:
@@ -204,7 +211,8 @@ def _load(candidate: Candidate) -> list[float]:
             by_rank[rank] += count
             sends[rank] += (stage > 0) + (stage < len(placed) - 1)
         own = [tuple(count for at, count in placed if at == rank) for rank in range(ranks)]
-        held = [in_flight(parallelism.pp_schedule, ranks, rank, own[rank], micro_batches) for rank in range(ranks)]
+        schedule, passing = parallelism.pp_schedule, layout.pipeline_microbatches
+        held = [in_flight(schedule, ranks, rank, own[rank], passing) for rank in range(ranks)]
     tokens = layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp
     chunk, gathers = min(tokens, layout.loss_chunk_tokens or tokens), 2 * micro_batches
     scalars = [layout.micro_batch_size, tokens, chunk, micro_batches, layout.stage_count]

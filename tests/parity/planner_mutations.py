@@ -20,7 +20,9 @@ from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, stages, step_cost
+from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.sample import Sample
+from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.search.layout_columns import LayoutColumns
 from titan_exp.plan.search.search import LayoutSearch
@@ -80,7 +82,23 @@ def tied_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_step_has_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = step_cost._simulate
-    monkeypatch.setattr(step_cost, "_simulate", lambda *args: plain(*args[:3], 1, *args[4:]))
+    monkeypatch.setattr(step_cost, "_simulate", lambda *args, **flags: plain(*args[:3], 1, **flags))
+
+
+def a_second_backward_pass_repeats_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    following: Any = _SampledActions.next
+
+    def repeated(actions: _SampledActions, kind: str) -> int:
+        is_second = actions._seen.count(kind) == 1
+        return 0 * following(actions, kind) if is_second and kind != "F" else following(actions, kind)
+
+    plain: Any = step_cost._simulate
+    monkeypatch.setattr(step_cost, "_simulate", plain.__wrapped__)
+    monkeypatch.setattr(_SampledActions, "next", repeated)
+
+
+def storages_belong_to_the_micro_batch_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventComposer, "_micros", lambda self, *at: [self._micro(*at)])
 
 
 def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +112,14 @@ def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tied_pipeline_in_passes() -> None:
     _compare("tied, document mask, embedding alone in a stage, in passes")
+
+
+def split_pipeline() -> None:
+    _compare("DualPipeV")
+
+
+def resharded_pipeline() -> None:
+    _compare("interleaved, resharded but for last blocks")
 
 
 def pipeline_with_modules() -> None:
@@ -137,6 +163,9 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (test_estimates.test_estimates_are_near_the_exact_costs, messages_have_no_rate),
     (tied_pipeline_in_passes, tied_gradients_are_not_summed),
     (tied_pipeline_in_passes, a_step_has_one_pass),
+    (split_pipeline, a_second_backward_pass_repeats_the_first),
+    (resharded_pipeline, a_second_backward_pass_repeats_the_first),
+    (resharded_pipeline, storages_belong_to_the_micro_batch_before),
     (pipeline_with_modules, the_last_stage_has_no_modules),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),

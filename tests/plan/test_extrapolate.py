@@ -22,6 +22,8 @@ BF16 = "training.mixed_precision=bf16 "
 ACCUMULATED = "training.micro_batch_size=1 training.global_batch_size=16 "
 
 EXPERTS = "model=qwen3_moe_debug "
+LATE = Path(__file__).with_name("late_weight_gradients.csv")
+"""Two stages on two ranks, of which the first computes its first weight gradients behind a full backward pass."""
 
 WHOLE = {
     "one device": "model.layers=7",
@@ -130,6 +132,72 @@ PIPELINES = {
 }
 """Overrides with a pipeline, by name."""
 
+SPLIT = {
+    "ZBV x fsdp x tp on CUDA": CUDA
+    + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble "
+    "parallelism.pp_microbatches=4",
+    "ZBV of single ranks, every third recomputed": BF16
+    + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=1 parallelism.pp_schedule=ZBVZeroBubble "
+    "parallelism.pp_microbatches=4 activation_checkpoint=every_n activation_checkpoint.every=3",
+    "ZBV, experts x ep, full on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=12 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4 activation_checkpoint=full",
+    "ZBV, compiled, experts x ep on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=12 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4 compile=blocks",
+    "InterleavedZeroBubble, compiled, float8 rowwise, selective on CUDA": CUDA
+    + "model.layers=12 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=InterleavedZeroBubble "
+    "parallelism.pp_microbatches=4 compile=blocks activation_checkpoint=selective quantization=float8_rowwise "
+    "quantization.smallest_gemm=0",
+    "InterleavedZeroBubble on four ranks, in passes": BF16
+    + "model.layers=16 training.global_batch_size=16 training.micro_batch_size=1 parallelism.pp=4 "
+    "parallelism.dp_shard=2 parallelism.pp_schedule=InterleavedZeroBubble parallelism.pp_microbatches=4",
+    "InterleavedZeroBubble, a dense layer first, ep on CUDA": CUDA
+    + "model=deepseek_debug model.layers=13 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 "
+    "parallelism.ep=2 parallelism.pp_schedule=InterleavedZeroBubble parallelism.pp_microbatches=4",
+    "DualPipeV": BF16 + "model.layers=9 training.global_batch_size=12 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.pp_schedule=DualPipeV parallelism.pp_microbatches=6",
+    "DualPipeV, experts x ep on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=18 training.global_batch_size=24 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_schedule=DualPipeV parallelism.pp_microbatches=6",
+    "DualPipeV, compiled x hsdp, full on CUDA": CUDA
+    + "model.layers=12 training.global_batch_size=24 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.dp_replicate=2 parallelism.pp_schedule=DualPipeV parallelism.pp_microbatches=6 compile=blocks "
+    "activation_checkpoint=full",
+}
+"""Overrides with a pipeline that splits backward passes, by name."""
+
+RESHARDED = {
+    "1F1B, always resharded, full on CUDA": CUDA
+    + "model.layers=24 training.global_batch_size=16 parallelism.pp=4 parallelism.dp_shard=2 "
+    "parallelism.pp_microbatches=8 parallelism.reshard_after_forward=always activation_checkpoint=full",
+    "1F1B in passes, resharded but for last blocks": BF16
+    + "model.layers=12 training.global_batch_size=16 training.micro_batch_size=1 parallelism.pp=2 "
+    "parallelism.dp_shard=2 parallelism.pp_microbatches=4 parallelism.reshard_after_forward=all_but_last",
+    "1F1B, compiled, experts x ep, always resharded on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=14 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_microbatches=4 parallelism.reshard_after_forward=always compile=blocks",
+    "1F1B, two blocks ahead, resharded but for last blocks on CUDA": CUDA
+    + "model.layers=18 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=4 "
+    "parallelism.prefetch_blocks=2 parallelism.reshard_after_forward=all_but_last",
+    "interleaved, always resharded on CUDA": CUDA
+    + "model.layers=22 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.pp_schedule=Interleaved1F1B parallelism.pp_microbatches=8 parallelism.reshard_after_forward=always",
+    "interleaved, resharded but for last blocks": BF16
+    + "model.layers=22 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=Interleaved1F1B "
+    "parallelism.pp_microbatches=4 parallelism.reshard_after_forward=all_but_last",
+    "GPipe x hsdp, always resharded": BF16
+    + "model.layers=14 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.dp_replicate=2 parallelism.pp_schedule=GPipe parallelism.pp_microbatches=4 "
+    "parallelism.reshard_after_forward=always",
+}
+"""Overrides with a pipeline that gathers parameters again for each micro-batch, by name."""
+PIPELINES |= SPLIT | RESHARDED
+
 QUICK = (
     "multi-token prediction, 1F1B x ep on CUDA",
     "modules in fp32, SGD by its import path",
@@ -209,8 +277,8 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
     ("overrides", "reason"),
     [
         (
-            "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4",
-            "weight gradients of a whole stage",
+            f"parallelism.pp=2 parallelism.pp_schedule={LATE}",
+            "a full backward pass lies between a stage's first input gradients and its first weight gradients",
         ),
         ("model.layers=9 training.fp32_modules=[blocks.7] training.mixed_precision=bf16", "training.fp32_modules"),
         (
@@ -218,11 +286,6 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
             "layers differ beyond the first 4 and periods of 4",
         ),
         ("model.layers=5 parallelism.prefetch_blocks=2", "too few layers are alike"),
-        (
-            "parallelism.pp=2 parallelism.pp_microbatches=2 parallelism.reshard_after_forward=always "
-            "parallelism.dp_shard=2",
-            "gathered again",
-        ),
         ("parallelism.pp=2 parallelism.pp_layers=[4,0] parallelism.pp_microbatches=2", "behind the first"),
     ],
 )

@@ -1,13 +1,15 @@
 """Extrapolated traces equal full traces in every allocation and in reserved memory."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plan.layouts import experiment_of
+from tests.patching import patch
+from tests.plan.layouts import experiment_of, predicted
 from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOLE
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
@@ -42,6 +44,7 @@ QUICK = (
     "experts x ep on CUDA, full",
     "compiled, accumulated",
     "tied, document mask, embedding alone in a stage, in passes",
+    "DualPipeV",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}
@@ -114,6 +117,23 @@ def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
         "before": len(trace.setup_events),
         "timeline": trace.timeline,
     }
+
+
+def test_a_micro_batch_gathers_no_parameters_for_another(tmp_path: Path):
+    words = BF16 + "model.layers=4 training.micro_batch_size=1 parallelism.pp=2 parallelism.dp_shard=2 "
+    words += "parallelism.reshard_after_forward=always parallelism.pp_microbatches="
+
+    def gathered(micro_batches: int, mutate: Callable[[], None] | None = None) -> int:
+        run = experiment_of(f"{words}{micro_batches} training.global_batch_size={2 * micro_batches}")
+        return predicted(run, tmp_path, mutate)[-1].messages["fsdp", "all-gather"]
+
+    assert gathered(6) == 3 * gathered(2)
+    assert gathered(6, keep_forward_orders) > gathered(6)
+
+
+def keep_forward_orders() -> None:
+    """A mutation: FSDP2 appends the orders of all forward passes."""
+    patch("titan_exp.parallel.fsdp.gradient_sync.restart_forward_order", lambda _: lambda module: None)
 
 
 def named(events: list[Event]) -> list[tuple[int, int, int]]:

@@ -133,7 +133,8 @@ def test_neighbours_differ_in_one_key_or_factor():
     pipeline = {"parallelism.pp": 2, "parallelism.pp_schedule": "Interleaved1F1B"}
     _, found = near(search_space(composed(*LONG), 8, frozenset()), **pipeline)
     assert {"pp_schedule=1F1B", "pp_layers_per_stage=1"} <= set(found)
-    assert not any("reshard" in name for name in found), "a pipeline that reshards cannot be extrapolated"
+    less = {name for name, (direction, _) in found.items() if direction < 0}
+    assert "reshard_after_forward=all_but_last" in less, "a pipeline keeps gathered parameters unless told otherwise"
     fixed = fixed_keys(["compile=none", "activation_checkpoint.budget=0.5", "training.loss_chunk_tokens=auto"])
     _, found = near(search_space(composed(*LONG), 8, fixed), **{"activation_checkpoint.mode": "selective"})
     assert "mode=full" in found

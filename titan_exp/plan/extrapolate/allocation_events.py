@@ -75,16 +75,18 @@ class EventComposer:
         position = StepPosition(
             at.step + there.step - source.step,
             at.stage if there.stage == source.stage else there.stage,
-            self._micro(sample, there, source, at),
+            None,
             there.part,
             self._block(sample, there, source, at),
         )
-        found = self._allocated.get(position, {}).get(site.key, [])
-        if there.stage not in (source.stage, NOWHERE) or len(found) < -site.place:
-            raise ExtrapolationError(
-                f"{tuple(site.key)} is released at {tuple(at)} but was not allocated at {tuple(position)}"
-            )
-        return found[site.place]
+        micros = self._micros(sample, there, source, at)
+        for micro in micros if there.stage in (source.stage, NOWHERE) else ():
+            found = self._allocated.get(position._replace(micro=micro), {}).get(site.key, [])
+            if len(found) >= -site.place and (len(micros) == 1 or self.tracker.allocated_bytes(found[site.place])):
+                return found[site.place]
+        raise ExtrapolationError(
+            f"{tuple(site.key)} is released at {tuple(at)} but was not allocated at {tuple(position)} of {micros}"
+        )
 
     def allocate(self, size: int, category: str, stage: int = NOWHERE, role: int = 0) -> int:
         """Allocate a storage; returns its number."""
@@ -156,6 +158,15 @@ class EventComposer:
         if self._workspace and mark not in self._threads:
             self._threads.add(mark)
             self.allocate(-(-self._workspace // MIN_BLOCK) * MIN_BLOCK, "workspaces")
+
+    def _micros(
+        self, sample: Sample, there: StepPosition, source: StepPosition, at: StepPosition
+    ) -> Sequence[int | None]:
+        """Micro-batch of an allocation, or several, of which it is the first that still holds it."""
+        if there.micro is not None and source.micro is not None and there.micro > source.micro:
+            # Parameters that a later forward pass gathered: the last one that did.
+            return self._passed[at.step, at.stage, there.part[:1]][::-1]
+        return [self._micro(sample, there, source, at)]
 
     def _micro(self, sample: Sample, there: StepPosition, source: StepPosition, at: StepPosition) -> int | None:
         if there.micro is None:

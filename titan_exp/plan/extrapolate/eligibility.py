@@ -5,6 +5,7 @@ from dataclasses import replace
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.axes import regroups_experts
+from titan_exp.config.layout.pipeline_schedules import Schedule, is_file, read_schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.extrapolate.layer_kinds import repetition
@@ -49,16 +50,27 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             "a stage begins within a period of layers": any(
                 count % period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])
             ),
-            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": layout.splits_backward,
+            "a full backward pass lies between a stage's first input gradients and its first weight gradients": (
+                is_file(parallelism.pp_schedule) and _splits_around_backward(read_schedule(parallelism.pp_schedule))
+            ),
             "a stage behind the first has no layers": min(layout.layer_counts[1:]) < 1,
             "a rank has both copies of the embedding": (
                 spec is not None
                 and bool(spec.pipeline.copied)
                 and layout.stage_placement[0] == layout.stage_placement[-1]
             ),
-            "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
         }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _splits_around_backward(orders: Schedule) -> bool:
+    """True if a full backward pass finds gradients of compiled graphs allocated, and others not."""
+    begun: set[tuple[int, str]] = set()
+    for action in (action for order in orders for action in order):
+        if action.kind == "B" and (action.stage, "I") in begun and (action.stage, "W") not in begun:
+            return True
+        begun |= {(action.stage, kind) for kind in ("IW" if action.kind == "B" else action.kind)}
+    return False
 
 
 def sampled_edge(experiment: Experiment) -> int:
@@ -68,8 +80,9 @@ def sampled_edge(experiment: Experiment) -> int:
     An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts.
     """
     parallelism, spec, (_, period) = experiment.parallelism, model_spec(experiment.model), repetition(experiment)
-    # Without a pipeline, gradients are reduced in the blocks of the last micro-batch.
-    edge = parallelism.prefetch_blocks + (parallelism.pp == 1)
+    # Gradients are reduced in the blocks of the last micro-batch, or parameters freed, behind the block's own pass.
+    behind = parallelism.pp == 1 or ResolvedLayout.of(experiment).reshard_policy != "never"
+    edge = parallelism.prefetch_blocks + behind
     if spec is not None and spec.has_experts and regroups_experts(parallelism):
         with_experts = sum(layer.router is not None for layer in spec.layers[-period:])
         edge = max(edge, parallelism.prefetch_blocks + period // max(1, with_experts))
@@ -92,17 +105,18 @@ def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, 
     if size is not None:
         return distinct + size, max(size, period), size
     ends, middle = (-(-few // period) * period for few in (2 * edge, 2 * edge + period))
-    return distinct + ends, middle, ends
+    # A first stage does not split its backward pass, so that others' blocks are not like its own.
+    first = middle if ResolvedLayout.of(experiment).splits_backward else ends
+    return distinct + first, middle, ends
 
 
 def stage_sizes(experiment: Experiment) -> list[int | None]:
     """Size of each pipeline stage: its like layers if they are too few to be sampled by a larger stage, else None."""
-    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    (distinct, _), edge = repetition(experiment), sampled_edge(experiment)
     if experiment.parallelism.pp == 1:
         return [None]
     first, *others = ResolvedLayout.of(experiment).layer_counts
-    fewest = 2 if period == 1 else 2 * edge
-    return [alike if alike < fewest else None for alike in (first - distinct, *others)]
+    return [alike if alike < 2 * edge else None for alike in (first - distinct, *others)]
 
 
 def recompute_modes(
@@ -128,5 +142,6 @@ def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointCon
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
     lone = len({min(count, 2) for count in layout.layer_counts})
     per_rank = layers / layout.parallelism.pp
-    # Each of its steps has two passes.
-    return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4
+    # Samples have up to three micro-batches, and those of stages whose first backward pass is split are others.
+    passes = 6 if layout.splits_backward else 3 if layout.reshard_policy != "never" else 2
+    return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 2 * passes

@@ -44,7 +44,7 @@ class TraceExtrapolator:
         # The first step, which creates the optimizer state, has as few micro-batches as possible.
         schedules = [simulate_rank(layout, pipeline_rank, samples, passes=1), simulation]
         if layout.parallelism.pp == 1:
-            sample, number = samples[None][0], layout.gradient_accumulation
+            sample, number = next(iter(samples.values()))[0], layout.gradient_accumulation
             composed = microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
             schedules = [microbatch_loop(1, 1), composed]
         tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, workspace=self.matmul_workspace)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
-from titan_exp.plan.extrapolate.sample import RESULT
+from titan_exp.plan.extrapolate.sample_positions import RESULT
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
 from titan_exp.plan.extrapolate.stages import (
     END,

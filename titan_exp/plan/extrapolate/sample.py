@@ -5,8 +5,8 @@ action, first and repeated; the schedule simulation tracks hidden states passed 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +27,10 @@ from titan_exp.plan.extrapolate.eligibility import (
     sampled_stages,
 )
 from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.sample_key import SampleKey
+from titan_exp.plan.extrapolate.sample_positions import PositionFinder, check_hidden_states_last, numbered_groups
 from titan_exp.plan.extrapolate.schedule_simulation import (
     KINDS,
-    ScheduledAction,
     ScheduleSimulation,
     microbatch_loop,
     simulate_schedule,
@@ -37,25 +38,18 @@ from titan_exp.plan.extrapolate.schedule_simulation import (
 from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.extrapolate.stages import (
     FIRST,
-    GROUP,
     LAST,
     MIDDLE,
     OTHER_RANK,
     PROLOGUES,
-    REDUCE,
-    REST,
     SAMPLED_STAGES,
     WHOLE,
-    ExtrapolationError,
     StepPosition,
-    first_layer,
 )
-from titan_exp.plan.trace import segments as labels
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.segments import (
-    NOT_TRACKED,
     CategoryBytes,
     GradientKey,
     Segment,
@@ -67,10 +61,6 @@ from titan_exp.plan.trace.segments import (
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
-PASSES = 2
-"""Number of passes through the pipeline in a sampled step."""
-RESULT = " result"
-"""Suffix of the part of an action at which its result is known."""
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
 
 
@@ -110,6 +100,8 @@ class Sample:
     """Number of last blocks of the model that are modules of multi-token prediction."""
     micro_batches: int
     """Sampled micro-batches."""
+    backward: Sequence[str]
+    """Ways of backward passes in a pipeline, by micro-batch, as in `stages.backward_ways`."""
     base: CategoryBytes
     """Bytes allocated before the step, without batches and the stages' buffers."""
     buffers: CategoryBytes
@@ -142,6 +134,10 @@ class Sample:
     def stages(self) -> list[int]:
         """Stage numbers of the sampled rank."""
         return [stage for stage in self.blocks if stage != OTHER_RANK]
+
+    def ways(self, micro: int) -> tuple[str, str]:
+        """Kinds of actions of a micro-batch's forward and backward pass."""
+        return "F", "B" if WHOLE in self.layers else self.backward[micro]
 
     def mtp_of(self, stage: int) -> int:
         """Number of modules of multi-token prediction in a stage."""
@@ -207,20 +203,17 @@ class Sample:
 def take_sample(
     experiment: Experiment,
     checkpointing: ActivationCheckpointConfig,
+    key: SampleKey,
     *,
-    size: int | None,
     cuda: bool,
     record_events: bool = False,
 ) -> Sample:
-    """Trace a small model in a run's layout, with the same activation checkpointing for all blocks.
-
-    `size` is that of pipeline stages, as in `eligibility.stage_sizes`.
-    """
+    """Trace a small model in a run's layout, with the same activation checkpointing for all blocks."""
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
     (distinct, period), mtp = repetition(experiment), mtp_depth(experiment.model)
     # Events include the first step, which runs in full with a pipeline.
     with temporary_folder() as folder:
-        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", size)
+        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
             # Blocks choose their saved calls in their first forward pass.
             passes = record_events or checkpointing.automatic is not None
@@ -247,11 +240,11 @@ def take_sample(
     if not record_events:
         segments = [replace(segment, events=()) for segment in segments if segment.step == 1]
         tracker.action_results.clear()
-    found = _PositionFinder(_blocks(layers, period), tracker.action_results)
+    found = PositionFinder(_blocks(layers, period), tracker.action_results)
     for step in (0, 1):
         found.step([segment for segment in segments if segment.step == step], iter(simulation.actions))
-    positions = _numbered_groups(found.segments, found.blocks)
-    _check_hidden_states_last(positions, found.hidden_states)
+    positions = numbered_groups(found.segments, found.blocks)
+    check_hidden_states_last(positions, found.hidden_states)
     return Sample(
         segments=positions,
         layers=layers,
@@ -260,6 +253,7 @@ def take_sample(
         edge=sampled_edge(experiment),
         mtp=mtp,
         micro_batches=micro_batches,
+        backward=key.ways,
         base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
         buffers=buffers,
         batch=batch,
@@ -275,7 +269,7 @@ def take_sample(
 
 
 def _small_model(
-    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, size: int | None
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, key: SampleKey
 ) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
     """Small variant of a run, its number of blocks by kind of stage, and its simulation.
 
@@ -287,16 +281,18 @@ def _small_model(
         number = sampled_layers(experiment)
         small = small_run(experiment, [number], few, checkpointing)
         return small, {WHOLE: number + mtp_depth(experiment.model)}, lambda _: microbatch_loop(few, few)
-    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, size), strict=True))
+    layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, key.size), strict=True))
     counts, placement = [layers[FIRST], layers[MIDDLE], period, layers[LAST]], [0, 0, 1, 0]
     orders: Schedule = []
     for rank in (0, 1):
-        own = [stage for stage, owner in enumerate(placement) if owner == rank]
-        orders.append([*(Action(stage, "F", 0) for stage in own), *(Action(stage, "B", 0) for stage in reversed(own))])
+        own, order = [stage for stage, owner in enumerate(placement) if owner == rank], list[Action]()
+        for kind, number in key.order:
+            order += [Action(stage, kind, number) for stage in (own if kind == "F" else reversed(own))]
+        orders.append(order)
     schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
-    small = small_run(experiment, counts, PASSES, checkpointing, pp=2, schedule=str(schedule))
+    small = small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(schedule))
     layers[LAST] += mtp_depth(experiment.model)
-    return small, layers, partial(simulate_schedule, orders, placement, 0, PASSES)
+    return small, layers, partial(simulate_schedule, orders, placement, 0, 1, resharded=key.resharded)
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
@@ -305,107 +301,15 @@ def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
     return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
 
 
-@dataclass
-class _PositionFinder:
-    """Assigns positions to a sample's segments."""
-
-    blocks: Mapping[int, int]
-    """Number of blocks by stage number."""
-    action_results: Sequence[int]
-    """Allocations of action results, in order."""
-    segments: dict[StepPosition, list[Segment]] = field(default_factory=dict)
-    between: list[Segment] = field(default_factory=list)
-    """Segments of messages between actions."""
-    results: dict[StepPosition, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.hidden_states, self._results = set(self.action_results), iter(self.action_results)
-
-    def step(self, segments: Sequence[Segment], actions: Iterator[ScheduledAction]) -> None:
-        """Assign positions to a step's segments, in order."""
-        at = PROLOGUES[segments[0].step] if segments else PROLOGUES[0]
-        for segment in segments:
-            if segment.label in (labels.TIED_SUM, labels.OPTIMIZER_STEP):
-                return
-            at = self._next(at, segment.label, actions)
-            if at.part == labels.BETWEEN_ACTIONS:
-                self._between(segment)
-            else:
-                self.segments.setdefault(at, []).append(segment)
-
-    def _next(self, at: StepPosition, label: str, actions: Iterator[ScheduledAction]) -> StepPosition:
-        """Position of the segment that follows `at`."""
-        if label == labels.MICRO_BATCH:
-            return StepPosition(at.step, 0, 0 if at.micro is None else at.micro + 1, "F before", None)
-        if label.startswith(labels.ACTION):
-            action, sampled = (scheduled := next(actions)).action, scheduled.sampled
-            return StepPosition(at.step, action.stage, sampled, f"{action.kind} before", None)
-        if label == labels.BETWEEN_ACTIONS:
-            allocation = next(self._results, NOT_TRACKED)
-            if allocation != NOT_TRACKED:
-                self.results[at._replace(part=at.part[0] + RESULT, block=None)] = allocation
-            return at._replace(part=labels.BETWEEN_ACTIONS, block=None)
-        if label.startswith(labels.REDUCE):
-            return StepPosition(at.step, int(label.split()[1]), None, REDUCE, None)
-        if label == labels.GROUP:
-            return at._replace(part=GROUP, block=0 if at.block is None else at.block + 1)
-        return self._next_phase(at, label)
-
-    def _next_phase(self, at: StepPosition, phase: str) -> StepPosition:
-        if at.part in {REDUCE, GROUP}:
-            return at._replace(part=REST, block=None)
-        if at.micro is not None and ", block " in phase:
-            block = int(phase.partition(", block ")[2]) - first_layer(self.blocks, at.stage)
-            return at._replace(part=f"{phase[0].upper()} block", block=block)
-        return at if at.block is None else at._replace(part=f"{at.part[0]} after", block=None)
-
-    def _between(self, segment: Segment) -> None:
-        """Add a segment between actions, which may release only hidden states."""
-        self.between.append(segment)
-        self.hidden_states.update(event.allocation for event in segment.events if event.size)
-        released = {event.allocation for event in segment.events if not event.size and event.allocation > 0}
-        if not released <= self.hidden_states:
-            raise ExtrapolationError("more than hidden states is released between actions")
-
-
-def _numbered_groups(
-    segments: Mapping[StepPosition, list[Segment]], blocks: Mapping[int, int]
-) -> dict[StepPosition, list[Segment]]:
-    """Number parameter groups by block; the group of a stage's other parameters comes first, as -1."""
-    counts = Counter((position.step, position.stage) for position in segments if position.part == GROUP)
-
-    def numbered(position: StepPosition) -> StepPosition:
-        if position.part != GROUP or position.block is None:
-            return position
-        return position._replace(block=position.block - counts[position.step, position.stage] + blocks[position.stage])
-
-    return {numbered(position): found for position, found in segments.items()}
-
-
-def _check_hidden_states_last(
-    segments: Mapping[StepPosition, Sequence[Segment]], hidden_states: Collection[int]
-) -> None:
-    """Check that an action releases hidden states last, as the simulation assumes."""
-    over: set[StepPosition] = set()
-    for position, found in segments.items():
-        action = position._replace(part=position.part[:1], block=None)
-        for event in (event for segment in found for event in segment.events):
-            is_hidden = not event.size and event.allocation in hidden_states
-            if action in over and not is_hidden:
-                raise ExtrapolationError("an action releases other storages after hidden states")
-            if is_hidden:
-                over.add(action)
-
-
 def _handed_over(
     simulation: ScheduleSimulation, hidden: Sequence[CategoryBytes]
 ) -> dict[tuple[int, str, int], CategoryBytes]:
     """Net bytes of hidden states allocated by each sampled action."""
-    found = {}
+    found: dict[tuple[int, str, int], CategoryBytes] = {}
     for scheduled in simulation.actions:
         counts = zip(scheduled.before, scheduled.after, hidden, strict=True)
-        key = scheduled.action.stage, scheduled.action.kind, scheduled.sampled
-        found[key] = sum(((after - before) * size for before, after, size in counts), category_bytes({}))
+        changes = ((after - before) * size for before, after, size in counts)
+        found[scheduled.action] = sum(changes, category_bytes({}))
     return found
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of
+from titan_exp.parallel.pipeline_parallel.backward_split import NODES_LIVE_ALONE
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
+from titan_exp.plan.extrapolate.sample_key import backward_ways
 
 KINDS = ("received", "made", "objective")
 """Kinds of hidden states and gradients: received from another rank; of this rank; the last stage's objective."""
@@ -23,8 +25,9 @@ class ScheduledAction:
     action: Action
     """Stage, kind and micro-batch."""
     sampled: int
-    """Equivalent micro-batch of a sample: 0 for the stage's first action of its kind, 1 for later ones; 2 for the last
-    one without a pipeline, which reduces gradients."""
+    """Equivalent micro-batch of a sample: 0 for the stage's first action that allocates gathered parameters or
+    gradients, a later one of `backward_ways` for others; 2 for the last one without a pipeline, which reduces
+    gradients."""
     waiting: tuple[int, ...]
     """Peak number of hidden states, by kind, since the previous action."""
     before: tuple[int, ...]
@@ -96,9 +99,9 @@ class _Stage:
     copied: tuple[str, ...] = ()
     module = None
 
-    def __init__(self, number: int, last: bool, microbatches: int, recorder: _Recorder) -> None:
+    def __init__(self, number: int, last: bool, microbatches: int, sampled: "_SampledActions", recorder: _Recorder):
         self.number, self.last, self._microbatches, self._recorder = number, last, microbatches, recorder
-        self._passes: dict[int, list[Any]] = {}
+        self._sampled, self._passes = sampled, dict[int, list[Any]]()
 
     def forward(self, microbatch: int, hidden: Any, _: Any) -> Any:
         with self._action("F", microbatch):
@@ -112,8 +115,29 @@ class _Stage:
             return self._backward(microbatch)
 
     def _backward(self, microbatch: int) -> Any:
-        hidden, _ = self._passes.pop(microbatch)
-        return None if hidden is None else _Hidden(self._recorder, 1)
+        hidden, output = self._passes.pop(microbatch)
+        result = None if hidden is None else _Hidden(self._recorder, 1)
+        del output
+        return result
+
+    def backward_input(self, microbatch: int, gradient: Any) -> Any:
+        with self._action("I", microbatch):
+            kept = self._passes[microbatch]
+            kept.append(gradient)
+            if kept[0] is None:
+                return None
+            result = _Hidden(self._recorder, 1)
+            if NODES_LIVE_ALONE:
+                kept[1] = None
+            return result
+
+    def backward_weights(self, microbatch: int) -> None:
+        with self._action("W", microbatch):
+            self._backward_weights(microbatch)
+
+    def _backward_weights(self, microbatch: int) -> None:
+        # Local references are released in this order.
+        _input, _output, _gradient = self._passes.pop(microbatch)
 
     @contextmanager
     def _action(self, kind: str, microbatch: int) -> Iterator[None]:
@@ -122,12 +146,36 @@ class _Stage:
         recorder.events.append(SimulationEvent("begin", len(recorder.actions)))
         yield
         recorder.events.append(SimulationEvent("end", len(recorder.actions)))
-        seen = recorder.seen[self.number, kind]
+        seen, sampled = recorder.seen[self.number, kind], self._sampled.next(kind)
         recorder.seen[self.number, kind] += 1
         after = recorder.peak = tuple(recorder.held)
         # Micro-batches are numbered through all passes.
         action = Action(self.number, kind, microbatch + seen // self._microbatches * self._microbatches)
-        recorder.actions.append(ScheduledAction(action, min(seen, 1), waiting, before, after))
+        recorder.actions.append(ScheduledAction(action, sampled, waiting, before, after))
+
+
+class _SampledActions:
+    """Micro-batches of a sample, for each action of a stage the one that does the same.
+
+    `ways` and `resharded` as in `SampleKey`.
+    """
+
+    def __init__(self, ways: Sequence[str], resharded: bool) -> None:
+        self._ways, self._resharded, self._seen = ways, resharded, list[str]()
+
+    def next(self, kind: str) -> int:
+        """Sampled micro-batch of the stage's next action."""
+        before, seen = self._seen[-1:], set(self._seen)
+        self._seen.append(kind)
+        if self._resharded:
+            return 0 if kind not in seen else 1 if before == ["F"] else 2
+        if kind == "F":
+            return int("F" in seen)
+        inputs, weights = seen & {"I", "B"}, seen & {"W", "B"}
+        assert kind != "B" or bool(inputs) == bool(weights), "checked by `unsupported_reason`"
+        if not (weights if kind == "W" else inputs):
+            return 0
+        return self._ways.index("B" if kind == "B" else "IW", 1)
 
 
 @dataclass
@@ -156,17 +204,31 @@ class _Transport:
 
 
 def simulate_schedule(
-    orders: Schedule, placement: Sequence[int], rank: int, passes: int, sends_complete: bool
+    orders: Schedule,
+    placement: Sequence[int],
+    rank: int,
+    passes: int,
+    sends_complete: bool,
+    *,
+    resharded: bool = False,
 ) -> ScheduleSimulation:
     """Simulate a pipeline rank's step with `passes` passes of micro-batches through the pipeline.
 
     `orders` has the actions of each pipeline rank in one pass, `placement` the pipeline rank of each stage. Sends
     complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) queued
-    behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass.
+    behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass. `resharded`
+    is as in `SampleKey`.
     """
     recorder = _Recorder()
+    ways = backward_ways(orders)
     stages: Any = [
-        _Stage(number, number == len(placement) - 1, microbatches_of(orders), recorder)
+        _Stage(
+            number,
+            number == len(placement) - 1,
+            microbatches_of(orders),
+            _SampledActions(ways[number], resharded),
+            recorder,
+        )
         for number, owner in enumerate(placement)
         if owner == rank
     ]

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import mtp_depth
-from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge, stage_sizes
+from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge
 from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""
@@ -24,6 +25,9 @@ NOWHERE = -1
 PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
 """Parts of a step outside actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and the
 rest of it; the optimizer step."""
+
+SUM = " sum"
+"""Suffix of the part of a split backward pass that sums the gradients of FSDP parameter groups."""
 
 
 class ExtrapolationError(Exception):
@@ -61,6 +65,8 @@ class StageShape:
     """Number of each block in the model."""
     modes: tuple[int, ...]
     """Index of each block's activation checkpointing mode."""
+    sample: SampleKey
+    """Key of its samples."""
     distinct: int = 0
     """Number of first blocks that differ from the rest of the model."""
     period: int = 1
@@ -69,8 +75,6 @@ class StageShape:
     """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
     mtp: int = 0
     """Number of last blocks that are modules of multi-token prediction."""
-    size: int | None = None
-    """Size of the stages of its sample, as in `eligibility.stage_sizes`."""
 
     @property
     def alike(self) -> int:
@@ -118,13 +122,13 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             kinds[stage],
             tuple(layers[stage]),
             tuple(modes[layer] for layer in layers[stage]),
+            sample,
             0 if stage else distinct,
             period,
             edge,
             0 if stage < len(layers) - 1 else mtp,
-            size,
         )
-        for stage, (rank, size) in enumerate(zip(placement, stage_sizes(experiment), strict=True))
+        for stage, (rank, sample) in enumerate(zip(placement, sample_keys(experiment), strict=True))
         if rank == pipeline_rank
     ]
 
@@ -138,6 +142,10 @@ def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Ite
         sampled, block = sampled_block(stage, place, blocks)
         yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
     yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
+    if kind in "IW":
+        yield SampledPart(stage.mode(last), stage.sampled, -1, kind + SUM, -1)
+        for place in places:
+            yield SampledPart(stage.modes[place], *sampled_block(stage, place, blocks), kind + SUM, place)
 
 
 def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.plan.extrapolate.eligibility import recompute_modes, stage_sizes
+from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, trace_optimizer_steps
 from titan_exp.plan.extrapolate.sample import Sample, take_sample
+from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_schedule
 from titan_exp.plan.extrapolate.stages import (
     PROLOGUES,
@@ -29,8 +30,8 @@ from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.trace.segments import TIED_SUM, CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
-Samples = Mapping[int | None, Sequence[Sample]]
-"""One sample per activation checkpointing mode, by size of stages as in `eligibility.stage_sizes`."""
+Samples = Mapping[SampleKey, Sequence[Sample]]
+"""One sample per activation checkpointing mode, for stages of each key."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def trace_samples(experiment: Experiment, *, cuda: bool, record_events: bool = F
     """Trace the samples of a run."""
     modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
     return {
-        size: [take_sample(experiment, mode, size=size, cuda=cuda, record_events=record_events) for mode in modes]
-        for size in set(stage_sizes(experiment))
+        key: [take_sample(experiment, mode, key, cuda=cuda, record_events=record_events) for mode in modes]
+        for key in dict.fromkeys(sample_keys(experiment))
     }
 
 
@@ -113,7 +114,7 @@ def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: Sched
 
 def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
     """Samples of a stage, by activation checkpointing mode."""
-    return samples[stage.size]
+    return samples[stage.sample]
 
 
 def simulate_rank(
@@ -125,15 +126,28 @@ def simulate_rank(
         return microbatch_loop(layout.gradient_accumulation, sample.micro_batches)
     schedule = parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches
     passes = passes or layout.gradient_accumulation // layout.pipeline_microbatches
-    return _simulate(schedule, tuple(layout.stage_placement), pipeline_rank, passes, sample.sends_complete)
+    return _simulate(
+        schedule,
+        tuple(layout.stage_placement),
+        pipeline_rank,
+        passes,
+        sends_complete=sample.sends_complete,
+        resharded=layout.reshard_policy != "never",
+    )
 
 
 @cache
 def _simulate(
-    schedule: tuple[str, int, int, int], placement: Sequence[int], rank: int, passes: int, sends_complete: bool
+    schedule: tuple[str, int, int, int],
+    placement: Sequence[int],
+    rank: int,
+    passes: int,
+    *,
+    sends_complete: bool,
+    resharded: bool,
 ) -> ScheduleSimulation:
     orders, _ = schedule_and_bubble(*schedule)
-    return simulate_schedule(orders, placement, rank, passes, sends_complete)
+    return simulate_schedule(orders, placement, rank, passes, sends_complete, resharded=resharded)
 
 
 def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -> Sequence[Segment]:

@@ -105,7 +105,7 @@ def _values(candidate: Candidate, space: SearchSpace) -> Iterator[tuple[int, str
             yield 0, "parallelism", {"pp_schedule": schedule, **defaults("parallelism", "pp_layers_per_stage")}
     for layers in _interleaved(layout) if own.pp > 1 and own.pp_layers is None else ():
         yield 0, "parallelism", {"pp_layers_per_stage": layers}
-    if own.pp == 1 and candidate.shards > 1:
+    if candidate.shards > 1:
         at = RESHARDED.index(layout.reshard_policy)
         for place in _adjacent(at, RESHARDED):
             yield place - at, "parallelism", {"reshard_after_forward": RESHARDED[place]}

@@ -1,10 +1,11 @@
 """Profiles of traced layouts: costs of a block and of the model's ends, which bound those of other layouts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
 from titan_exp.plan.extrapolate.sample import Sample
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, SAMPLED_STAGES, WHOLE
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, SAMPLED_STAGES, SUM, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -58,20 +59,23 @@ class Profile:
 
 def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
     """Profile of a traced layout; None without a representative block."""
-    if None not in parts.samples:
+    found = [samples[0] for key, samples in parts.samples.items() if key.size is None]
+    if not found:
         return None
-    sample, optimizer_steps = parts.samples[None][0], parts.optimizer_steps
+    sample, optimizer_steps = found[0], parts.optimizer_steps
     whole = WHOLE in sample.layers
     steady = min(1, sample.micro_batches - 1)
-    forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
+    forward, backward = (_middle_block(sample, way, steady) for way in sample.ways(steady))
     head = WHOLE if whole else LAST
-    in_forward, in_backward = (int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
+    in_forward, in_backward = (int(_middle_block(sample, way, 0).net.sum()) for way in sample.ways(0))
     if whole:
         in_forward, in_backward = 0, in_forward + in_backward if sample.micro_batches > 1 else 0
     else:
         in_forward, in_backward = in_forward - int(forward.net.sum()), in_backward - int(backward.net.sum())
     # Some micro-batches gather or reduce.
-    by_micro = [[_middle_block(sample, kind, micro).costs for kind in "FB"] for micro in range(sample.micro_batches)]
+    by_micro = [
+        [_middle_block(sample, way, micro).costs for way in sample.ways(micro)] for micro in range(sample.micro_batches)
+    ]
     least = min(map(sum_costs, by_micro), key=lambda costs: costs.bytes_moved)
     outside_streams = [[costs.bytes_moved - _streamed_bytes(costs) for costs in pair] for pair in by_micro]
     least_forward, least_backward = map(min, zip(*outside_streams, strict=True))
@@ -84,7 +88,7 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         ends=_ends(sample, head, steady),
         left=forward.net,
         passing=backward.peak,
-        ending=sample.joined(head, steady, "F after", "B before").peak,
+        ending=sample.joined(head, steady, "F after", f"{sample.ways(steady)[1][0]} before").peak,
         kept=_master_bytes(optimizer_steps.block),
         updated=max(0, optimizer_steps.block.costs.kernels.get((OPTIMIZER, "bytes"), 0)),
         updated_operators=max(0, optimizer_steps.block.costs.operators),
@@ -106,30 +110,35 @@ def _master_bytes(totals: OptimizerStepTotals) -> int:
     return int(totals.persistent.sum()) - int(totals.persistent[CATEGORIES.index("gathered parameters")])
 
 
-def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
+def _middle_block(sample: Sample, way: str, micro: int) -> Segment:
     stage = WHOLE if WHOLE in sample.layers else MIDDLE
     first = sample.edge + (sample.distinct if stage == WHOLE else 0)
     blocks = range(first, first + sample.period)
-    parts = [sample.joined(stage, micro, f"{kind} block", block=block) for block in blocks]
-    return join_segments(kind, parts if kind == "F" else parts[::-1])
+    return join_segments(
+        way,
+        [
+            sample.joined(stage, micro, f"{kind} block", kind + SUM, block=block)
+            for kind in way
+            for block in (blocks if kind == "F" else reversed(blocks))
+        ],
+    )
 
 
-def _outside(kind: str) -> tuple[str, str]:
-    return f"{kind} before", f"{kind} after"
+def _outside(sample: Sample, micro: int) -> Iterator[str]:
+    return (f"{kind} {part}" for way in sample.ways(micro) for kind in way for part in ("before", "after"))
 
 
 def _ends(sample: Sample, stage: str, micro: int) -> OpCosts:
     """Costs of a stage outside of its layers, with modules of multi-token prediction."""
     blocks = sample.layers[stage]
     modules = range(blocks - sample.mtp_of(SAMPLED_STAGES[stage]), blocks)
-    parts = [sample.joined(stage, micro, *_outside(kind)) for kind in "FB"]
-    parts += [sample.joined(stage, micro, f"{kind} block", block=block) for kind in "FB" for block in modules]
+    parts = [sample.joined(stage, micro, *_outside(sample, micro))]
+    kinds = "".join(sample.ways(micro))
+    parts += [sample.joined(stage, micro, f"{kind} block", block=block) for kind in kinds for block in modules]
     return sum_costs(part.costs for part in parts)
 
 
 def _grown_outside_blocks(sample: Sample) -> int:
     """Bytes outside the first stage's blocks that only the first micro-batch leaves allocated."""
-    first, later = (
-        sum(int(sample.joined(FIRST, micro, *_outside(kind)).net.sum()) for kind in "FB") for micro in (0, 1)
-    )
+    first, later = (int(sample.joined(FIRST, micro, *_outside(sample, micro)).net.sum()) for micro in (0, 1))
     return first - later

@@ -27,7 +27,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import stage_sizes, unsupported_reason
+from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+from titan_exp.plan.extrapolate.sample_key import sample_keys
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
@@ -371,7 +372,7 @@ def _key(candidate: Candidate) -> Key:
         tuple(part for part in candidate.refined if part[0] not in WITHOUT_TRACE),
         layout.micro_batch_size,
         pipeline,
-        frozenset(stage_sizes(candidate.experiment)),
+        frozenset(sample_keys(candidate.experiment)),
         None if pipeline else min(layout.gradient_accumulation, 3),
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,

@@ -23,9 +23,11 @@ STEP = "the step"
 """Label of the first segment of a step."""
 MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "sum of tied gradients", "optimizer step"
 ACTION, BETWEEN_ACTIONS = "action", "between actions"
+GRADIENT_SUM = "sum of gradients"
 REDUCE, GROUP, FINAL = "reduce", "group", "final"
 """Labels of segments: of a micro-batch without a pipeline; of the sum of tied gradients between stages; from summed
-gradients to the next step; of a pipeline action, and after it; of a stage's gradient reduction, of each FSDP parameter
+gradients to the next step; of a pipeline action, and after it; of the sum of a parameter group's gradients in a split
+backward pass; of a stage's gradient reduction, of each FSDP parameter
 group in it, and of its end."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
@@ -232,10 +234,20 @@ class PhaseObserver(StepObserver):
 
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
+        # The phase of the action before depends on the schedule.
         if action.kind == "F":
-            # The phase of the action before depends on the schedule.
-            self._tracker.category, self._tracker.where = "activations", "forward, embedding"
-        self._tracker.outside_passes = {"F": EMBEDDING, "W": ""}.get(action.kind, LOSS)
+            self._begin("activations", "forward, embedding", EMBEDDING)
+        else:
+            self._begin("loss", "backward, head and loss", LOSS)
+
+    def weight_gradients_begin(self, weights: Sequence[str]) -> None:
+        """Begin the weight gradients of a block; those outside of blocks belong to the phase before."""
+        if weights[0].startswith("blocks."):
+            self._begin("activations", f"backward, block {weights[0].split('.')[1]}", "")
+
+    def gradient_group_begin(self) -> None:
+        """Begin the sum of a parameter group's gradients."""
+        self._begin("activations", GRADIENT_SUM, GRADIENTS)
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""
@@ -248,6 +260,10 @@ class PhaseObserver(StepObserver):
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """End the passes of the step."""
         self._tracker.outside_passes = NORM
+
+    def _begin(self, category: str, where: str, outside_passes: str) -> None:
+        tracker = self._tracker
+        tracker.category, tracker.where, tracker.outside_passes = category, where, outside_passes
 
 
 class SegmentObserver(PhaseObserver):

@@ -25,8 +25,23 @@ def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | Non
     dynamo_config.capture_dynamic_output_shape_ops = True
     # Warns that recomputed regions must not write in place: blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    if backend == "inductor":
+        _realize_inputs_of_operators()
     for block in iter_blocks(model):
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, options=options or None)
+
+
+def _realize_inputs_of_operators() -> None:
+    """Let inductor compute the inputs of this package's operators in kernels before them, in every graph.
+
+    It learns this when it first compiles an operator, so a process's first graph would differ from later ones.
+    """
+    from torch._inductor.lowering import add_needs_realized_inputs
+
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, operator = name.split("::")
+        if namespace == "titan_exp":
+            add_needs_realized_inputs(getattr(torch.ops.titan_exp, operator).default)
 
 
 def inductor_options(config: CompileConfig, mesh: Mesh, *, deterministic: bool) -> dict[str, Any]:

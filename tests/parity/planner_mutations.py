@@ -102,7 +102,11 @@ def storages_belong_to_the_micro_batch_before(monkeypatch: pytest.MonkeyPatch) -
 
 
 def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sample, "mtp_of", lambda self, stage: 0)
+    monkeypatch.setattr(Sample, "last_of", lambda self, stage: 0)
+
+
+def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "last_blocks", lambda experiment: 0)
 
 
 def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +128,10 @@ def resharded_pipeline() -> None:
 
 def pipeline_with_modules() -> None:
     _compare("multi-token prediction, 1F1B x ep on CUDA")
+
+
+def last_layers_in_high_precision() -> None:
+    _compare("MXFP8 but for the last two layers, AdaGC, accumulated")
 
 
 def pipeline_of_kinds_in_turn() -> None:
@@ -167,6 +175,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (resharded_pipeline, a_second_backward_pass_repeats_the_first),
     (resharded_pipeline, storages_belong_to_the_micro_batch_before),
     (pipeline_with_modules, the_last_stage_has_no_modules),
+    (last_layers_in_high_precision, last_layers_repeat_the_others),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),
 ]

@@ -14,7 +14,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.layer_kinds import repetition, with_layers
+from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition, with_layers
 
 MASKED = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 "
 CUDA = MASKED + "model.attention_backend=flash "
@@ -67,6 +67,11 @@ WHOLE = {
     "modules in fp32, SGD by its import path": BF16 + "model.layers=8 parallelism.dp_shard=2 "
     "training.fp32_modules=[blocks.*.attention_norm,blocks.1.feed_forward,norm] "
     "optimizer.name=torch.optim.SGD optimizer.implementation=for_loop +optimizer.options.momentum=0.9",
+    "MXFP8 but for the last two layers, AdaGC, accumulated": ACCUMULATED
+    + BF16
+    + "model.layers=11 parallelism.dp_shard=2 quantization=mxfp8 quantization.high_precision_last=2 grad_clip=adagc",
+    "the last norm of attention in fp32, clipped by value": BF16
+    + "model.layers=12 parallelism.dp_shard=2 training.fp32_modules=[blocks.11.attention_norm] grad_clip=value",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS
@@ -129,6 +134,11 @@ PIPELINES = {
     "experts, 1F1B x ep on CUDA": CUDA
     + EXPERTS
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 parallelism.pp_microbatches=2",
+    "1F1B x ep, AdaGC, MXFP8 but for the first and last three layers on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=14 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_microbatches=4 quantization=mxfp8 quantization.smallest_gemm=0 "
+    "quantization.high_precision_first=1 quantization.high_precision_last=3 grad_clip=adagc",
 }
 """Overrides with a pipeline, by name."""
 
@@ -280,9 +290,9 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
             f"parallelism.pp=2 parallelism.pp_schedule={LATE}",
             "a full backward pass lies between a stage's first input gradients and its first weight gradients",
         ),
-        ("model.layers=9 training.fp32_modules=[blocks.7] training.mixed_precision=bf16", "training.fp32_modules"),
+        ("model.layers=16 training.fp32_modules=[blocks.7] training.mixed_precision=bf16", "training.fp32_modules"),
         (
-            "model.layers=9 quantization=float8_rowwise quantization.high_precision_last=1",
+            "model.layers=12 quantization=float8_rowwise quantization.high_precision_last=5",
             "layers differ beyond the first 4 and periods of 4",
         ),
         ("model.layers=5 parallelism.prefetch_blocks=2", "too few layers are alike"),
@@ -311,6 +321,17 @@ def test_layers_are_alike_if_their_recipe_and_fp32_modules_are():
             assert small.quantization.quantizes(path, 64, 64, layers=6) is quantized
     each = (f"blocks.{number}.attention_norm" for number in range(6))
     assert sorted(small.training.fp32_modules) == sorted(["norm", "blocks.1.feed_forward_norm", *each])
+
+
+def test_last_layers_may_differ():
+    run = "training.mixed_precision=bf16 quantization=mxfp8 quantization.high_precision_first=1 "
+    experiment = experiment_of(run + "model.layers=12 quantization.high_precision_last=2")
+    assert (repetition(experiment), last_layers(experiment)) == ((1, 1), 2)
+    small = with_layers(experiment, 6)
+    quantized = [
+        small.quantization.quantizes(f"blocks.{number}.attention.qkv", 64, 64, layers=6) for number in range(6)
+    ]
+    assert quantized == [False, True, True, True, False, False]
 
 
 def test_an_optimizer_that_is_not_linear_in_layers_is_not_extrapolated(tmp_path: Path):

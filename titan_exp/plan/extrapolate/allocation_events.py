@@ -192,7 +192,7 @@ class EventComposer:
         if source.block is not None and at.block is not None and at.block >= 0:
             return at.block + there.block - source.block
         distinct, blocks = 0 if there.stage else sample.distinct, sample.blocks[there.stage]
-        few, alike = blocks - distinct - sample.mtp_of(there.stage), there.block - distinct
+        few, alike = blocks - distinct - sample.last_of(there.stage), there.block - distinct
         if alike < sample.edge or blocks == self._blocks[at.stage]:
             return there.block
         if alike < few - sample.edge:

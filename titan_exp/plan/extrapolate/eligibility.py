@@ -8,18 +8,19 @@ from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.pipeline_schedules import Schedule, is_file, read_schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.layer_kinds import (
+    MAX_DISTINCT_LAYERS,
+    MAX_LAST_LAYERS,
+    MAX_PERIOD,
+    last_layers,
+    repetition,
+)
 
 SAMPLED_LAYERS = 5
 """Like layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours. Where
 kinds of layers alternate, a period of them is repeated."""
 SAMPLED_MICRO_BATCHES = 3
 """Micro-batches of the small model's step: first, repeated, last."""
-MAX_DISTINCT_LAYERS = 4
-"""Maximum number of first layers that differ from the rest, such as dense ones before those with experts: the small
-model has them all."""
-MAX_PERIOD = 4
-"""Maximum number of layers after which their kinds repeat."""
 MIN_SPEEDUP = 2
 """Minimum ratio of block passes in the full step to block passes in the samples."""
 SAMPLED_BLOCKS = 8
@@ -29,31 +30,32 @@ SAMPLED_BLOCKS = 8
 def unsupported_reason(experiment: Experiment) -> str | None:
     """Reason against extrapolating a run, or None."""
     parallelism, spec = experiment.parallelism, model_spec(experiment.model)
-    layout, (distinct, period) = ResolvedLayout.of(experiment), repetition(experiment)
+    layout, (distinct, period), last = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
+    alike = [*layout.layer_counts[:-1], layout.layer_counts[-1] - last]
     reasons = {
         "a model without a spec may have different layers": spec is None,
         f"layers differ beyond the first {MAX_DISTINCT_LAYERS} and periods of {MAX_PERIOD}, in the model or by "
-        "quantization.filter, quantization.high_precision_* or training.fp32_modules": distinct > MAX_DISTINCT_LAYERS
+        f"quantization.filter or training.fp32_modules, in which the last {MAX_LAST_LAYERS} may differ too": distinct
+        > MAX_DISTINCT_LAYERS
         or period > MAX_PERIOD,
         "optimizer.groups may treat layers differently": bool(experiment.optimizer.groups),
-        f"grad_clip.mode={experiment.grad_clip.mode}": experiment.grad_clip.mode != "norm",
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
-    if distinct or period > 1 or parallelism.prefetch_blocks > 1:
+    if distinct or last or period > 1 or parallelism.prefetch_blocks > 1:
         few = sampled_layers(experiment) if parallelism.pp == 1 else distinct
         reasons["too few layers are alike"] = layout.layer_counts[0] < few
     if parallelism.pp > 1:
         reasons |= {
             "parallelism.prefetch_blocks spans most of a stage": (
-                parallelism.prefetch_blocks > 1 and min(layout.layer_counts) < 2 * sampled_edge(experiment)
+                parallelism.prefetch_blocks > 1 and min(alike) < 2 * sampled_edge(experiment)
             ),
             "a stage begins within a period of layers": any(
-                count % period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])
+                count % period for count in (alike[0] - distinct, *alike[1:])
             ),
             "a full backward pass lies between a stage's first input gradients and its first weight gradients": (
                 is_file(parallelism.pp_schedule) and _splits_around_backward(read_schedule(parallelism.pp_schedule))
             ),
-            "a stage behind the first has no layers": min(layout.layer_counts[1:]) < 1,
+            "a stage behind the first has no layers, or none but last ones that differ": min(alike[1:]) < 1,
             "a rank has both copies of the embedding": (
                 spec is not None
                 and bool(spec.pipeline.copied)
@@ -91,13 +93,13 @@ def sampled_edge(experiment: Experiment) -> int:
 
 def sampled_layers(experiment: Experiment) -> int:
     """Layers of the small model without a pipeline: its last one is of the same kind as the run's."""
-    distinct, period = repetition(experiment)
-    few = distinct + 2 * sampled_edge(experiment) + period
+    (distinct, period), last = repetition(experiment), last_layers(experiment)
+    few = distinct + 2 * sampled_edge(experiment) + period + last
     return few + (experiment.model.layers - few) % period
 
 
 def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
-    """Layers of a sampled pipeline's first, middle and last stage, in whole periods.
+    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`.
 
     `size` is as in `stage_sizes`.
     """
@@ -115,8 +117,10 @@ def stage_sizes(experiment: Experiment) -> list[int | None]:
     (distinct, _), edge = repetition(experiment), sampled_edge(experiment)
     if experiment.parallelism.pp == 1:
         return [None]
-    first, *others = ResolvedLayout.of(experiment).layer_counts
-    return [alike if alike < 2 * edge else None for alike in (first - distinct, *others)]
+    counts = list(ResolvedLayout.of(experiment).layer_counts)
+    counts[0] -= distinct
+    counts[-1] -= last_layers(experiment)
+    return [alike if alike < 2 * edge else None for alike in counts]
 
 
 def recompute_modes(

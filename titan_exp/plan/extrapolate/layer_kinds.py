@@ -6,10 +6,13 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 
-_REPETITIONS: dict[str, tuple[int, int]] = {}
+MAX_DISTINCT_LAYERS, MAX_PERIOD, MAX_LAST_LAYERS = 4, 4, 4
+"""Most first layers that may differ from the rest, e.g. dense ones before layers with experts, layers after which the
+others repeat, and last layers that may differ, e.g. unquantized ones."""
+_REPETITIONS: dict[str, tuple[int, int, int]] = {}
 """Memoized repetitions by the values that they depend on: a search asks for those of thousands of layouts."""
 
 
@@ -27,12 +30,26 @@ class LayerKind:
 
 def repetition(experiment: Experiment) -> tuple[int, int]:
     """Number of first layers that do not repeat, and of layers after which the others do; their sum is minimal."""
+    return _found(experiment)[:2]
+
+
+def last_layers(experiment: Experiment) -> int:
+    """Number of last layers that do not repeat."""
+    return _found(experiment)[2]
+
+
+def last_blocks(experiment: Experiment) -> int:
+    """Number of last blocks that do not repeat: layers, and modules of multi-token prediction."""
+    return last_layers(experiment) + mtp_depth(experiment.model)
+
+
+def _found(experiment: Experiment) -> tuple[int, int, int]:
     spec = model_spec(experiment.model)
     if spec is None:
-        return 0, 1
+        return 0, 1, 0
     key = repr((experiment.model, experiment.quantization, experiment.training.fp32_modules))
     if key not in _REPETITIONS:
-        _REPETITIONS[key] = _repetition(_layer_kinds(experiment, spec)[: len(spec.layers)])
+        _REPETITIONS[key] = _repetition_before_last(_layer_kinds(experiment, spec)[: len(spec.layers)])
     return _REPETITIONS[key]
 
 
@@ -42,9 +59,11 @@ def with_layers(experiment: Experiment, layers: int) -> Experiment:
     small = replace(experiment, model=replace(experiment.model, layers=layers))
     if spec is None:
         return small
-    kinds, further = _layer_kinds(experiment, spec), len(spec.mtp_layers)
-    first = (number if number < distinct else distinct + (number - distinct) % period for number in range(layers))
-    numbered = list(enumerate([*(kinds[number] for number in first), *kinds[len(kinds) - further :]]))
+    kinds, last = _layer_kinds(experiment, spec), last_layers(experiment)
+    numbers = range(layers - last)
+    first = (number if number < distinct else distinct + (number - distinct) % period for number in numbers)
+    further = len(kinds) - len(spec.mtp_layers) - last
+    numbered = list(enumerate([*(kinds[number] for number in first), *kinds[further:]]))
     quantization = replace(
         experiment.quantization,
         filter=[f"blocks.{number}.{name}" for number, kind in numbered for name in kind.unquantized],
@@ -86,6 +105,17 @@ def _modules(parameters: Iterable[str]) -> list[str]:
     """Modules that hold these parameters, the modules around them included."""
     paths = (accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}") for name in parameters)
     return list(dict.fromkeys(module for path in paths for module in path))
+
+
+def _repetition_before_last(kinds: Sequence[LayerKind]) -> tuple[int, int, int]:
+    """Repetition, and the fewest last layers without which layers repeat soon; 0 if their specs do not."""
+    distinct, period = _repetition([replace(kind, unquantized=(), fp32=()) for kind in kinds])
+    for last in range(min(MAX_LAST_LAYERS, len(kinds) - 1) + 1):
+        found = _repetition(kinds[: len(kinds) - last])
+        is_spec_repeated = found[0] >= distinct and found[1] % period == 0
+        if found[0] <= MAX_DISTINCT_LAYERS and found[1] <= MAX_PERIOD and (not last or is_spec_repeated):
+            return *found, last
+    return *_repetition(kinds), 0
 
 
 def _repetition(kinds: Sequence[LayerKind]) -> tuple[int, int]:

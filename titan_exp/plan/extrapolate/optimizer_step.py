@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition
 from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.extrapolate.stages import FIRST, LAST, WHOLE, ExtrapolationError
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -93,20 +93,25 @@ class OptimizerStepsByStage:
     """Added by a period of blocks."""
     first: OptimizerStepTotals
     """Added by the embedding of a pipeline."""
-    last: OptimizerStepTotals
-    """Added by the head of a pipeline."""
+    last_stage: OptimizerStepTotals
+    """Added by the head of a pipeline, and its last layers."""
     elsewhere: OptimizerStepTotals
     """Added by a period of blocks of another rank, whose counts of experts' tokens are summed."""
     distinct: int
     """Number of first blocks that differ from the rest, which are counted in `constant` or `first`."""
     period: int
     """Number of other blocks after which their kinds repeat."""
+    last: int
+    """Number of last layers that differ from the rest, which are counted in `constant` or `last_stage`."""
 
     def of(self, blocks: Mapping[str, int], layers: int) -> OptimizerStepTotals:
-        """Optimizer step of a rank with the given number of blocks by kind of stage, in a model of `layers`."""
+        """Optimizer step of a rank with the given number of blocks by kind of stage, in a model of `layers`.
+
+        Neither counts the last layers that differ.
+        """
         has_first, has_last, own = FIRST in blocks or WHOLE in blocks, LAST in blocks, sum(blocks.values())
         others = layers - own - (0 if has_first else self.distinct)
-        ends = [(int(FIRST in blocks), self.first), (int(has_last), self.last)]
+        ends = [(int(FIRST in blocks), self.first), (int(has_last), self.last_stage)]
         counts = [(own // self.period, self.block), (others // self.period, self.elsewhere)]
         return _sum([*counts, *ends, (1, self.constant)])
 
@@ -118,8 +123,9 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
         ExtrapolationError: totals are not a linear function of the number of layers.
     """
     pp, spec = 3 if experiment.parallelism.pp > 1 else 1, model_spec(experiment.model)
-    distinct, period = repetition(experiment)
+    (distinct, period), last = repetition(experiment), last_layers(experiment)
     few = distinct + period
+    is_linear = experiment.optimizer.is_homogeneous and experiment.grad_clip.mode == "norm"
     # Gradients of several micro-batches are summed in fp32.
     micro_batches = min(ResolvedLayout.of(experiment).gradient_accumulation, 2) if pp == 1 else 1
 
@@ -137,23 +143,23 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
         return _TOTALS[key]
 
     if pp == 1:
-        few += (experiment.model.layers - few) % period
-        one, two, none = totals(0, few), totals(0, few + period), _sum([])
+        few += (experiment.model.layers - last - few) % period
+        one, two, none = totals(0, few + last), totals(0, few + last + period), _sum([])
         block = _difference(two, one)
-        if not experiment.optimizer.is_homogeneous:
-            _check_linear(experiment, block, _difference(totals(0, few + 2 * period), two))
+        if not is_linear:
+            _check_linear(experiment, block, _difference(totals(0, few + last + 2 * period), two))
         constant = _sum([(1, one), (-(few // period), block)])
-        return OptimizerStepsByStage(constant, block, none, none, none, distinct, period)
-    ends, one, tail = (totals(rank, few, period, period) for rank in range(pp))
-    two = totals(1, few, 2 * period, period)
+        return OptimizerStepsByStage(constant, block, none, none, none, distinct, period, last)
+    ends, one, tail = (totals(rank, few, period, period + last) for rank in range(pp))
+    two = totals(1, few, 2 * period, period + last)
     block = _difference(two, one)
-    if not experiment.optimizer.is_homogeneous:
-        _check_linear(experiment, block, _difference(totals(1, few, 3 * period, period), two))
+    if not is_linear:
+        _check_linear(experiment, block, _difference(totals(1, few, 3 * period, period + last), two))
     has_experts = spec is not None and spec.has_experts
-    elsewhere = _difference(totals(1, few, period, 2 * period), one) if has_experts else _sum([])
+    elsewhere = _difference(totals(1, few, period, 2 * period + last), one) if has_experts else _sum([])
     constant = _sum([(1, one), (-1, block), (-2, elsewhere)])
     first = _sum([(1, ends), (-1, constant), (-(few // period), block), (-2, elsewhere)])
-    return OptimizerStepsByStage(constant, block, first, _difference(tail, one), elsewhere, distinct, period)
+    return OptimizerStepsByStage(constant, block, first, _difference(tail, one), elsewhere, distinct, period, last)
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
@@ -179,8 +185,10 @@ def _check_linear(experiment: Experiment, one: OptimizerStepTotals, another: Opt
     """Check that every period of layers adds the same totals."""
     kept, others = ((*each.persistent, *each.other, *each.peak, each.costs) for each in (one, another))
     if kept != others:
-        name = experiment.optimizer.name
-        raise ExtrapolationError(f"the step of optimizer.name={name} is no linear function of the number of layers")
+        raise ExtrapolationError(
+            f"the step of optimizer.name={experiment.optimizer.name} is no linear function of the number of layers, "
+            f"with grad_clip.mode={experiment.grad_clip.mode}"
+        )
 
 
 def _difference(more: OptimizerStepTotals, fewer: OptimizerStepTotals) -> OptimizerStepTotals:

@@ -26,7 +26,7 @@ from titan_exp.plan.extrapolate.eligibility import (
     sampled_layers,
     sampled_stages,
 )
-from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition
 from titan_exp.plan.extrapolate.sample_key import SampleKey
 from titan_exp.plan.extrapolate.sample_positions import PositionFinder, check_hidden_states_last, numbered_groups
 from titan_exp.plan.extrapolate.schedule_simulation import (
@@ -96,8 +96,8 @@ class Sample:
     """Number of other blocks after which their kinds repeat."""
     edge: int
     """Blocks at each end of a stage that are not repeated."""
-    mtp: int
-    """Number of last blocks of the model that are modules of multi-token prediction."""
+    last: int
+    """Number of last blocks of the model that differ from the rest, as in `layer_kinds.last_blocks`."""
     micro_batches: int
     """Sampled micro-batches."""
     backward: Sequence[str]
@@ -139,19 +139,19 @@ class Sample:
         """Kinds of actions of a micro-batch's forward and backward pass."""
         return "F", "B" if WHOLE in self.layers else self.backward[micro]
 
-    def mtp_of(self, stage: int) -> int:
-        """Number of modules of multi-token prediction in a stage."""
-        return self.mtp if stage == self.stages[-1] else 0
+    def last_of(self, stage: int) -> int:
+        """Number of last blocks that differ from the rest in a stage."""
+        return self.last if stage == self.stages[-1] else 0
 
     @property
     def layers_alike(self) -> dict[str, int]:
-        """Number of blocks by kind of stage, without modules of multi-token prediction."""
-        return {kind: count - self.mtp_of(SAMPLED_STAGES[kind]) for kind, count in self.layers.items()}
+        """Number of blocks by kind of stage, without last ones that differ."""
+        return {kind: count - self.last_of(SAMPLED_STAGES[kind]) for kind, count in self.layers.items()}
 
     @property
     def model_layers(self) -> int:
-        """Layers of the small model."""
-        return sum(self.blocks.values()) - self.mtp
+        """Layers of the small model, without last ones that differ."""
+        return sum(self.blocks.values()) - self.last
 
     @property
     def last_micro(self) -> int | None:
@@ -210,7 +210,7 @@ def take_sample(
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks."""
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    (distinct, period), mtp = repetition(experiment), mtp_depth(experiment.model)
+    distinct, period = repetition(experiment)
     # Events include the first step, which runs in full with a pipeline.
     with temporary_folder() as folder:
         small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
@@ -251,7 +251,7 @@ def take_sample(
         distinct=distinct,
         period=period,
         edge=sampled_edge(experiment),
-        mtp=mtp,
+        last=last_blocks(experiment),
         micro_batches=micro_batches,
         backward=key.ways,
         base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
@@ -282,7 +282,8 @@ def _small_model(
         small = small_run(experiment, [number], few, checkpointing)
         return small, {WHOLE: number + mtp_depth(experiment.model)}, lambda _: microbatch_loop(few, few)
     layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, key.size), strict=True))
-    counts, placement = [layers[FIRST], layers[MIDDLE], period, layers[LAST]], [0, 0, 1, 0]
+    ends, placement = layers[LAST] + last_layers(experiment), [0, 0, 1, 0]
+    counts = [layers[FIRST], layers[MIDDLE], period, ends]
     orders: Schedule = []
     for rank in (0, 1):
         own, order = [stage for stage, owner in enumerate(placement) if owner == rank], list[Action]()
@@ -291,7 +292,7 @@ def _small_model(
         orders.append(order)
     schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
     small = small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(schedule))
-    layers[LAST] += mtp_depth(experiment.model)
+    layers[LAST] += last_blocks(experiment)
     return small, layers, partial(simulate_schedule, orders, placement, 0, 1, resharded=key.resharded)
 
 

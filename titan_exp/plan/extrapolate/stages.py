@@ -11,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge
-from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.layer_kinds import last_blocks, repetition
 from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
@@ -73,13 +73,13 @@ class StageShape:
     """Number of other blocks after which their kinds repeat."""
     edge: int = 2
     """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
-    mtp: int = 0
-    """Number of last blocks that are modules of multi-token prediction."""
+    last: int = 0
+    """Number of last blocks that differ from the rest, as in `layer_kinds.last_blocks`."""
 
     @property
     def alike(self) -> int:
         """Number of blocks without modules of multi-token prediction."""
-        return len(self.modes) - self.mtp
+        return len(self.modes) - self.last
 
     def mode(self, place: int) -> int:
         """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
@@ -126,7 +126,7 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             0 if stage else distinct,
             period,
             edge,
-            0 if stage < len(layers) - 1 else mtp,
+            0 if stage < len(layers) - 1 else last_blocks(experiment),
         )
         for stage, (rank, sample) in enumerate(zip(placement, sample_keys(experiment), strict=True))
         if rank == pipeline_rank
@@ -162,7 +162,7 @@ def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> t
 
     Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
     """
-    few, left, alike = blocks[stage.sampled] - stage.mtp, stage.alike - place, place - stage.distinct
+    few, left, alike = blocks[stage.sampled] - stage.last, stage.alike - place, place - stage.distinct
     if alike <= 0 or few == stage.alike or (alike < stage.edge < left):
         return stage.sampled, place
     if left <= stage.edge:

@@ -79,8 +79,9 @@ def step_cost(
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
     for stage in stages:
         blocks[stage.kind] += stage.alike
-    sample, optimizer_step = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps.of(blocks, layout.layers)
-    of_sample = parts.optimizer_steps.of(sample.layers_alike, sample.model_layers)
+    sample, steps = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps
+    optimizer_step = steps.of(blocks, layout.layers - steps.last)
+    of_sample = steps.of(sample.layers_alike, sample.model_layers)
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
     base = sample.base + kept + len(stages) * sample.buffers + layout.gradient_accumulation * sample.batch
     held = base + passes.net

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.layer_kinds import repetition
+from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition
 from titan_exp.plan.search.layouts import MODES, Candidate
 from titan_exp.plan.time.roofline import axis_ranks, message_seconds, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -199,12 +199,14 @@ def _load(candidate: Candidate) -> list[float]:
     """Columns of a layout from `sequences` to `in_flight`."""
     layout, parallelism = candidate.layout, candidate.parallelism
     micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
-    # The first layers may be smaller than the rest.
+    # The first and last layers may differ from the rest.
     distinct, period = repetition(candidate.experiment)
-    layers = (layout.layers - distinct) // period
+    last = last_layers(candidate.experiment)
+    layers = (layout.layers - distinct - last) // period
     by_rank, sends, held = [layers], [0], [layers]
     if ranks > 1:
-        counts = [count // period for count in (layout.layer_counts[0] - distinct, *layout.layer_counts[1:])]
+        first, *middle, end = layout.layer_counts
+        counts = [count // period for count in (first - distinct, *middle, end - last)]
         placed = list(zip(layout.stage_placement, counts, strict=True))
         by_rank, sends = [0] * ranks, [0] * ranks
         for stage, (rank, count) in enumerate(placed):

@@ -131,7 +131,7 @@ def _outside(sample: Sample, micro: int) -> Iterator[str]:
 def _ends(sample: Sample, stage: str, micro: int) -> OpCosts:
     """Costs of a stage outside of its layers, with modules of multi-token prediction."""
     blocks = sample.layers[stage]
-    modules = range(blocks - sample.mtp_of(SAMPLED_STAGES[stage]), blocks)
+    modules = range(blocks - sample.last_of(SAMPLED_STAGES[stage]), blocks)
     parts = [sample.joined(stage, micro, *_outside(sample, micro))]
     kinds = "".join(sample.ways(micro))
     parts += [sample.joined(stage, micro, f"{kind} block", block=block) for kind in kinds for block in modules]

@@ -98,7 +98,7 @@ def gradients(
     path: Path, words: str, layout: str = "", mutate: Callable[[], None] | None = None
 ) -> dict[str, torch.Tensor]:
     """Gradients of the first step, by a rate of SGD beside which the weights themselves vanish."""
-    one = ["training.steps=1", "optimizer=sgd", "optimizer.lr=1e6", "optimizer.weight_decay=0"]
+    one = ["training.steps=1", "optimizer=sgd", "optimizer.lr=1e7", "optimizer.weight_decay=0"]
     one += ["training.max_grad_norm=1e9", "lr_schedule=constant", "training.evaluate_every=0"]
     given = [word for word in words.split() if not word.startswith(("optimizer.", "training.evaluate_every"))]
     found = train(path, *given, *one, *layout.split(), mutate=partial(broken, mutate))

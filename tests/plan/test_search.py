@@ -130,7 +130,7 @@ def test_neighbours_differ_in_one_key_or_factor():
     less = {"mode=full", "budget=0.4", "reshard_after_forward=always", "loss_chunk_tokens=4096"}
     assert {name for name, sign in signs.items() if sign < 0} == less
     assert all(not violations(moved.experiment) for _, moved in found.values())
-    pipeline = {"parallelism.pp": 2, "parallelism.pp_schedule": "Interleaved1F1B"}
+    pipeline = {"parallelism.pp": 2, "parallelism.dp_shard": 4, "parallelism.pp_schedule": "Interleaved1F1B"}
     _, found = near(search_space(composed(*LONG), 8, frozenset()), **pipeline)
     assert {"pp_schedule=1F1B", "pp_layers_per_stage=1"} <= set(found)
     less = {name for name, (direction, _) in found.items() if direction < 0}

@@ -76,7 +76,7 @@ def evaluate(model: Model, batches: Iterable[MicroBatch], mesh: Mesh) -> Validat
     for part in model.parts:
         part.eval()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    tokens, rest = 0, iter(batches)
+    tokens, rest = 0, map(getattr(model.objective, "prepare_evaluation", lambda batch: batch), batches)
     while group := list(islice(rest, model.eval_microbatches)):
         tokens += sum(model.objective.count(batch) for batch in group)
         total += model.loss_sum(group)

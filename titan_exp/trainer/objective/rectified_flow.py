@@ -83,6 +83,12 @@ class RectifiedFlow:
             pooled=torch.where(dropped["pooled"][:, None], batch.empty_pooled, batch.pooled),
         )
 
+    def prepare_evaluation(self, batch: LatentBatch) -> LatentBatch:
+        """Give a batch of an evaluation, which has times and noise, the mean guidance if the model reads one."""
+        if not self.guided:
+            return batch
+        return replace(batch, guidance=torch.full_like(batch.weights, sum(self.options.guidance) / 2))
+
     def time(self, seed: int, sample: int, image_tokens: int) -> float:
         """Time of a sample, between 0 (data) and 1 (noise)."""
         random = keyed_generator(seed, sample, "time")
@@ -98,8 +104,6 @@ class RectifiedFlow:
 
     def __call__(self, model: nn.Module, batch: LatentBatch, hidden: Tensor | None = None) -> Loss:
         """Compute the loss of a batch, on the last pipeline stage from its `hidden` states."""
-        if self.guided and batch.guidance is None:  # evaluation
-            batch = replace(batch, guidance=torch.full_like(batch.weights, sum(self.options.guidance) / 2))
         inputs = batch.inputs(hidden)
         velocity = model(*inputs.positional, **inputs.named)
         assert batch.noise is not None, "drawn by `prepare`"

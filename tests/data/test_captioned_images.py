@@ -118,7 +118,7 @@ def test_images_are_scaled_to_cover_a_bucket_and_cropped_in_the_middle():
         (["images=folder", "paths=."], "none of its 1 images has a caption"),
         (["images=webdataset", "paths=*.tar"], "no file has this name"),
         (["images=webdataset", "paths=a.png"], "cannot be read"),
-        (["images=huggingface", "paths=nothing_here"], "cannot be loaded"),
+        (["images=huggingface", "paths=./nothing_here"], "cannot be loaded"),
         (["images=huggingface"], "no data set is given"),
         (["latents=."], "no config.json"),
         (["texts=."], "lacks one of text_encoder"),

@@ -7,10 +7,13 @@ from pathlib import Path
 import titan_exp
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, config_classes
+from titan_exp.models.spec.latent_inputs import LatentInputs
 
 PACKAGE = Path(titan_exp.__file__).parent
 COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend", "repository"}
-"""Fields of every model; the attention kernel, a key of every model with attention; and a word that git has too."""
+COMMON |= {field.name for field in fields(LatentInputs)}
+"""Fields of every model; the attention kernel, a key of every model with attention; a word that git has too; and sizes
+of latents and texts, which latent stores have as well."""
 
 
 def sources() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The row of an evaluation: one source as it is, several by their tokens."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 def row(monkeypatch: pytest.MonkeyPatch, **sources: ValidationResult) -> dict[str, float | int]:
     monkeypatch.setattr(module, "evaluate", lambda model, batches, mesh: batches)
-    anything: Any = None
+    model: Any = SimpleNamespace(objective=None)
     given: Any = sources
-    return evaluate_sources(anything, given, anything)
+    mesh: Any = None
+    return evaluate_sources(model, given, mesh)
 
 
 def test_one_source_has_no_name(monkeypatch: pytest.MonkeyPatch):

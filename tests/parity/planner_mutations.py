@@ -21,7 +21,6 @@ from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, stages, step_cost
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
-from titan_exp.plan.extrapolate.sample import Sample
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.search.layout_columns import LayoutColumns
@@ -102,11 +101,11 @@ def storages_belong_to_the_micro_batch_before(monkeypatch: pytest.MonkeyPatch) -
 
 
 def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sample, "last_of", lambda self, stage: 0)
+    monkeypatch.setattr(sample, "last_blocks", lambda experiment: 0)
 
 
 def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "last_blocks", lambda experiment: 0)
+    monkeypatch.setattr(layer_kinds, "last_layers", lambda experiment: 0)
 
 
 def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

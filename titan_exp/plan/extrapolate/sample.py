@@ -101,7 +101,7 @@ class Sample:
     micro_batches: int
     """Sampled micro-batches."""
     backward: Sequence[str]
-    """Ways of backward passes in a pipeline, by micro-batch, as in `stages.backward_ways`."""
+    """Ways of backward passes in a pipeline, by micro-batch, as in `sample_key.backward_ways`."""
     base: CategoryBytes
     """Bytes allocated before the step, without batches and the stages' buffers."""
     buffers: CategoryBytes

@@ -78,7 +78,7 @@ class StageShape:
 
     @property
     def alike(self) -> int:
-        """Number of blocks without modules of multi-token prediction."""
+        """Number of blocks without last ones that differ."""
         return len(self.modes) - self.last
 
     def mode(self, place: int) -> int:

@@ -57,7 +57,7 @@ def test_folders_have_captions_beside_images_or_in_a_list(tmp_path: Path, capsys
     assert found == {**EXPECTED, "wide, again": (3, 12)}
     assert "1 without caption left out" in capsys.readouterr().out
     picture("high").save(folder / "high.png", compress_level=0)
-    with pytest.raises(UserError, match="is not empty"):  # other images than the store has
+    with pytest.raises(UserError, match="holds other files"):  # other images than the store has
         encoded(tmp_path / "store", "images=folder", f"paths={folder}")
 
 

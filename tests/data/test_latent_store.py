@@ -1,5 +1,7 @@
 """Latent stores: written, interrupted, read in any layout, and refused where they do not fit."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,25 @@ def test_an_interrupted_store_is_continued_and_is_the_same(
     assert found.fingerprint == read_latent_manifest(store).fingerprint
     assert (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns == kept
     assert write(tmp_path / "store") == found
-    with pytest.raises(UserError, match="is not empty"):
+    with pytest.raises(UserError, match="holds other files"):
         write(tmp_path / "store", shard=300)
+
+
+def test_a_full_disk_is_reported_and_finished_shards_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reserve, left = os.posix_fallocate, [4]
+
+    def full(*where: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(*where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UserError, match=r"disk of .*store is full[\s\S]*same command to continue"):
+            write(tmp_path / "store")
+    assert (tmp_path / "store" / "unfinished" / "train-00000.json").is_file()
+    assert write(tmp_path / "store").samples == write(tmp_path / "other").samples
 
 
 def loader(data: DataConfig, training: Any, rank: int = 0, degree: int = 1, rows: int = 8) -> TrainLoader:

@@ -146,10 +146,14 @@ def mutation_test(experiments: Mapping[str, str], cases: Sequence[tuple[str, str
 def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, torch.Tensor]:
     if mutate is not None:
         mutate()
+    return trained_weights(RunFolder(path))
+
+
+def trained_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    """Train the run of a folder as one of its ranks; returns the whole weights of this rank's modules."""
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.trainer import Trainer
 
-    folder = RunFolder(path)
     experiment = load_experiment(folder.config, trust=True)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)

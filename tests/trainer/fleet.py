@@ -1,6 +1,5 @@
 """Replica groups in warm processes, as the launcher starts them; and moments at which a rank kills itself."""
 
-import logging
 import os
 import signal
 import time
@@ -9,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from tests.parity.runs import SMALL, Curve
+from tests.parity.runs import SMALL, Curve, trained_weights
 from tests.ranks import Ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
-from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.launch.local.lighthouse import Lighthouse
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
@@ -113,22 +111,7 @@ def wait_for(path: Path, seconds: float = 40.0) -> None:
 
 
 def _train(path: str, group: ReplicaGroup, mutate: Mutation | None) -> dict[str, torch.Tensor]:
-    from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.trainer import Trainer
-
     os.environ.update(group.to_environment())
     if mutate is not None:
         mutate(group)
-    folder = RunFolder(path, group_logs=group.logs)
-    experiment = load_experiment(folder.config, trust=True)
-    with joined(experiment.cluster) as device:
-        trainer = Trainer(experiment, folder, device)
-        trainer.restore()
-        trainer.run()
-        trainer.report.close("done")
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-            for part in trainer.model.parts
-            for name, value in part.state_dict().items()
-        }
+    return trained_weights(RunFolder(path, group_logs=group.logs))

@@ -26,7 +26,12 @@ def run(argv: Sequence[str]) -> int:
         return 0
     options = parse_options(EncodeOptions, argv, positional=[])
     if not options.out:
-        raise UserError("This cannot be encoded.", [Violation("out", "", "no folder is given", "out=stores/glyphs")])
+        raise UserError(
+            "This cannot be encoded.", [Violation("out", "", "no folder is given", f"out=stores/{options.images}")]
+        )
+    from rich.console import Console
+    from rich.progress import Progress
+
     from titan_exp.data.latent_store.writer import write_latent_store
 
     encoders = _encoders(options)
@@ -38,7 +43,12 @@ def run(argv: Sequence[str]) -> int:
         )
         raise UserError("This cannot be encoded.", [violation])
     images = _images(options)
-    manifest = write_latent_store(Path(options.out).expanduser(), images, encoders, _store_options(options))
+    out, console = Path(options.out).expanduser(), Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("images", total=len(images))
+        manifest = write_latent_store(
+            out, images, encoders, _store_options(options), lambda done, _: bar.update(task, completed=done)
+        )
     samples = manifest.samples
     print(
         f"{options.out}: {images.name}; {samples['train']:,} samples to train on and {samples['validation']:,} held "

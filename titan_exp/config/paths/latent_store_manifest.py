@@ -88,14 +88,17 @@ def read_latent_manifest(folder: str | Path) -> LatentManifest:
     path = Path(folder).expanduser()
     try:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if values["format"] != FORMAT or values["version"] != VERSION:
-            raise KeyError(f"format {FORMAT!r} of version {VERSION}")
+        if (values["format"], values["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"it is {values['format']} {values['version']}, not {FORMAT} {VERSION}")
         splits = {split: [LatentShard(**shard) for shard in values["splits"][split]] for split in SPLITS}
         own = {key: value for key, value in values.items() if key not in ("format", "version", "splits")}
         return LatentManifest(path=path, splits=splits, **own)
     except FileNotFoundError:
+        remedy = f"titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
         reason = f"there is no {MANIFEST} in it" if path.is_dir() else "no such folder"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"its {MANIFEST} is not that of a latent store: {error}"
-    remedy = "titan-exp encode images=glyphs out=stores/glyphs writes one"
+    except (KeyError, TypeError):
+        reason = f"its {MANIFEST} is not that of a latent store of this version"
+        remedy = "encode the images again, into another folder"
+    except (OSError, ValueError) as error:
+        reason, remedy = f"its {MANIFEST} cannot be read: {error}", "encode the images again, into another folder"
     raise UserError("The latent store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])

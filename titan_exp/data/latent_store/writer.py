@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.latent_store_manifest import (
     FORMAT,
     MANIFEST,
@@ -24,12 +23,14 @@ from titan_exp.config.paths.latent_store_manifest import (
     LatentManifest,
     read_latent_manifest,
 )
+from titan_exp.config.paths.token_store_manifest import UNFINISHED
 from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets, fit, nearest_bucket
 from titan_exp.data.images.captioned_images import CaptionedImages
 from titan_exp.data.latent_store.image_codec import ImageCodec
 from titan_exp.data.latent_store.reader import ARRAYS, DEVIATIONS
 from titan_exp.data.latent_store.text_encoder import TextEncoder
 from titan_exp.data.permutation import Permutation
+from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, store_lock
 from titan_exp.data.token_store.shard_writer import write_json
 from titan_exp.data.token_store.verify import file_checksum
 from titan_exp.data.validation_split import unit_hash
@@ -38,8 +39,6 @@ ENCODED_TOGETHER = 16
 """Images in a call of the codec."""
 DTYPES: dict[str, type] = {"fp16": np.float16, "fp32": np.float32}
 """Types of arrays by option."""
-UNFINISHED = "unfinished"
-"""Folder of an unfinished store's journal."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def write_latent_store(
     `progress` is called with the number of samples encoded, and of all.
 
     Raises:
-        UserError: the folder holds something else, or an unfinished store of other arguments; an image is damaged.
+        UserError: the folder holds something else, or an unfinished store of other arguments; it cannot be written, or
+            another process writes it; an image is damaged.
     """
     codec, texts = encoders.images, encoders.texts
     side = options.size // codec.token_size
@@ -103,11 +103,33 @@ def write_latent_store(
         if all(getattr(done, key) == value for key, value in plan.items()):
             shutil.rmtree(out / UNFINISHED, ignore_errors=True)
             return done
-    _begin(out, plan)
-    for kind, array in zip(("text", "pooled"), texts(""), strict=True):
-        np.save(out / f"empty.{kind}.npy", array.astype(DTYPES[options.dtype]))
+    with explain_disk_errors(out):
+        _begin(out, plan)
+        with store_lock(out / UNFINISHED / "lock", str(out), "encode"):
+            empty = dict[str, str]()
+            for kind, array in zip(("text", "pooled"), texts(""), strict=True):
+                name = f"empty.{kind}.npy"
+                np.save(out / name, array.astype(DTYPES[options.dtype]))
+                empty[name] = file_checksum(out / name)
+            splits = _write_splits(out, images, encoders, options, progress)
+            content = json.dumps([plan, splits, empty], sort_keys=True).encode()
+            own = {"fingerprint": blake2b(content, digest_size=16).hexdigest(), "splits": splits}
+            write_json(out / MANIFEST, {"format": FORMAT, "version": VERSION, **plan, **own})
+        shutil.rmtree(out / UNFINISHED)
+    return read_latent_manifest(out)
+
+
+def _write_splits(
+    out: Path,
+    images: CaptionedImages,
+    encoders: Encoders,
+    options: StoreOptions,
+    progress: Callable[[int, int], None],
+) -> dict[str, list[dict[str, Any]]]:
+    """Write the shards that are missing; returns the entries of all in the manifest, by split."""
+    buckets = aspect_buckets(options.size // encoders.images.token_size, options.max_aspect)
     encoded, splits = 0, dict[str, list[dict[str, Any]]]()
-    for split, groups in _grouped(images, aspect_buckets(side, options.max_aspect), options).items():
+    for split, groups in _grouped(images, buckets, options).items():
         chunks = [(bucket, chunk) for bucket, group in groups for chunk in _chunks(group, options.shard_samples)]
         splits[split] = []
         for number, (bucket, chunk) in enumerate(chunks):
@@ -115,12 +137,7 @@ def write_latent_store(
             advanced = partial(_advanced, progress, encoded, len(images))
             splits[split].append(shard.write(images, encoders, chunk, advanced))
             encoded += len(chunk)
-    empty = {name: file_checksum(out / name) for name in ("empty.text.npy", "empty.pooled.npy")}
-    fingerprint = blake2b(json.dumps([plan, splits, empty], sort_keys=True).encode(), digest_size=16).hexdigest()
-    content = {"format": FORMAT, "version": VERSION, **plan, "fingerprint": fingerprint, "splits": splits}
-    write_json(out / MANIFEST, content)
-    shutil.rmtree(out / UNFINISHED)
-    return read_latent_manifest(out)
+    return splits
 
 
 def _advanced(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
@@ -145,10 +162,10 @@ def _begin(out: Path, journal: dict[str, Any]) -> None:
     path = out / UNFINISHED / "plan.json"
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) != journal:
-            raise UserError(f"{out} was begun with other options. Give those again, or another folder.")
+            raise refusal(str(out), "this store was begun with other options", "those options, or another folder")
         return
     if out.exists() and any(entry.name != UNFINISHED for entry in out.iterdir()):
-        raise UserError(f"{out} is not empty. Give another folder.")
+        raise refusal(str(out), "the folder holds other files", "a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, journal)
 
@@ -184,9 +201,7 @@ class _Shard:
         latents = (tokens, codec.channels)
         shapes = (latents, (texts.tokens, texts.dim), (texts.pooled_dim,), latents)
         arrays = [
-            np.lib.format.open_memmap(
-                self.out / f"{self.name}.{kind}.npy", mode="w+", dtype=self.dtype, shape=(len(indices), *shape)
-            )
+            new_array(self.out / f"{self.name}.{kind}.npy", self.dtype, (len(indices), *shape))
             for kind, shape in zip(kinds, shapes, strict=False)
         ]
         for first, chunk in zip(count(0, ENCODED_TOGETHER), _chunks(indices, ENCODED_TOGETHER), strict=False):

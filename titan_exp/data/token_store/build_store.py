@@ -1,12 +1,8 @@
 """Token store construction: lock, journal, tokenizer copy, worker processes, manifest."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.data_files import tokenizer_file
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
+from titan_exp.data.store_folder import explain_disk_errors, refusal, store_lock
 from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.token_store.progress import ProgressDisplay
 from titan_exp.data.token_store.shard_writer import TEMPORARY_SUFFIX, write_json
@@ -39,7 +36,7 @@ def build_store(
     """Build or resume the store in folder `out`; returns its manifest, and True if anything was tokenized. Raises
     UserError if a file cannot be read or written, or the folder contains something else."""
     folder = Path(out).expanduser()
-    with _explain_os_errors(folder):
+    with explain_disk_errors(folder):
         _check_folder(folder, out)
         corpus = Corpus(data, parts, shuffle)
         job = TokenizeJob(folder, data, parts, shard_tokens, corpus.fingerprint, shuffle)
@@ -48,7 +45,7 @@ def build_store(
             _check_same(folder / MANIFEST, description, out)
             return read_manifest(folder), False
         job.journal.mkdir(parents=True, exist_ok=True)
-        with _lock(job.journal / "lock", out):
+        with store_lock(job.journal / "lock", out, "tokenize"):
             if (job.journal / _JOB).exists():
                 _check_same(job.journal / _JOB, description, out)
             else:
@@ -89,10 +86,10 @@ def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
 def _check_folder(folder: Path, out: str) -> None:
     """Check that the folder is new, empty, or a store."""
     if folder.exists() and not folder.is_dir():
-        raise _refusal(out, "a file of this name exists", "another out")
+        raise refusal(out, "a file of this name exists", "another out")
     is_store = any((folder / name).exists() for name in (MANIFEST, UNFINISHED))
     if folder.is_dir() and any(folder.iterdir()) and not is_store:
-        raise _refusal(out, "the folder holds other files", "a new folder")
+        raise refusal(out, "the folder holds other files", "a new folder")
 
 
 def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
@@ -100,7 +97,7 @@ def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise _refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
+        raise refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
     # Stores written before these were recorded.
     saved = {"shuffle": 0, "content": description["content"], **saved}
     violations = [
@@ -115,34 +112,3 @@ def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
     ]
     if violations:
         raise UserError("The folder holds a store with other settings.", violations)
-
-
-@contextmanager
-def _lock(path: Path, out: str) -> Iterator[None]:
-    """Hold the store's lock; the operating system releases it when this process exits."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            reason = "another titan-exp tokenize is building this store"
-            raise _refusal(out, reason, "wait for it, or stop it") from None
-        yield
-
-
-@contextmanager
-def _explain_os_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"The disk of {folder} is full. Finished shards are kept: free some space and type the "
-                "same command to continue, or remove the folder."
-            ) from error
-        begun = (folder / UNFINISHED).is_dir()
-        stays = f" Finished shards are kept in {folder}; type the same command to continue." if begun else ""
-        raise UserError(f"{error.filename or type(error).__name__}: {error.strerror or error}.{stays}") from error
-
-
-def _refusal(out: str, reason: str, remedy: str) -> UserError:
-    return UserError("The store cannot be built.", [Violation("out", out, reason, remedy)])

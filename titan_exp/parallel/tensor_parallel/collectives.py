@@ -133,12 +133,7 @@ class _GatherOutputs(torch.autograd.Function):
         return gradients[0][..., ctx.mine].contiguous(), None, None
 
 
-class _GatherResult(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return _gather_tokens(x, region)
-
+class _GatherResult(_AllGatherSeq):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0].chunk(ctx.region.degree, dim=1)[ctx.region.rank].contiguous(), None

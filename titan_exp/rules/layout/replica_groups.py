@@ -35,11 +35,12 @@ def every_group_has_work(
         return
     works = [size for size in divisors(per_rank) if per_rank // size >= groups]
     reason = (
-        f"a step has {per_rank // layout.micro_batch_size} micro-batches for each data rank of a group "
-        f"({smallest} sequences, {layout.dp_degree} data ranks, micro-batches of {layout.micro_batch_size}), fewer "
-        "than groups"
+        f"of a step's {smallest} sequences a data rank of a group has {per_rank // layout.micro_batch_size} "
+        f"micro-batches of {layout.micro_batch_size}, fewer than groups"
     )
-    remedy = f"training.micro_batch_size={works[-1]}" if works else f"cluster.replica_groups={per_rank} or less"
+    enough = groups * layout.dp_degree
+    fewer = f"batches of at least {enough} sequences, or cluster.replica_groups={per_rank} or less"
+    remedy = f"training.micro_batch_size={works[-1]}" if works else fewer
     yield Violation("cluster.replica_groups", groups, reason, remedy)
 
 
@@ -63,8 +64,8 @@ RULES = (
         Refuse(
             "cluster.min_groups",
             lambda cluster: cluster.min_groups > cluster.replica_groups,
-            "there are {cluster.replica_groups} replica groups, so training would wait for ever",
-            "cluster.min_groups={cluster.replica_groups} or less",
+            "with cluster.replica_groups={cluster.replica_groups} training would wait for ever",
+            "cluster.min_groups={cluster.replica_groups} or less; or more of cluster.replica_groups",
         )
     ),
     *rules(

@@ -45,7 +45,7 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or type(error).__name__}: {error.strerror or error}.{stays}") from error
 
 
-def new_array(path: Path, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+def new_array(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:
     """New `.npy` file as a memory map, whose space the disk has: writing to a map of a full disk ends the process."""
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     with path.open("r+b") as file:

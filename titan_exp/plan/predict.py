@@ -21,6 +21,8 @@ from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.garbage_collection import no_garbage_collection
+from titan_exp.plan.replay_processes import ReplayProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
@@ -193,24 +195,26 @@ def predict(
     capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
 
-    def rank_plan(number: int, trace: Trace) -> RankPlan:
+    def rank_plan(number: int, trace: Trace, allocator: Reserved | None) -> RankPlan:
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
-        events = trace.setup_events, trace.step_events
-        allocator = steady_reserved(*events, expandable=expandable, capacity=room) if cuda else None
         kernels = class_times(trace.costs, None if seconds is None else device)
         return RankPlan(number, trace, seconds, allocator, expandable, kernels)
 
     room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
     load, worst = experiment.plan.worst_expert_load, None
-    with capability, deterministic_attention(deterministic):
-        traces = tracer.traces(numbers, full=full)
-        plans = [rank_plan(number, trace) for number, trace in zip(numbers, traces, strict=True)]
+    with capability, deterministic_attention(deterministic), no_garbage_collection():
+        with ReplayProcesses(len(numbers), expandable=expandable, capacity=room) as replays:
+            traces = tracer.traces(numbers, replays.submit if cuda else None, full=full)
+            reserved = [replays.result(number) if cuda else None for number in numbers]
+        plans = [rank_plan(*each) for each in zip(numbers, traces, reserved, strict=True)]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
                 (trace,) = replace(tracer, on_rank=None).traces([largest], full=full)
-                worst = rank_plan(largest, trace).bytes
+            events = trace.setup_events, trace.step_events
+            allocator = steady_reserved(*events, expandable=expandable, capacity=room) if cuda else None
+            worst = rank_plan(largest, trace, allocator).bytes
     held, state = 0, 0
     for trace in traces:
         for persistent in (trace.persistent, {} if trace.host is None else trace.host.persistent):
@@ -242,21 +246,29 @@ class _Tracer:
     flops_per_token: float = 0.0
     why_full: str = ""
 
-    def traces(self, numbers: Sequence[int], *, full: bool) -> list[Trace]:
-        """Traces of pipeline ranks."""
+    def traces(
+        self, numbers: Sequence[int], on_trace: Callable[[int, Trace], None] | None = None, *, full: bool
+    ) -> list[Trace]:
+        """Traces of pipeline ranks; `on_trace` is called with each rank and its trace as soon as there is one."""
+        on_trace = on_trace or (lambda number, trace: None)
         if not full and is_worthwhile(self.layout, self.experiment.activation_checkpoint, len(numbers)):
             self.why_full = unsupported_reason(self.experiment) or ""
             try:
                 if not self.why_full:
-                    return self._extrapolate(numbers)
+                    return self._extrapolate(numbers, on_trace)
             except ExtrapolationError as error:
                 self.why_full = f"it cannot be extrapolated: {error}"
-        return [self._trace(number) for number in numbers]
+        found = list[Trace]()
+        for number in numbers:
+            found.append(self._trace(number))
+            on_trace(number, found[-1])
+        return found
 
-    def _extrapolate(self, numbers: Sequence[int]) -> list[Trace]:
+    def _extrapolate(self, numbers: Sequence[int], on_trace: Callable[[int, Trace], None]) -> list[Trace]:
         extrapolator, found = TraceExtrapolator(self.experiment, self.cuda, self.workspace), list[Trace]()
         for number in numbers:
             found.append(extrapolator.trace(number))
+            on_trace(number, found[-1])
             model = extrapolator.optimizer_step(number)
             self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
         for number in numbers if self.on_rank is not None else ():

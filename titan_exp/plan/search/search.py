@@ -26,12 +26,13 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.plan.child_process import end_with_parent
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.sample_key import sample_keys
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
-from titan_exp.plan.gate.child_process import end_with_parent
+from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.forkserver import start_forkserver
@@ -416,7 +417,8 @@ def _start_worker() -> None:
 def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
     experiment = candidate.experiment
     try:
-        parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+        with no_garbage_collection():
+            parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
     except ExtrapolationError as error:
         raise UserError(f"plan search: {error}. titan-exp plan predicts one layout.") from error
     _freeze_imports()

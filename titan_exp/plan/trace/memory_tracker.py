@@ -189,13 +189,14 @@ class MemoryTracker:
         Starts with the moment before the step and includes the peak.
         """
         changes, moments, largest = max(len(self._changes) - self._allocated_before, 1), list[Moment](), -1
+        total = 0
         current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for number, (storage, delta, where) in enumerate(self._changes, 1 - self._allocated_before):
             current[storage.category] += delta
+            total += delta
             if number < 0:
                 continue
             span = 1 + (number - 1) * (limit - 1) // changes if number else 0
-            total = sum(current.values())
             if span >= len(moments) or total > largest:
                 del moments[span:]
                 largest = total

@@ -1,8 +1,7 @@
 """Trace of one rank's step: memory over time, FLOPs, messages. The rank is fake or real."""
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
 from titan_exp.plan.cuda.cpu_offload import GPU, HostAndGpuTracker, HostUsage
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
+from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.kernel_classes import EMBEDDING
@@ -79,7 +79,7 @@ def trace_step(
             # A fake process group completes sends immediately in torch 2.15, and never in 2.13.
             state.built.pipeline.transport.sees_completion = False
     with (
-        _no_garbage_collection(),
+        no_garbage_collection(),
         track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()) as phases,
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=host is not None) if cuda else nullcontext(),
@@ -122,16 +122,3 @@ class _Streams:
 
     def __call__(self) -> int:
         return self._numbers.setdefault(torch.cpu.current_stream(), len(self._numbers))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection during a step, as in the trainer: reference cycles stay allocated."""
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

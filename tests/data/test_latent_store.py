@@ -227,8 +227,7 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
     [
         ([], []),
         (["tracking.images_every=5"], []),
-        (["tracking.images_every=5", "parallelism.tp=2"], ["tracking.images_every"]),
-        (["tracking.images_every=5", "parallelism.pp=2"], ["tracking.images_every"]),
+        (["tracking.images_every=5", "parallelism.tp=2", "parallelism.pp=2"], []),
         (
             ["tracking.images_every=5", "training.objective=language_modeling"],
             ["tracking.images_every", "training.objective"],
@@ -241,8 +240,9 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
         (["data.paths=[/nowhere]"], ["data.paths"]),
         (["+training.objective_options.times=cosine"], ["training.objective_options.times"]),
         (["+training.objective_options.dropout=0.1"], ["training.objective_options.dropout"]),
-        (["quantization=float8_rowwise"], ["quantization.recipe"]),
         (["parallelism.tp=2"], []),
+        (["quantization=float8_rowwise"], []),
+        (["quantization=mxfp8", "training.micro_batch_size=2"], ["training.micro_batch_size"]),
         (["parallelism.tp=4"], ["parallelism.tp"]),
         (["parallelism.cp=3", "training.global_batch_size=12"], ["parallelism.cp"]),
         (["parallelism.cp=8", "parallelism.tp=2"], ["parallelism.cp"]),

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.command_line.verb_options import GenerateOptions
-from titan_exp.inference.generate import generate, tensor_parallel_experiment
+from titan_exp.inference.generate import generate, sharded_experiment
 from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.local_tensor import local_tensor
@@ -42,7 +42,7 @@ def on_rank(experts: int) -> tuple[list[str], int]:
     device, found = torch.device("cpu"), []
     materialize = meta_init.materialize_parameters
     with joined_process_group(device):
-        made, opened = tensor_parallel_experiment(source(experts), 2), source(experts)
+        made, opened = sharded_experiment(source(experts), 2), source(experts)
         mesh = build_mesh(made.parallelism, device, experts=True)
         from titan_exp.trainer import load_model
 

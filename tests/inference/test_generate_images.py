@@ -79,10 +79,12 @@ def test_images_depend_on_seed_and_prompt_and_not_on_other_prompts(overfit: Path
     assert np.abs(alone[0] - alone[1]).max() > 0
 
 
-@pytest.mark.night
-def test_images_of_tensor_parallel_ranks_are_those_of_one(overfit: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "degrees", [["cp=2"], *(pytest.param(words, marks=pytest.mark.night) for words in (["tp=2"], ["tp=2", "cp=2"]))]
+)
+def test_images_of_several_ranks_are_those_of_one(overfit: Path, tmp_path: Path, degrees: list[str]):
     one = draw(overfit, tmp_path / "one", "guidance=3")
-    words = [*PROMPTS, f"out={tmp_path / 'two'}", "steps=12", "guidance=3", "tp=2"]
+    words = [*PROMPTS, f"out={tmp_path / 'two'}", "steps=12", "guidance=3", *degrees]
     assert main(["generate", str(overfit), *words]) == 0
     two = list(map(read, sorted((tmp_path / "two").glob("0*.png"))))
     assert len(one) == len(two) == len(COLOURS)
@@ -104,6 +106,7 @@ def test_images_go_into_the_run_folder_and_other_sizes_are_drawn(overfit: Path):
         (["tokens=5"], "tokens=5: it is for texts"),
         (["height=5"], r"height=5: an image token is 2 pixels wide\n.*height=4"),
         (["store=/nowhere"], "no such folder"),
+        (["cp=3"], r"cp=3: a sequence has 4 text and 4 image tokens[\s\S]*cp=2 or 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(overfit: Path, words: list[str], message: str):

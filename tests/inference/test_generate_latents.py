@@ -18,7 +18,7 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.command_line.verb_options import GenerateOptions
-from titan_exp.inference.generate import generate, tensor_parallel_experiment
+from titan_exp.inference.generate import generate, sharded_experiment
 from titan_exp.models import deepseek
 
 PROMPTS = ["import ", "def main("]
@@ -41,7 +41,7 @@ def on_rank(path: str, options: GenerateOptions) -> list[str]:
 
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
     with joined_process_group(device):
-        mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
+        mesh = build_mesh(sharded_experiment(source, options.tp).parallelism, device)
         return generate(source, options, PROMPTS, window=48, mesh=mesh)
 
 

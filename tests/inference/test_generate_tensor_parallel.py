@@ -15,7 +15,7 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.main import main
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.inference.generate import generate, generate_command, tensor_parallel_experiment
+from titan_exp.inference.generate import generate, generate_command, sharded_experiment
 
 PROMPTS = ["import ", "def main(", ""]
 MODELS = {
@@ -62,7 +62,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
     room.DecodeSession = Seen  # type: ignore[misc]  # in this process alone
     source = open_checkpoint(Path(path))
     with joined_process_group(device):
-        mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
+        mesh = build_mesh(sharded_experiment(source, options.tp).parallelism, device)
         texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
     (session,) = sessions
     weights = sum(local_tensor(parameter).numel() for parameter in session._model.parameters())
@@ -110,7 +110,7 @@ def test_tp_starts_ranks(folders: dict[str, Path], capsys: pytest.CaptureFixture
 
 def test_unsupported_tp_degrees_are_refused(folders: dict[str, Path]):
     with pytest.raises(UserError, match=r"tp=3.*query heads[\s\S]*tp=1, 2 or 4"):
-        tensor_parallel_experiment(open_checkpoint(folders["groups dcp"]), 3)
+        sharded_experiment(open_checkpoint(folders["groups dcp"]), 3)
 
 
 def test_prompts_are_completed_independently(folders: dict[str, Path], tmp_path: Path, capsys):

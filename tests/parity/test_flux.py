@@ -255,3 +255,38 @@ def test_mutations_of_divided_models_are_noticed(
     found = gradients(tmp_path, words, layout, mutate)
     with pytest.raises(AssertionError):
         assert_same_gradients(found, gradients_on_one_device)
+
+
+RECIPES = {recipe: f"quantization={recipe}" for recipe in ("float8_tensorwise", "float8_rowwise", "mxfp8")}
+RECIPES["float8_rowwise_gw_hp"] = "quantization=float8_rowwise_gw_hp quantization.filter=['*.text.*']"
+
+
+@pytest.fixture(scope="session")
+def recipe_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
+    few = f"{words} training.steps=3 training.evaluate_every=0 optimizer.lr=1e-3"
+    return remembered(lambda: tmp_path_factory.mktemp("one"), {name: f"{few} {word}" for name, word in RECIPES.items()})
+
+
+def quantized(path: Path, words: str, recipe: str, layout: str, mutate: Callable[[], None] | None = None) -> Curve:
+    few = ["training.steps=3", "training.evaluate_every=0", "optimizer.lr=1e-3"]
+    given = [word for word in words.split() if word.partition("=")[0] not in {key.partition("=")[0] for key in few}]
+    return train(path, *given, *few, *RECIPES[recipe].split(), *layout.split(), mutate=mutate)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("float8_rowwise", "parallelism.tp=2 training.micro_batch_size=4"),
+        pytest.param("float8_tensorwise", "parallelism.dp_shard=2", marks=pytest.mark.night),
+        pytest.param("float8_tensorwise", "parallelism.tp=2 activation_checkpoint=full", marks=pytest.mark.night),
+        pytest.param("mxfp8", "parallelism.cp=2 training.micro_batch_size=8", marks=pytest.mark.night),
+        pytest.param("float8_rowwise_gw_hp", "parallelism.pp=2 training.micro_batch_size=2", marks=pytest.mark.night),
+        pytest.param("mxfp8", "parallelism.tp=2 compile=blocks compile.backend=aot_eager", marks=pytest.mark.night),
+    ],
+)
+def test_recipes_give_the_curve_of_one_device(
+    recipe: str, layout: str, words: str, recipe_on_one_device: Callable[[str], Curve], tmp_path: Path
+):
+    from tests.parity.test_quantized import assert_same_recipe
+
+    assert_same_recipe(quantized(tmp_path, words, recipe, layout), recipe_on_one_device(recipe))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.models.flux_shapes import needs_diffusers
+from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.data.latent_store.hashed_words import HashedWords
 from titan_exp.trainer.sampling import euler as module
 from titan_exp.trainer.sampling.euler import (
@@ -24,11 +25,12 @@ from titan_exp.trainer.sampling.euler import (
 STEPS, IMAGE_TOKENS = 7, 1024
 
 
-def model(noisy: Tensor, text: Tensor, *, pooled: Tensor, times: Tensor, positions: Tensor, guidance: Tensor | None):
+def model(batch: LatentBatch) -> Tensor:
     """Velocity that depends on everything."""
-    scale = 0 if guidance is None else guidance[:, None, None]
-    given = text.mean((1, 2)) + 2 * pooled.mean(1) + positions.float().mean((1, 2))
-    return noisy.sin() * times[:, None, None] + given[:, None, None] + scale
+    assert batch.times is not None
+    scale = 0 if batch.guidance is None else batch.guidance[:, None, None]
+    given = batch.text.mean((1, 2)) + 2 * batch.pooled.mean(1) + batch.positions.float().mean((1, 2))
+    return batch.latents.sin() * batch.times[:, None, None] + given[:, None, None] + scale
 
 
 def given(*prompts: str) -> Conditions:

@@ -31,7 +31,7 @@ class LatentBatch(MicroBatch):
     weights: Tensor
     """1 for samples, 0 for rows that fill the batch up [rows]."""
     noise: Tensor | None = None
-    """Noise [rows, image, channels]; None until the objective draws it."""
+    """Noise [rows, image, channels]; None until the objective draws it, and in sampling, where `latents` are noisy."""
     times: Tensor | None = None
     """Times [rows]; None until the objective draws them."""
     guidance: Tensor | None = None
@@ -54,10 +54,10 @@ class LatentBatch(MicroBatch):
 
     def inputs(self, hidden: Tensor | None = None) -> Inputs:
         """Noisy latents at their times, or hidden states, and their conditions."""
-        assert self.noise is not None, "drawn by the objective's `prepare`"
-        assert self.times is not None
-        times = self.times[:, None, None]
-        noisy = (1 - times) * self.latents + times * self.noise
+        assert self.times is not None, "drawn by the objective's `prepare`"
+        noisy, times = self.latents, self.times[:, None, None]
+        if self.noise is not None:
+            noisy = (1 - times) * self.latents + times * self.noise
         named = {"pooled": self.pooled, "times": self.times, "positions": self.positions, "guidance": self.guidance}
         return Inputs((noisy if hidden is None else hidden, self.text), named)
 

@@ -1,4 +1,5 @@
-"""Generation of text or images from a run or from weights in any format; of text with tensor parallelism too."""
+"""Generation of text or images from a run or from weights in any format, with tensor parallelism too, and for images with
+context parallelism."""
 
 import dataclasses
 import math
@@ -25,6 +26,7 @@ from titan_exp.inference.generation import DecodeSession
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import has_experts, model_spec
 from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
@@ -60,12 +62,12 @@ def generate_command(
         store_manifest(source, options)
     else:
         tokenizer_of(source)
-    if options.tp == 1:
+    if options.tp * options.cp == 1:
         lines = _answer(path, source, options, prompts)
     else:
-        assert run_on_ranks is not None, "tp > 1 needs run_on_ranks"
+        assert run_on_ranks is not None, "several ranks need run_on_ranks"
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
-        lines = run_on_ranks(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), request)
+        lines = run_on_ranks(f"{__name__}.rank_main", sharded_experiment(source, options.tp, options.cp), request)
     print(*lines, f"— {describe(path, source)}", sep="\n")
     return 0
 
@@ -110,30 +112,32 @@ def rank_main(run_folder: str) -> None:
 
     def answer(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
         path, options = Path(request["path"]), GenerateOptions(**request["options"])
-        mesh = build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model))
+        causal = (spec := model_spec(experiment.model)) is None or spec.is_causal
+        mesh = build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model), causal=causal)
         return _answer(path, _open(path, options), options, request["prompts"], mesh)
 
     serve(run_folder, answer)
 
 
-def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
-    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks. Raises UserError if the model
-    cannot be sharded, or there are too few GPUs."""
+def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Experiment:
+    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks, and sequences over `cp`
+    context-parallel ones. Raises UserError if the model cannot be sharded, or there are too few GPUs."""
     spec = model_spec(source.model)
     routers = [] if spec is None else [layer.router for layer in spec.layers if layer.router is not None]
     # As many ranks as can have as many experts each share them.
     ep = math.gcd(degree, *(router.moe.experts for router in routers)) if routers else 1
     # Decoding feeds one token at a time, so sequence parallelism does not apply.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
-    overrides.append(f"parallelism.ep={ep}")
+    overrides += [f"parallelism.ep={ep}", f"parallelism.cp={cp}"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
-    violations = find_violations((*tensor.RULES, *layout.RULES), experiment)
+    violations = find_violations((*tensor.RULES, *context.RULES, *layout.RULES), experiment)
     if violations:
         raise UserError(
-            f"The model cannot be sharded with tp={degree}.",
+            f"The model cannot be sharded with tp={degree}" + (f" and cp={cp}." if cp > 1 else "."),
             [
-                Violation("tp", degree, violation.reason, violation.remedy.replace("parallelism.tp", "tp"))
+                Violation(key, value, violation.reason, violation.remedy.replace("parallelism.", ""))
                 for violation in violations
+                for key, value in [("cp", cp) if violation.field.startswith("parallelism.cp") else ("tp", degree)]
             ],
         )
     return experiment

@@ -1,8 +1,10 @@
 """Images from prompts: weights of a diffusion model, with the encoders of the latent store that it was trained on."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_latent_manifest
@@ -24,6 +27,7 @@ from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.image_grid import image_grid, save_image
+from titan_exp.trainer.forward_backward import whole_outputs
 from titan_exp.trainer.sampling.euler import conditions, euler, guided_velocity, sampling_noise, sampling_times
 
 ROWS = 16
@@ -53,13 +57,15 @@ def generate_images(
 ) -> list[Path]:
     """Draw images and write them, each in a file, and the grid of all in the last one; returns the files.
 
-    All ranks of a tensor-parallel `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
+    All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
     latent store, or an encoder of it, is missing.
     """
     setup = sampling_setup(source, options)
     tokens = setup.encoder.tokens + setup.rows * setup.columns
+    if tokens_violations := list(_shared_evenly(setup, options)):
+        raise UserError("The images cannot be drawn.", tokens_violations)
     model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
-    images = list(draw(model, setup, options, prompts))
+    images = list(draw(model, setup, options, prompts, mesh))
     if mesh is not None and dist.get_rank() > 0:
         return []
     folder = Path(options.out).expanduser() if options.out else _folder(source)
@@ -77,7 +83,11 @@ def generate_images(
 
 
 def draw(
-    model: nn.Module, setup: SamplingSetup, options: GenerateOptions, prompts: Sequence[str]
+    model: nn.Module,
+    setup: SamplingSetup,
+    options: GenerateOptions,
+    prompts: Sequence[str],
+    mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
     that is a function of the seed and the sample's number alone."""
@@ -86,14 +96,25 @@ def draw(
     scale = options.model_guidance if latents.guidance else None
     times = sampling_times(options.steps, image_tokens, shift=setup.shift)
     noise = sampling_noise(options.seed, range(options.samples), image_tokens, latents.patch_dim)
+    outputs = partial(whole_outputs, model, mesh=mesh)
     empty = conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
     jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
     for first in range(0, len(jobs), ROWS):
         texts, samples = zip(*jobs[first : first + ROWS], strict=True)
         given = conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
-        predict = guided_velocity(model, given, empty, options.guidance)
+        predict = guided_velocity(outputs, given, empty, options.guidance)
         found = euler(predict, noise[list(samples)].to(device), times)
         yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
+
+
+def _shared_evenly(setup: SamplingSetup, options: GenerateOptions) -> Iterator[Violation]:
+    """Context-parallel ranks have as many of the text tokens, and of the image tokens."""
+    text, image = setup.encoder.tokens, setup.rows * setup.columns
+    common = math.gcd(text, image)
+    if common % options.cp:
+        reason = f"a sequence has {text} text and {image} image tokens, which it cannot both divide"
+        near = listed(nearest_numbers(options.cp, divisors(common)))
+        yield Violation("cp", options.cp, reason, f"nearest: cp={near}")
 
 
 def makes_images(source: OpenCheckpoint) -> bool:

@@ -1,9 +1,10 @@
-"""Model of a checkpoint for inference, whole on one device or sharded by tensor and expert parallelism."""
+"""Model of a checkpoint for inference, whole on one device or sharded by tensor, expert and context parallelism."""
 
 import torch
 from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_rows
@@ -25,6 +26,9 @@ def load_sharded(source: OpenCheckpoint, *, seq_len: int, dtype: torch.dtype, me
         # Decoding feeds one token at a time, so sequence parallelism does not apply.
         apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
         apply_expert_parallel(model, mesh, sequence_parallel=False)
+        apply_context_parallel(model, mesh, "ring")
         return drop_unused_rows(model)
 
-    return load_source(source, device, seq_len=seq_len, dtype=dtype, divide=None if mesh is None else shard)
+    parts = mesh is not None and mesh.sequence_shard.degree > 1
+    divide = None if mesh is None else shard
+    return load_source(source, device, seq_len=seq_len, dtype=dtype, divide=divide, parts=parts)

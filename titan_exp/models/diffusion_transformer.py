@@ -33,7 +33,7 @@ class DiffusionTransformer(nn.Module):
         super().__init__()
         self.spec = diffusion_spec(config)
         linears = {
-            linear.name: Linear(linear.inputs, linear.outputs, linear.std, linear.bias_std)
+            linear.name: Linear(linear.inputs, linear.outputs, linear.std, linear.bias_std, quantizable=False)
             for linear in end_linears(config)
         }
         self.shard = TokenShard()

@@ -127,6 +127,8 @@ def _quantized_linears(
     model: nn.Module, config: QuantizationConfig, layers: int
 ) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     for name, module in _linears(model):
+        if isinstance(module, Linear) and not module.quantizable:
+            continue
         if config.quantizes(name, module.in_features, module.out_features, layers=layers):
             yield name, module
 

@@ -1,6 +1,7 @@
 """Quantization rules for recipes and optimizer moments: options, divisibility, devices."""
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -13,6 +14,7 @@ from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, Quantization
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchao_version import torchao_violations
+from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
@@ -77,19 +79,22 @@ def dims_divide(
 
 
 def tokens_divide(
+    spec: ModelSpec,
     quantization: QuantizationConfig,
     parallelism: ParallelismConfig,
-    training: TrainingConfig,
     layout: ResolvedLayout,
     device: str,
 ) -> Iterator[Violation]:
     """A micro-batch's tokens, the reduction dim of weight gradients, form whole scaling blocks."""
+    training = layout.training
     recipe, cp, chunks = quantization.recipe, parallelism.cp, parallelism.sequence_chunks
     if recipe == "float8_rowwise_gw_hp":
         return
     block, tokens = _block(quantization, device), layout.micro_batch_size * training.seq_len
     run, rest = divmod(training.seq_len, chunks)
-    if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
+    if spec.latents is not None:
+        yield from _streams_divide(spec.latents, quantization, layout, block * cp)
+    elif recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
         reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
         yield from check_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
@@ -97,6 +102,22 @@ def tokens_divide(
         among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
         reason = f"{recipe} quantizes blocks of {block} tokens, and a micro-batch has {tokens // cp}{among}"
         yield from check_multiple("training.seq_len", training.seq_len, block * cp, reason)
+
+
+def _streams_divide(
+    latents: LatentInputs, config: QuantizationConfig, layout: ResolvedLayout, block: int
+) -> Iterator[Violation]:
+    """Text and image tokens of a micro-batch, which linear layers of their own read, form whole scaling blocks."""
+    # NVFP4 transforms consecutive tokens of one sequence together.
+    rows = 1 if config.recipe == "nvfp4" else layout.micro_batch_size
+    text, image = rows * latents.text_tokens, rows * (layout.training.seq_len - latents.text_tokens)
+    if text % block or image % block:
+        reason = (
+            f"{config.recipe} quantizes blocks of {block} tokens, and {rows} sequences have {text} of text and {image} "
+        )
+        few = block // math.gcd(block, latents.text_tokens, layout.training.seq_len - latents.text_tokens)
+        remedy = f"a multiple of {few}; or quantization.filter=['*.text.*', '*.image.*']"
+        yield Violation("training.micro_batch_size", rows, reason + "of the image", remedy)
 
 
 def kv_heads_are_whole(
@@ -168,7 +189,8 @@ def moment_blocks_divide(
 
 def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[str, LinearSpec]]:
     for name, linear in spec.linears():
-        if config.quantizes(name, linear.inputs, linear.outputs, layers=len(spec.blocks)):
+        shape = linear.inputs, linear.outputs
+        if linear.quantizable and config.quantizes(name, *shape, layers=len(spec.blocks)):
             yield name, linear
 
 

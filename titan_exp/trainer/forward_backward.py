@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.compute_weights import ComputeWeights
+from titan_exp.parallel.context_parallel.gather_sequence import gather_sequence
 from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
@@ -49,6 +51,11 @@ class Model(Protocol):
         """This rank's share of the summed loss of any number of micro-batches, fp64, without gradients."""
         ...
 
+    def outputs(self, batch: MicroBatch) -> Tensor:
+        """Outputs [rows, tokens, ...] of whole rows in fp32 on every rank, without gradients; all ranks must call it
+        with the same batch, whose tensors have a row for each sequence."""
+        ...
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters on this rank."""
         ...
@@ -56,6 +63,18 @@ class Model(Protocol):
     def unique_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters on this rank without copies of tied weights of another stage."""
         ...
+
+
+def whole_outputs(
+    module: nn.Module, batch: MicroBatch, mesh: Mesh | None, hidden: Tensor | None = None
+) -> Float[Tensor, "rows tokens width"]:
+    """Outputs of a model, or of its last pipeline stage from `hidden` states, for whole sequences in fp32; None is one
+    device. All ranks that share the sequences must call it."""
+    if mesh is None:
+        inputs = batch.inputs(hidden)
+        return module(*inputs.positional, **inputs.named).float()
+    inputs = shard_batch(batch, mesh).inputs(hidden)
+    return gather_sequence(module(*inputs.positional, **inputs.named).float(), mesh)
 
 
 class EagerModel:
@@ -92,6 +111,12 @@ class EagerModel:
             for batch in batches:
                 total += self.objective(self._module, shard_batch(batch, self._mesh)).metrics["loss"]
         return total
+
+    @torch.no_grad()
+    def outputs(self, batch: MicroBatch) -> Tensor:
+        """Run one micro-batch of any number of rows."""
+        with self.weights.in_use():
+            return whole_outputs(self._module, batch, self._mesh)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters."""

@@ -13,6 +13,7 @@ from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.experts.global_counts import ExpertLoad
+from titan_exp.trainer.forward_backward import whole_outputs
 from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisors, normalize_by_tokens
 
 
@@ -24,7 +25,7 @@ class PipelineModel:
     def __init__(self, pipeline: Pipeline, objective: Objective, mesh: Mesh, weights: ComputeWeights) -> None:
         self.parts, self.objective, self.weights = [stage.module for stage in pipeline.stages], objective, weights
         self.eval_microbatches = pipeline.microbatches
-        self._pipeline, self._mesh = pipeline, mesh
+        self._pipeline, self._mesh, self._rows = pipeline, mesh, pipeline.transport.rows
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run a schedule once per pass of micro-batches; gradients are reduced once."""
@@ -62,6 +63,27 @@ class PipelineModel:
         with self.weights.in_use():
             self._pipeline.forward_only(len(batches), compute)
         return total
+
+    @torch.no_grad()
+    def outputs(self, batch: MicroBatch) -> Tensor:
+        """Run micro-batches of as many rows as training has, the last one filled up with its last row."""
+        count = len(batch.tensors[0])
+        passes = -(-count // self._rows)
+        rows = torch.arange(passes * self._rows, device=batch.tensors[0].device).clamp(max=count - 1)
+        whole: list[Tensor] = []
+
+        def compute(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
+            chosen = rows[microbatch * self._rows : (microbatch + 1) * self._rows]
+            part = batch.map(lambda tensor: tensor[chosen])
+            if stage.last:
+                whole.append(whole_outputs(stage.module, part, self._mesh, hidden))
+                return whole[-1]
+            inputs = shard_batch(part, self._mesh).inputs(hidden)
+            return stage.module(*inputs.positional, **inputs.named)
+
+        with self.weights.in_use():
+            self._pipeline.forward_only(passes, compute)
+        return self._pipeline.from_last_stage(torch.cat(whole)[:count] if whole else None)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank's stages."""

@@ -75,6 +75,9 @@ class GenerateOptions:
     """Dtype of weights and compute."""
     tp: PositiveInt = 1
     """Tensor-parallel degree, one process per GPU. Weights and KV cache are sharded; the text stays the same."""
+    cp: PositiveInt = 1
+    """Images: context-parallel degree, a process per GPU beside those of `tp`. Each computes a part of the text tokens
+    and of the image tokens; the image stays the same."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 
@@ -82,7 +85,7 @@ class GenerateOptions:
 TEXT_OPTIONS = frozenset({"tokens", "temperature", "top_k", "top_p", "cache"})
 """Options of `generate` that language models alone have."""
 IMAGE_OPTIONS = frozenset(
-    {"steps", "guidance", "model_guidance", "samples", "height", "width", "shift", "store", "out"}
+    {"steps", "guidance", "model_guidance", "samples", "height", "width", "shift", "store", "out", "cp"}
 )
 """Options of `generate` that diffusion models alone have."""
 

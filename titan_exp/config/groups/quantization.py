@@ -22,7 +22,8 @@ NVFP4_TILE = 128
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Recipe for the matmuls of the blocks' linear layers. Embedding, head, norms and attention are never quantized."""
+    """Recipe for the matmuls of the blocks' linear layers. Embedding, head, norms and attention are never quantized,
+    nor modulations, which read one vector per sequence."""
 
     recipe: Literal["none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"] = "none"
     """`none` multiplies in the type of `training.mixed_precision`. `float8_tensorwise` has one scale for a whole

@@ -11,12 +11,14 @@ from titan_exp.models.spec.model_spec import LayerSpec
 class Linear(nn.Linear):
     """A linear layer initialized with standard deviation `std`.
 
-    `bias_std` is that of its bias; None is a layer without bias.
+    `bias_std` is that of its bias; None is a layer without bias. Recipes leave a layer alone that is not `quantizable`.
     """
 
-    def __init__(self, fan_in: int, fan_out: int, std: float, bias_std: float | None = None) -> None:
+    def __init__(
+        self, fan_in: int, fan_out: int, std: float, bias_std: float | None = None, *, quantizable: bool = True
+    ) -> None:
         super().__init__(fan_in, fan_out, bias=bias_std is not None)
-        self.std, self.bias_std = std, bias_std
+        self.std, self.bias_std, self.quantizable = std, bias_std, quantizable
         self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
@@ -42,4 +44,5 @@ def add_bias(x: Float[Tensor, "*any fan_out"], bias: Float[Tensor, " fan_out"] |
 def linear(layer: LayerSpec, name: str) -> Linear:
     """Linear layer that a block's spec describes, by module path."""
     spec = layer.linear(name)
-    return Linear(spec.inputs, spec.outputs, spec.std, spec.bias_std if spec.bias else None)
+    bias_std = spec.bias_std if spec.bias else None
+    return Linear(spec.inputs, spec.outputs, spec.std, bias_std, quantizable=spec.quantizable)

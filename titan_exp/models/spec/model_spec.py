@@ -14,7 +14,7 @@ from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.token_span import EVERY_TOKEN, TokenSpan
+from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
     Colwise,
@@ -128,6 +128,11 @@ class LinearSpec:
     def flops_per_token(self) -> int:
         """Forward and backward FLOPs of the matmul per token that it computes."""
         return 6 * self.inputs * self.outputs * self.active_experts
+
+    @property
+    def quantizable(self) -> bool:
+        """False for a layer over one vector per sequence: its rows form no scaling blocks."""
+        return self.tokens != ONCE
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,10 @@ class Pipeline:
         with torch.no_grad():
             self._run(self._forward(microbatches), compute)
 
+    def from_last_stage(self, result: Tensor | None) -> Tensor:
+        """Result [rows, tokens, width] of the last stage in fp32, given by its rank, on every rank of the pipeline."""
+        return self.transport.broadcast(result, self._placement[-1])
+
     def _run(self, steps: Iterable[Step], compute: Forward) -> None:
         queue, observer = P2PQueue(self.transport), step_observer()
         for step in steps:

@@ -37,6 +37,8 @@ class P2PTransport:
     def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
         self.rank = dist.get_rank(group)
         """Pipeline rank of this process."""
+        self.rows = activation.shape[0]
+        """Rows of a micro-batch."""
         self._group, self._activation = group, activation
 
     def empty(self) -> Tensor:
@@ -54,6 +56,15 @@ class P2PTransport:
         work = dist.irecv(tensor, group=self._group, group_src=peer)
         assert work is not None, "this rank belongs to the group"
         return work
+
+    def broadcast(self, tensor: Tensor | None, source: int) -> Tensor:
+        """Tensor in fp32 of a pipeline rank on all of them; the others give None."""
+        shape = torch.zeros(3, dtype=torch.int64) if tensor is None else torch.tensor(tensor.shape)
+        shape = shape.to(self._activation.device)
+        dist.broadcast(shape, group=self._group, group_src=source)
+        sent = torch.empty(*shape.tolist(), device=self._activation.device) if tensor is None else tensor.contiguous()
+        dist.broadcast(sent, group=self._group, group_src=source)
+        return sent
 
     def is_sent(self, work: dist.Work) -> bool:
         """True if a send is complete, so that its tensor may be freed."""

@@ -103,22 +103,6 @@ RULES = (
             "tracking.images_every=0",
         ),
         Refuse(
-            "tracking.images_every",
-            lambda tracking, parallelism: (
-                tracking.images_every
-                and (parallelism.cp * parallelism.pp > 1 or (parallelism.tp > 1 and parallelism.sequence_parallel))
-            ),
-            "images are drawn by ranks with whole sequences and all layers; cp, pp, and tp with sequence parallelism, "
-            "divide them",
-            "tracking.images_every=0; titan-exp generate draws images from the checkpoints",
-        ),
-        Refuse(
-            "quantization.recipe",
-            lambda quantization, spec: quantization.recipe != "none" and spec.latents is not None,
-            "which linear layers of a diffusion transformer it may round is not decided yet",
-            "quantization=none",
-        ),
-        Refuse(
             "compile.cuda_graphs",
             lambda compile, spec: compile.cuda_graphs and spec.latents is not None,
             "batches of latents are not captured",

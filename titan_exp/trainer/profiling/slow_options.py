@@ -105,7 +105,8 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
     small = [
         name
         for name, linear in (() if spec is None else spec.linears())
-        if config.quantizes(name, linear.inputs, linear.outputs, layers=block_count(model))
+        if linear.quantizable
+        and config.quantizes(name, linear.inputs, linear.outputs, layers=block_count(model))
         and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
     ]
     if small:

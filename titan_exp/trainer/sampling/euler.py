@@ -4,19 +4,21 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titan_exp.data.keyed_random import keyed_generator
+from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.data.latent_store.text_encoder import TextEncoder
 from titan_exp.ops.attention.axial_rope import grid_positions
 from titan_exp.trainer.objective.rectified_flow import shifted
 
 Velocity = Callable[[Tensor, float], Tensor]
 """Velocity [rows, image, channels] of noisy latents at a time."""
+Outputs = Callable[[LatentBatch], Tensor]
+"""Outputs of a model in fp32 for whole rows, as `Model.outputs`."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +48,39 @@ def conditions(
     return Conditions(states, pooled, grid_positions(encoder.tokens, rows, columns), guidance)
 
 
-def velocity(model: Callable[..., Tensor], given: Conditions) -> Velocity:
+def velocity(outputs: Outputs, given: Conditions) -> Velocity:
     """Velocity that a model predicts, in fp32."""
 
     def predict(noisy: Tensor, time: float) -> Tensor:
         rows, device = len(noisy), noisy.device
-        named: dict[str, Any] = {"times": torch.full((rows,), time, device=device), "guidance": None}
-        if given.guidance is not None:
-            named["guidance"] = torch.full((rows,), given.guidance, device=device)
-        positions = given.positions.expand(rows, -1, -1)
-        return model(noisy, given.text, pooled=given.pooled, positions=positions, **named).float()
+        batch = LatentBatch(
+            latents=noisy,
+            text=given.text,
+            pooled=given.pooled,
+            empty_text=given.text,
+            empty_pooled=given.pooled,
+            positions=given.positions.expand(rows, -1, -1),
+            samples=torch.arange(rows, device=device),
+            weights=torch.ones(rows, device=device),
+            times=torch.full((rows,), time, device=device),
+            guidance=None if given.guidance is None else torch.full((rows,), given.guidance, device=device),
+        )
+        return outputs(batch)
 
     return predict
 
 
-def guided_velocity(model: Callable[..., Tensor], given: Conditions, empty: Conditions, scale: float) -> Velocity:
+def guided_velocity(outputs: Outputs, given: Conditions, empty: Conditions, scale: float) -> Velocity:
     """Velocity v_u + scale · (v_c - v_u), with v_u for the conditions of the `empty` text; with scale 1 it is v_c."""
     if scale == 1:
-        return velocity(model, given)
+        return velocity(outputs, given)
     rows = len(given.text)
     both = replace(
         given,
         text=torch.cat((given.text, empty.text.expand(rows, -1, -1))),
         pooled=torch.cat((given.pooled, empty.pooled.expand(rows, -1))),
     )
-    predict_both = velocity(model, both)
+    predict_both = velocity(outputs, both)
 
     def predict(noisy: Tensor, time: float) -> Tensor:
         conditional, unconditional = predict_both(torch.cat((noisy, noisy)), time).chunk(2)

@@ -91,11 +91,11 @@ class TrainingImages:
 
     def latents(self, model: Model) -> torch.Tensor:
         """Latents [samples, image, channels] of all captions."""
-        (module,) = model.parts
-        device = next(module.parameters()).device
-        predict = guided_velocity(module, self._given.to(device), self._empty.to(device), GUIDANCE)
-        module.eval()
-        with model.weights.in_use():
-            latents = euler(predict, self._noise.to(device), self._times)
-        module.train()
+        device = next(model.parameters()).device
+        predict = guided_velocity(model.outputs, self._given.to(device), self._empty.to(device), GUIDANCE)
+        for part in model.parts:
+            part.eval()
+        latents = euler(predict, self._noise.to(device), self._times)
+        for part in model.parts:
+            part.train()
         return latents

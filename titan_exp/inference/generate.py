@@ -1,5 +1,5 @@
-"""Generation of text or images from a run or from weights in any format, with tensor parallelism too, and for images with
-context parallelism."""
+"""Generation of text or images from a run or from weights in any format, with tensor parallelism too, for images with context
+parallelism."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
-"""Generation of text or images from a run or from weights in any format, with tensor parallelism too, for images with context
-parallelism."""
+"""Generation of text or images from a run or from weights in any format, on one device, with tensor parallelism, and of
+images with context parallelism."""
 
 import dataclasses
 import math

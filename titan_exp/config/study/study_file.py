@@ -22,7 +22,7 @@ SWEEPS_DIR = next(
 OWN_DIR = Path("sweeps")
 """Folder of the user's studies in the current directory; they override shipped studies of the same name."""
 
-METRICS = ("loss", "validation_loss", "validation_perplexity", "grad_norm", "tokens_per_second")
+METRICS = ("loss", "validation_loss", "validation_perplexity", "validation_text_gain", "grad_norm", "tokens_per_second")
 METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
 """Metrics logged by runs. Metrics of a mixture's source (`validation_loss/NAME`) are also comparable."""
 FIELDS = ("question", "held_fixed", "sizes", "axes", "search", "exclude", "seeds", "halving", "baseline", "metrics")

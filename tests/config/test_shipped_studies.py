@@ -7,6 +7,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from titan_exp.cli.encode import run as encode
 from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, default_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
@@ -20,7 +21,10 @@ STUDIES = sorted(SWEEPS_DIR.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
+def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    if path.stem == "diffusion_times":
+        assert encode(["images=glyphs", "size=16", "out=stores/glyphs16"]) == 0
     study = read_study(path)
     assert list(study.sizes) == ["laptop", "cluster"]
     register_resolvers()
@@ -47,6 +51,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
 def test_the_studies_there_are():
     assert {path.stem for path in STUDIES} == {
         *("activation_checkpointing", "adamw_settings", "context_extension", "context_parallel_methods"),
+        "diffusion_times",
         *("expert_balance", "halving", "learning_rate_batch_size", "optimizers", "parallelism_degrees"),
         *("pipeline_schedules", "quantization_recipes", "width_transfer"),
     }

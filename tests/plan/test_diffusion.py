@@ -1,5 +1,6 @@
 """Predictions for a diffusion transformer equal measurements of real ranks: memory, messages and FLOPs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.data.test_latent_store import SIZES, write
 from tests.patching import patch
 from tests.plan.layouts import experiment_of, measured, predicted
+from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.lookup import model_spec
 
 LAYOUTS = {
@@ -61,12 +63,10 @@ def test_flops_that_ranks_execute_are_those_that_the_spec_counts(words: str, tmp
 
 
 def batches_have_one_row() -> None:
-    patch(
-        "titan_exp.plan.trace.fake_world._latent_batch",
-        lambda original: lambda layout, sizes: (lambda batch: batch.map(lambda tensor: tensor[:1]))(
-            original(layout, sizes)
-        ),
-    )
+    def make(original: Callable[..., LatentBatch]) -> object:
+        return lambda layout, sizes: original(layout, sizes).map(lambda tensor: tensor[:1])
+
+    patch("titan_exp.plan.trace.fake_world._latent_batch", make)
 
 
 @pytest.mark.night
@@ -76,5 +76,3 @@ def test_batches_of_another_size_are_noticed(words: str, tmp_path: Path):
     (wrong,) = predicted(experiment, tmp_path / "wrong", batches_have_one_row)
     assert wrong.flops < 0.5 * right.flops
     assert wrong.passing < right.passing
-
-

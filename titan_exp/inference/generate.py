@@ -21,7 +21,12 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.inference.generate_images import generate_images, makes_images, store_manifest
+from titan_exp.inference.generate_images import (
+    generate_images,
+    makes_images,
+    require_even_shares,
+    store_manifest,
+)
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import has_experts, model_spec
@@ -59,7 +64,9 @@ def generate_command(
     source = _open(path, options)
     _require_kind(options, source)
     if makes_images(source):  # fail before ranks start
-        store_manifest(source, options)
+        manifest = store_manifest(source, options)
+        if not options.height and not options.width:
+            require_even_shares(manifest.text_tokens, manifest.rows * manifest.columns, options.cp)
     else:
         tokenizer_of(source)
     if options.tp * options.cp == 1:

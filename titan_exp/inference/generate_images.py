@@ -62,8 +62,7 @@ def generate_images(
     """
     setup = sampling_setup(source, options)
     tokens = setup.encoder.tokens + setup.rows * setup.columns
-    if tokens_violations := list(_shared_evenly(setup, options)):
-        raise UserError("The images cannot be drawn.", tokens_violations)
+    require_even_shares(setup.encoder.tokens, setup.rows * setup.columns, options.cp)
     model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
     images = list(draw(model, setup, options, prompts, mesh))
     if mesh is not None and dist.get_rank() > 0:
@@ -107,14 +106,17 @@ def draw(
         yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
 
 
-def _shared_evenly(setup: SamplingSetup, options: GenerateOptions) -> Iterator[Violation]:
-    """Context-parallel ranks have as many of the text tokens, and of the image tokens."""
-    text, image = setup.encoder.tokens, setup.rows * setup.columns
+def require_even_shares(text: int, image: int, cp: int) -> None:
+    """Check that context-parallel ranks can have as many of the text tokens, and of the image tokens.
+
+    Raises:
+        UserError: they cannot.
+    """
     common = math.gcd(text, image)
-    if common % options.cp:
+    if common % cp:
         reason = f"a sequence has {text} text and {image} image tokens, which it cannot both divide"
-        near = listed(nearest_numbers(options.cp, divisors(common)))
-        yield Violation("cp", options.cp, reason, f"nearest: cp={near}")
+        near = listed(nearest_numbers(cp, divisors(common)))
+        raise UserError("The images cannot be drawn.", [Violation("cp", cp, reason, f"nearest: cp={near}")])
 
 
 def makes_images(source: OpenCheckpoint) -> bool:

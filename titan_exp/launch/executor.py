@@ -8,7 +8,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +59,8 @@ class JobStatus:
     job_id: str | None = None
     reason: str | None = None
     """Pending reason, or how the job ended."""
+    jobs: Mapping[str, str] = field(default_factory=dict)
+    """`queued` or `running` by job id, if each replica group has a job."""
 
 
 class Executor(ABC):
@@ -106,6 +108,11 @@ class Executor(ABC):
     def rank_info(self) -> RankInfo | None:
         """Rank of this process, from the environment; None under another launcher."""
 
+    def join_group(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
+        """Join the attempt as a rank of a replica group; returns the folder as its ranks see it, and the rank with its
+        attempt number. None for a job without groups."""
+        return None
+
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
         """Publish the rendezvous address. Called on rank 0 before the attempt's start is recorded."""
 
@@ -138,7 +145,9 @@ def print_submission(submission: Submission) -> None:
     nodes, tasks = layout.nodes, min(layout.world_size, layout.node_size)
     line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
-        line += f", {nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+        groups = layout.cluster.replica_groups
+        line += "," if groups == 1 else f", {groups} replica groups, each of"
+        line += f" {nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
     if submission.reason:
         line += f" ({submission.reason})"
     print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)

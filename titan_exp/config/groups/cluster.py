@@ -7,6 +7,7 @@ from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 
 LOCAL = "local"
 """`cluster.kind` of the machine that launches."""
+SLURM = "slurm"
 
 
 @dataclass(frozen=True)

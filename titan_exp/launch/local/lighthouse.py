@@ -14,13 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.machine.torchft import torchft_extension
+from titan_exp.launch.rank.lighthouse_server import lighthouse_server
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 HOST = "127.0.0.1"
-JOIN_SECONDS = 1200.0
-"""Seconds that a quorum waits for a group with a heartbeat, which may be saving a checkpoint."""
-TICK_SECONDS = 0.05
 RESTART_SECONDS = 1.0
 """Seconds between two starts of a lighthouse that fails."""
 
@@ -69,13 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until the launcher has ended and the ranks had time to save."""
     path, address, min_groups, heartbeat = arguments
     folder, parent = RunFolder(path), os.getppid()
-    server = torchft_extension().LighthouseServer(
-        bind=address,
-        min_replicas=int(min_groups),
-        join_timeout_ms=int(JOIN_SECONDS * 1000),
-        quorum_tick_ms=int(TICK_SECONDS * 1000),
-        heartbeat_timeout_ms=int(float(heartbeat) * 1000),
-    )
+    server = lighthouse_server(address, min_groups=int(min_groups), heartbeat=float(heartbeat))
     while os.getppid() == parent or folder.ranks_alive():
         time.sleep(RESTART_SECONDS)
     server.shutdown()

@@ -22,7 +22,7 @@ def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -
     Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run, or
     the number of ranks differs from the layout's world size.
     """
-    _check_world_size(folder, rank)
+    check_world_size(folder, rank)
     claim = None
     if rank.rank == 0:
         claim = acquire_run(folder, "rank 0", print)
@@ -69,7 +69,8 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
     return number
 
 
-def _check_world_size(folder: RunFolder, rank: RankInfo) -> None:
+def check_world_size(folder: RunFolder, rank: RankInfo) -> None:
+    """Raise UserError if the job has not as many ranks as the layout of the run, or of one of its replica groups."""
     expected = ResolvedLayout.of(load_experiment(folder.config, trust=True)).world_size
     if rank.world_size != expected:
         raise UserError(

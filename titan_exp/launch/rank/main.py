@@ -89,7 +89,8 @@ def main(arguments: Sequence[str]) -> int:
             if rank.rank == 0:
                 print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        rank = join_attempt(folder, rank, executor)
+        joined = None if executor is None else executor.join_group(folder, rank)
+        folder, rank = joined or (folder, join_attempt(folder, rank, executor))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -117,6 +118,8 @@ class _Rank:
         self.parent_watchdog: ParentWatchdog | None = None
         self._record_lock = threading.Lock()
         self.folder_watch = FolderWatch(folder.path)
+        self._in_group = ReplicaGroup.from_environment() is not None
+        self._in_group_job = self._in_group and rank.launcher is None
 
     def run(self) -> int:
         """Run the trainer; returns the exit code. The rank's lock is held until this process exits."""
@@ -161,8 +164,9 @@ class _Rank:
     def _end(self, code: int, error: RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
+        orphaned = self.parent_watchdog is not None and self.parent_watchdog.orphaned
         # A group's end is not the run's, unless no launcher is left to say so.
-        closes = alone or ReplicaGroup.from_environment() is None
+        closes = orphaned or not self._in_group
         if closes and self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
@@ -212,6 +216,8 @@ class _Rank:
         self._request_stop(number, frame)
 
     def _request_stop(self, number: int, _: FrameType | None) -> None:
+        if self._in_group_job:
+            return  # the thread of `_record_signal` ends this rank
         with contextlib.suppress(OSError):  # a full disk
             if self._has_folder():
                 self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
@@ -221,7 +227,12 @@ class _Rank:
         numbers = {signal.SIGTERM, signal.SIGUSR2}
         while not (found := numbers.intersection(pipe.recv(1))):
             pass
-        self._request_stop(number := found.pop(), None)
+        number = found.pop()
+        if self._in_group_job:
+            # Its peers are gone, or its job is to end: the other groups train on, and nothing is to be saved.
+            self._record(signal=signal.Signals(number).name)
+            _kill_self(128 + number)
+        self._request_stop(number, None)
         self._record(signal=signal.Signals(number).name)
 
     def _start_parent_watchdog(self) -> None:

@@ -40,24 +40,31 @@ def main(arguments: Sequence[str]) -> int:
     `arguments` are the run folder, the job id and srun's exit code.
     """
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
-    if not folder.config.exists():
-        print(f"{folder.path}: the run folder was deleted or moved, so job {job} ends and is not requeued.")
-        return code or FAILED
-    rows = folder.read_attempts()
-    row = rows[-1] if rows else None
-    if row is None or row.token != os.environ.get(TOKEN):
-        print(f"{folder.path}: this run was started anew meanwhile, so job {job} ends and is not requeued.")
+    row = own_attempt(folder, job)
+    if row is None:
         return code or FAILED
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
-    result = _result(folder, row, job, code)
+    result = attempt_result(folder, row, job, code)
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     if result.detail:
         print(result.detail)
-    return _requeue(folder, row, job, result, load_experiment(folder.config, trust=True).cluster)
+    return requeue(folder, row, job, result, load_experiment(folder.config, trust=True).cluster)
 
 
-def _result(folder: RunFolder, row: Attempt, job: str, code: int) -> AttemptResult:
+def own_attempt(folder: RunFolder, job: str) -> Attempt | None:
+    """The run's newest attempt if it is this job's, else None, with a line that says why."""
+    if not folder.config.exists():
+        print(f"{folder.path}: the run folder was deleted or moved, so job {job} ends and is not requeued.")
+        return None
+    rows = folder.read_attempts()
+    if not rows or rows[-1].token != os.environ.get(TOKEN):
+        print(f"{folder.path}: this run was started anew meanwhile, so job {job} ends and is not requeued.")
+        return None
+    return rows[-1]
+
+
+def attempt_result(folder: RunFolder, row: Attempt, job: str, code: int) -> AttemptResult:
     """Result of the attempt; `code` is srun's."""
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).report_hang()
@@ -160,7 +167,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     return code
 
 
-def _requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
+def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
     """Print the result and record the intent of a requeue; returns the exit code."""
     text = f"{folder.path}: attempt {row.attempt} {result.state}" + (f" ({result.reason})" if result.reason else "")
     if result.exit_code not in (STOPPED, HUNG):

@@ -17,11 +17,14 @@ from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.epilogue import CANCELLED
+from titan_exp.launch.slurm.groups.life import group_of_job
+from titan_exp.launch.slurm.groups.start import join_group
 from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous, srun_rank
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
     FOLDER,
     Batch,
+    MissingGroups,
     RejectedError,
     UncertainError,
     group_by_resources,
@@ -69,6 +72,9 @@ class SlurmExecutor(Executor):
             jobs = listed_jobs([(path / "attempts.jsonl").stat().st_uid for path in known])
         except UnreachableError as error:
             return statuses | {path: JobStatus("unknown", row.job_id, str(error)) for path, row in known.items()}
+        groups = {path: found for path, row in known.items() if (found := _groups_of(row, jobs))}
+        statuses |= {path: _status_of_groups(found) for path, found in groups.items()}
+        known = {path: row for path, row in known.items() if path not in groups}
         matched = {path: _job_of(row, jobs) for path, row in known.items()}
         missing = [row.job_id for path, row in known.items() if matched[path] is None and row.job_id and not row.end]
         ends = accounted(missing)
@@ -92,24 +98,43 @@ class SlurmExecutor(Executor):
             if status.state == "gone" or status.job_id is None:
                 lines[folder.path] = f"nothing done: {status.reason or status.state}"
                 continue
-            (queued if status.state == "queued" else running)[status.job_id] = folder
-        for folder in running.values():
+            for job, state in (status.jobs or {status.job_id: status.state}).items():
+                (queued if state == "queued" else running)[job] = folder
+        active = {folder.path: folder for folder in running.values()}
+        for folder in active.values():
             folder.request_stop(f"{CANCELLED}: {reason}")
         failures = _scancel([], queued)
         # Signal the batch script, not the ranks: it enforces cluster.stop_limit while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
         thread_map(
             lambda job: _record_dequeued(queued[job], self._attempt(queued[job]), reason),
-            [job for job in queued if job not in failures],
+            [job for job in queued if job not in failures and queued[job].path not in active],
         )
         for job, folder in (queued | running).items():
             done = "taken out of the queue" if job in queued else "asked to save and stop"
-            lines[folder.path] = f"not cancelled: {failures[job]}" if job in failures else f"job {job}: {done}"
+            line = f"not cancelled: {failures[job]}" if job in failures else f"job {job}: {done}"
+            lines[folder.path] = "; ".join(filter(None, [lines.get(folder.path), line]))
         return lines
+
+    def missing_groups(self, plan: RunPlan, status: JobStatus) -> MissingGroups | None:
+        """Replica groups without a job, of a run with jobs of others; None without any."""
+        row = self._attempt(plan.folder)
+        if not status.jobs or row is None or row.token is None or row.end is not None:
+            return None
+        if is_being_submitted(_runs(plan), row.token):
+            return None
+        present = {int(job.rpartition("_")[2]) for job in status.jobs}
+        numbers = tuple(number for number in range(plan.layout.cluster.replica_groups) if number not in present)
+        return MissingGroups(row.token, numbers) if numbers else None
 
     def rank_info(self) -> RankInfo | None:
         """Rank from srun's environment."""
         return srun_rank()
+
+    def join_group(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
+        """Join as a rank of the job's replica group."""
+        number = group_of_job()
+        return None if number is None or rank.token is None else join_group(folder, rank, number)
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         """Write rank 0's address into the attempt's log folder."""
@@ -154,7 +179,12 @@ def _submit(
     statuses = slurm.status([plan.folder for plan in plans if plan.folder.path in old])
     ready = []
     for plan in plans:
-        submission = slurm.existing(plan, statuses.get(plan.folder.path)) if plan.folder.path in old else None
+        status = statuses.get(plan.folder.path)
+        submission = slurm.existing(plan, status) if plan.folder.path in old else None
+        missing = None if submission is None or status is None else slurm.missing_groups(plan, status)
+        if missing is not None:
+            yield _submit_missing(plan, Batch(runs, [plan], snapshot, missing), missing)
+            continue
         if submission is None and (busy := _make_ready(plan, provenance, renew=plan.folder.path in old)) is not None:
             submission = busy
         if submission is None:
@@ -204,6 +234,16 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
     yield from thread_map(_submitted, zip(batch.plans, attempts, jobs, strict=True))
 
 
+def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingGroups) -> Submission:
+    """Submit jobs of groups; their attempt is recorded already, and its token is in their comments."""
+    batch.prepare()
+    try:
+        (job,) = batch.submit()
+    except (RejectedError, UncertainError) as error:
+        return _refused(plan, f"groups {_listed(missing.numbers)}: {error}")
+    return Submission(plan, "submitted", job, f"only groups {_listed(missing.numbers)}, which had no job")
+
+
 def _submitted(result: tuple[RunPlan, int, str]) -> Submission:
     plan, attempt, job = result
     state = plan.folder.read_state()
@@ -227,6 +267,23 @@ def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobSt
         # slurmd reports a script that it could not execute as completed.
         text = "its job ended before the run was started; slurmd's log on its first node has the reason"
     return JobStatus("gone", row.job_id if job is None else job.job_id, row.reason or text)
+
+
+def _groups_of(row: Attempt, jobs: Sequence[Job]) -> list[Job]:
+    """Live jobs of a run's replica groups; empty without groups."""
+    return [job for job in jobs if row.token and job.phase != "gone" and job.token.rpartition("_")[0] == row.token]
+
+
+def _status_of_groups(jobs: Sequence[Job]) -> JobStatus:
+    states = {job.job_id: "queued" if job.phase == "queued" else "running" for job in jobs}
+    state = "running" if "running" in states.values() else "queued"
+    waiting = [f"replica group {job.job_id.rpartition('_')[2]} {job}" for job in jobs if job.phase == "queued"]
+    job_id = ",".join(dict.fromkeys(job.partition("_")[0] for job in states))
+    return JobStatus(state, job_id, "; ".join(waiting) or None, states)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:

@@ -42,16 +42,20 @@ def slurm_job_id() -> str:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
-def publish_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
-    """Write rank 0's address (loopback on one node) and links to the rank logs into the attempt's log folder."""
+def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = None) -> None:
+    """Write rank 0's address and links to the rank logs into the attempt's log folder, or that of a replica group.
+
+    Without `host` the address is the loopback interface on one node, else the node's name.
+    """
     assert rank.attempt is not None
-    address = "127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname()
+    address = host or ("127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname())
     logs = folder.make_attempt_logs(rank.attempt)
     write_atomically(logs / "meeting", f"{address} {_free_port(int(os.environ['SLURM_JOB_ID']))}\n", durable=False)
     for number in range(rank.world_size):
         link = logs / f"rank-{number:05d}.log"
         if rank.token is not None and not link.is_symlink():
-            link.symlink_to(Path("..") / f"slurm-{rank.job_id}-{rank.restarts}-rank-{number:05d}.log")
+            up = Path(*[".."] * len(logs.relative_to(folder.logs).parts))
+            link.symlink_to(up / f"slurm-{rank.job_id}-{rank.restarts}-rank-{number:05d}.log")
 
 
 def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:

@@ -43,24 +43,39 @@ class Script:
     runs: str
     """Folder of all runs, mounted in a container."""
     array: int | None = None
+    groups: tuple[int, ...] | None = None
+    """Replica groups of one run, each an array task; None without groups."""
+
+    @property
+    def tasks(self) -> bool:
+        """True if the job is an array."""
+        return self.array is not None or self.groups is not None
 
 
 def render(script: Script) -> str:
     """Render the batch script."""
     cluster = script.resources.cluster
-    stop = _STOP.replace("@LEAD@", str(cluster.signal_lead)).replace("@LIMIT@", str(cluster.stop_limit))
+    # A group that comes back must not take back the request to the others.
+    clear = "" if script.groups is not None else 'rm -f "$RUN/stop"\n'
+    stop = (
+        _STOP.replace("@CLEAR@", clear)
+        .replace("@LEAD@", str(cluster.signal_lead))
+        .replace("@LIMIT@", str(cluster.stop_limit))
+    )
     return "\n".join([_head(script), _run(script), _environment(script), stop, _ranks(script)])
 
 
 def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     """sbatch options with their values; True for a flag."""
     cluster, resources = script.resources.cluster, script.resources
-    log = "%A_%a" if script.array is not None else "%j"
+    log = "%A_%a" if script.tasks else "%j"
     yield "job-name", script.name
     yield "comment", " ".join(filter(None, [cluster.comment, f"{MARK}{script.token}"]))
     if script.array is not None:
         limit = "" if cluster.array_limit is None else f"%{cluster.array_limit}"
         yield "array", f"0-{script.array - 1}{limit}"
+    if script.groups is not None:
+        yield "array", ",".join(map(str, script.groups))
     for option in ("partition", "account", "qos", "constraint", "reservation", "exclude"):
         yield option, getattr(cluster, option)
     yield "nodes", resources.nodes
@@ -89,11 +104,21 @@ def _head(script: Script) -> str:
 def _size(script: Script) -> str:
     nodes, tasks = script.resources.nodes, script.resources.tasks_per_node
     size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+    if script.groups is not None:
+        return f"{len(script.groups)} replica group{'s' * (len(script.groups) > 1)}, each of {size}"
     return size if script.array is None else f"{script.array} runs, each of {size}"
 
 
 def _run(script: Script) -> str:
-    if script.array is None:
+    if script.groups is not None:
+        lines = [
+            "# The run, and the replica group of this array task.",
+            f"RUN={shlex.quote(script.folder)}",
+            'export TITAN_EXP_GROUP="$SLURM_ARRAY_TASK_ID"',
+            'JOB="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
+            f"export TITAN_EXP_TOKEN={script.token}",
+        ]
+    elif script.array is None:
         lines = ["# The run.", f"RUN={shlex.quote(script.folder)}", 'JOB="$SLURM_JOB_ID"']
         lines += [f"export TITAN_EXP_TOKEN={script.token}"]
     else:
@@ -143,8 +168,7 @@ log=@LOG@"/slurm-$JOB.out"
 _STOP = """\
 # @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks poll the flag, agree on a step, save
 # together and exit. Those that have not in @LIMIT@ s are killed, which leaves time to requeue the run.
-rm -f "$RUN/stop"
-signals=0
+@CLEAR@signals=0
 stop() {
     signals=$((signals + 1))
     [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
@@ -161,6 +185,7 @@ def _ranks(script: Script) -> str:
     if cluster.cpus_per_gpu is not None:
         arguments.append(f"--cpus-per-task={cluster.cpus_per_gpu}")
     arguments += cluster.srun_args
+    epilogue = "epilogue" if script.groups is None else "groups.epilogue"
     log = '"$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
     lines = [
         "# One process per rank. srun kills the peers of a failed rank.",
@@ -175,7 +200,7 @@ def _ranks(script: Script) -> str:
         "do :; done",
         "",
         "# Close the attempt. Exit code 0: done, 85: requeue, any other: failed.",
-        f'{_closing(script)} -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"',
+        f'{_closing(script)} -m titan_exp.launch.slurm.{epilogue} "$RUN" "$JOB" "$code"',
         "code=$?",
     ]
     if cluster.requeue != "never":
@@ -191,7 +216,8 @@ def _closing(script: Script) -> str:
 
 def _requeue(script: Script) -> list[str]:
     requeue = ['scontrol requeue "$JOB" && exit 0']
-    chain = ['sbatch --dependency="afterany:$JOB" "$RUN/job.sh"']
+    group = "" if script.groups is None else ' --array="$TITAN_EXP_GROUP"'
+    chain = [f'sbatch{group} --dependency="afterany:$JOB" "$RUN/job.sh"']
     if script.resources.cluster.requeue == "auto":
         return [*requeue, "# Requeueing is forbidden here: submit a new job.", *chain]
     return requeue if script.resources.cluster.requeue == "requeue" else chain

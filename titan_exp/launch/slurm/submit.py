@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -56,10 +56,21 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
     """Group runs by equal resources, at most `ARRAY_LIMIT` per group, in order."""
     groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
-        groups.setdefault(repr(resources_of(plan)), []).append(plan)
+        # An array of its own has the replica groups of one run.
+        alone = plan.run_id if plan.layout.cluster.replica_groups > 1 else ""
+        groups.setdefault(alone + repr(resources_of(plan)), []).append(plan)
     return [
         group[first : first + ARRAY_LIMIT] for group in groups.values() for first in range(0, len(group), ARRAY_LIMIT)
     ]
+
+
+@dataclass(frozen=True)
+class MissingGroups:
+    """Replica groups of a run that trains, without a job."""
+
+    token: str
+    """Submission token of its attempt."""
+    numbers: tuple[int, ...]
 
 
 class Batch:
@@ -68,9 +79,13 @@ class Batch:
     The run folders must exist, and the caller must hold the submission lock.
     """
 
-    def __init__(self, runs: Path, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> None:
+    def __init__(
+        self, runs: Path, plans: Sequence[RunPlan], snapshot: CodeSnapshot, missing: MissingGroups | None = None
+    ) -> None:
         self.plans = plans
-        self.token = uuid.uuid4().hex[:12]
+        groups = plans[0].layout.cluster.replica_groups
+        self._groups = missing.numbers if missing else tuple(range(groups)) if groups > 1 else None
+        self.token = missing.token if missing else uuid.uuid4().hex[:12]
         """Token in the job comment."""
         self.folder = runs / FOLDER / self.token
         """Submission folder; entries 0, 1, ... link to the run folders of an array."""
@@ -87,6 +102,7 @@ class Batch:
             submission=str(self.folder),
             runs=str(runs),
             array=None if single else len(plans),
+            groups=self._groups,
         )
 
     def token_of(self, index: int) -> str:
@@ -95,17 +111,19 @@ class Batch:
 
     def prepare(self) -> None:
         """Write a batch script per run, and the links from array index to run folder."""
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         for index, plan in enumerate(self.plans):
-            folder = plan.folder
+            folder, link = plan.folder, self.folder / str(index)
             folder.logs.mkdir(exist_ok=True)
-            (self.folder / str(index)).symlink_to(folder.path, target_is_directory=True)
+            if not link.is_symlink():
+                link.symlink_to(folder.path, target_is_directory=True)
             single = replace(
                 self._script,
                 name=_job_name(plan),
                 token=self.token_of(index),
                 folder=str(folder.path),
                 array=None,
+                groups=self._groups and tuple(range(plan.layout.cluster.replica_groups)),
             )
             write_atomically(folder.path / "job.sh", render(single), durable=False)
 
@@ -114,7 +132,8 @@ class Batch:
 
         def record(index: int) -> int:
             plan = self.plans[index]
-            kind, token, size = plan.experiment.cluster.kind, self.token_of(index), plan.layout.world_size
+            kind, token = plan.experiment.cluster.kind, self.token_of(index)
+            size = plan.layout.world_size * plan.layout.cluster.replica_groups
             return plan.folder.add_attempt(world_size=size, hosts=(), launched_by=kind, token=token).attempt
 
         return thread_map(record, range(len(self.plans)))

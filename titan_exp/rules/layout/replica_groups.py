@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.cluster import LOCAL, SLURM, ClusterConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -72,13 +72,13 @@ RULES = (
         torchft_is_installed,
         Refuse(
             "cluster.replica_groups",
-            lambda cluster: cluster.is_remote,
-            "groups are started on the machine that launches, not by {cluster.kind} yet",
-            f"cluster=local, or {_WITHOUT}",
+            lambda cluster: cluster.kind not in (LOCAL, SLURM),
+            "groups are started by cluster=local and cluster=slurm, not by {cluster.kind}",
+            f"cluster=slurm, cluster=local, or {_WITHOUT}",
         ),
         Refuse(
             "cluster.replica_groups",
-            lambda cluster, device: not cluster.is_remote and device == "cuda",
+            lambda device: device == "cuda",
             "groups exchange gradients over the CPU, not between GPUs yet",
             f"cluster.device=cpu, or {_WITHOUT}",
         ),

@@ -18,6 +18,12 @@ class ReplicaGroup:
     """Starts of all groups in this attempt before this one."""
     lighthouse: str
     """Address of the lighthouse, with its scheme."""
+    host: str = "127.0.0.1"
+    """Host name or address under which other groups reach this one."""
+    loader: int = 0
+    """Number of the group that loads the run's checkpoint before the attempt's first step."""
+    patience: float = 0.0
+    """Seconds that a newcomer waits at least for a group with the run's newest step."""
 
     @property
     def logs(self) -> str:

@@ -20,8 +20,7 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, replica_id
 from titan_exp.trainer.distributed import TIMEOUT
 
-HOST = "127.0.0.1"
-"""Interface of the servers: all groups run on one machine."""
+LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT = timedelta(seconds=60)
 """Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -72,13 +71,14 @@ class QuorumClient:
         self._failures = 0
         address: list[Any] = [None]
         if self._rank == 0:
-            self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            host, bind = group.host, LOOPBACK if group.host == LOOPBACK else "0.0.0.0"
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self._server = torchft.ManagerServer(
                 replica_id=replica_id(group, time.time()),
                 lighthouse_addr=group.lighthouse,
-                hostname=HOST,
-                bind=f"{HOST}:0",
-                store_addr=f"{HOST}:{self._store.port}",
+                hostname=host,
+                bind=f"{bind}:0",
+                store_addr=f"{host}:{self._store.port}",
                 world_size=ranks,
                 heartbeat_interval=timedelta(seconds=cluster.group_heartbeat_seconds / 10),
                 connect_timeout=CONNECT_TIMEOUT,

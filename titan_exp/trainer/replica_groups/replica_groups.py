@@ -61,9 +61,9 @@ class ReplicaGroups:
 
     @cached_property
     def restores(self) -> bool:
-        """True if this group loads the run's checkpoint: the first one, before the attempt's first step. Others heal
+        """True if this group loads the run's checkpoint: one of them, before the attempt's first step. Others heal
         from it, so that no two groups clean up the same folder."""
-        return self._from_first_rank(self.group.number == 0 and committed_step(self._folder) == 0)
+        return self._from_first_rank(self.group.number == self.group.loader and committed_step(self._folder) == 0)
 
     @property
     def leader(self) -> str | None:
@@ -112,10 +112,11 @@ class ReplicaGroups:
                 break
             # A newcomer whose peers are starting, too, or dead: it never trains from its own state.
             self._client.vote(step, False)
-            if time.monotonic() - began > NEWCOMER_LIMIT:
+            limit = max(NEWCOMER_LIMIT, self.group.patience)
+            if time.monotonic() - began > limit:
                 raise UserError(
                     f"replica group {self.group.number} has the state after step {step}, the run is after step "
-                    f"{known}, and within {NEWCOMER_LIMIT:.0f} s no living group offered it. Start the run again: "
+                    f"{known}, and within {limit:.0f} s no living group offered it. Start the run again: "
                     "all groups then continue from its newest checkpoint."
                 )
             time.sleep(1.0)

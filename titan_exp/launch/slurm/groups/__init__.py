@@ -1,0 +1,1 @@
+"""Replica groups as jobs of SLURM: start, agent, lighthouse, epilogue."""

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from pathlib import Path
+import time
 
 import psutil
 import pytest
@@ -77,3 +77,94 @@ def test_a_requeued_group_comes_back_alone(cluster: Submitting, expected: list[f
     cluster.ended(folder, "done")
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
     assert steps(folder) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.night
+def test_lighthouse_and_its_group_are_killed(cluster: Submitting, expected: list[float]):
+    folder, _ = cluster.submitted(*TWO)
+    together = wait_for_groups(cluster, folder, [0, 1])
+    first = events(folder, "lighthouse started")[-1]
+    (agent,) = lighthouses(folder, first["group"])
+    agent.kill()
+    cluster.wait_until(lambda: len(events(folder, "lighthouse started")) == 2, lambda: cluster.story(folder))
+    at = steps(folder)[-1]
+    cluster.wait_until(lambda: steps(folder)[-1] > at + 5, lambda: cluster.story(folder))
+    group = events(folder, "lighthouse started")[-1]["group"]
+    killed = kill_rank(folder, group)
+    alone = wait_for_groups(cluster, folder, [1 - group], after=together["time"])
+    cluster.wait_until(lambda: bool(events(folder, "ended")), lambda: cluster.story(folder))
+    (ended,) = events(folder, "ended")
+    assert (ended["group"], ended["exit"]) == (group, 1)
+    assert ended["reason"].startswith("rank 0 was killed by a signal")
+    assert ended["time"] - killed < 10
+    wait_for_groups(cluster, folder, [0, 1], after=alone["time"])
+    cluster.ended(folder, "done")
+    assert ends(folder) == [0]
+    assert events(folder, "lighthouse started")[-1]["group"] == 1 - group
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert steps(folder) == list(range(1, STEPS + 1))
+    summary = summarize_groups(folder)
+    assert summary is not None
+    assert summary.groups == 2
+    assert summary.heals >= 1
+
+
+@pytest.mark.night
+def test_a_dead_fleet_is_submitted_again(cluster: Submitting, expected: list[float]):
+    folder, job = cluster.submitted(*TWO)
+    wait_for_groups(cluster, folder, [0, 1])
+    cluster.wait_until(lambda: steps(folder)[-1] > 110, lambda: cluster.story(folder))
+    for group in (0, 1):
+        kill_rank(folder, group)
+    reason = cluster.ended(folder, "failed") or ""
+    assert reason.startswith("replica group ")
+    assert ends(folder) == [1]
+    _, again = cluster.submitted(*TWO)
+    assert again != job
+    cluster.ended(folder, "done")
+    assert ends(folder) == [1, 0]
+    assert last(folder).checkpoint == 100
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.night
+def test_only_missing_groups_are_submitted_and_all_are_cancelled(cluster: Submitting):
+    folder, job = cluster.submitted(*TWO, "training.steps=100000", "cluster.requeue=never")
+    wait_for_groups(cluster, folder, [0, 1])
+    kill_rank(folder, 1)
+    alone = wait_for_groups(cluster, folder, [0], after=events(folder, "quorum")[-1]["time"])
+    cluster.wait_until(lambda: bool(events(folder, "stays away")), lambda: cluster.story(folder))
+    cluster.wait_until(lambda: [*cluster.slurm.queue()] == [f"{job}_0"], cluster.slurm.state)
+    (submission,) = cluster.submit(cluster.plan(*TWO, "training.steps=100000", "cluster.requeue=never"))
+    assert (submission.outcome, submission.reason) == ("submitted", "only groups 1, which had no job")
+    wait_for_groups(cluster, folder, [0, 1], after=alone["time"])
+    assert len(ends(folder)) == 1
+    (again,) = cluster.submit(cluster.plan(*TWO, "training.steps=100000", "cluster.requeue=never"))
+    assert (again.outcome, again.job_id) == ("running", f"{job},{submission.job_id}")
+    said = cluster.backend.cancel([folder], reason="changed my mind")[folder.path]
+    assert said.count("asked to save and stop") == 2
+    assert (cluster.ended(folder, "preempted") or "").startswith("cancelled: changed my mind")
+    assert ends(folder) == [85]
+    assert cluster.slurm.queue() == {}
+
+
+def lighthouses(folder: RunFolder, group: int) -> list[psutil.Process]:
+    """Agent of a group's newest start."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "titan_exp.launch.slurm.groups.agent" in words and str(folder.path) in words and words[-3] == str(group):
+            found.append(process)
+    return found
+
+
+def kill_rank(folder: RunFolder, group: int) -> float:
+    """`kill -9` of rank 0 of a group's newest start; returns the time."""
+    attempt = last(folder).attempt
+    (logs, *_) = [name for name in reversed(folder.group_logs(attempt)) if name.startswith(f"group-{group:02d}")]
+    record = json.loads((folder.attempt_logs(attempt) / logs / "rank-00000.json").read_text())
+    os.kill(record["pid"], signal.SIGKILL)
+    return time.time()

@@ -44,11 +44,14 @@ def test_replica_groups(monkeypatch, overrides, field, remedy):
 
 def test_groups_of_a_scheduler(monkeypatch):
     monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
-    words = ["model=llama_debug", "cluster=slurm", "cluster.device=cpu", "+cluster.replica_groups=2"]
-    found = violations(experiment(*words, "training.global_batch_size=8"))
+    words = ["model=llama_debug", "cluster=slurm", "cluster.replica_groups=2", "cluster.gpus_per_node=1"]
+    assert violations(experiment(*words, "cluster.device=cpu")) == []
+    found = violations(experiment(*words))
     assert [(violation.field, violation.remedy) for violation in found] == [
-        ("cluster.replica_groups", "cluster=local, or cluster.replica_groups=1")
+        ("cluster.replica_groups", "cluster.device=cpu, or cluster.replica_groups=1")
     ]
+    found = violations(experiment(*words, "cluster.device=cpu", "cluster.kind=my_package.Executor"))
+    assert "cluster=slurm, cluster=local" in found[0].remedy
 
 
 @pytest.mark.parametrize(("version", "reason"), [(None, "torchft is not installed"), ("0.1.1", "torchft 0.1.1 is")])

@@ -74,8 +74,13 @@ def test_golden_text_of_an_array(golden: Callable[[Path, str], None]):
     golden(GOLDEN / "array.sh", render(replace(one, name="x", folder="/runs/.slurm/feedbeefcafe", array=16)))
 
 
+def test_golden_text_of_replica_groups(golden: Callable[[Path, str], None]):
+    one = script("cluster=slurm", "cluster.device=cpu", "cluster.replica_groups=3")
+    golden(GOLDEN / "replica_groups.sh", render(replace(one, groups=(0, 2))))
+
+
 def test_no_stale_golden_text():
-    assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "array"}
+    assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "array", "replica_groups"}
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sh")), ids=lambda path: path.stem)

@@ -1,0 +1,174 @@
+"""Epilogue of a replica group's job: requeued alone while another group lives, and the attempt closed otherwise."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm.test_epilogue import GLOO, START, USER, VALUE
+from tests.launch.test_rank_main import make_run
+from titan_exp.launch.rank.rank_env import TOKEN
+from titan_exp.launch.rank.rank_status import RankError, RankRecord, write_record
+from titan_exp.launch.slurm.groups import epilogue, life
+from titan_exp.launch.slurm.groups.servers import LifeSign
+from titan_exp.launch.slurm.squeue import Job
+from titan_exp.tracking.run_folder.group_events import read_events, record_event
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+
+class Fleet:
+    """Two groups, of which 0 has ended and 1 lives, in a run whose job is 12."""
+
+    def __init__(self, folder: RunFolder, queue: list[Job]) -> None:
+        self.folder, self.queue = folder, queue
+        self.restarts = 0
+
+    def start(self, number: int, *, agent: int = 0) -> None:
+        count = sum(event["event"] == "started" for event in read_events(self.folder))
+        restarts = self.restarts if number == 0 else 0
+        record_event(
+            self.folder, 1, event="started", group=number, start=count, job_id=f"12_{number}", restarts=restarts,
+            host="127.0.0.1", agent=agent, lighthouse="", loader=0,
+        )  # fmt: skip
+
+    def train(self, *groups: int) -> None:
+        record_event(self.folder, 1, event="quorum", groups=list(groups), joined=[], step=0, quorum=1)
+
+    def end(self, error: RankError | None = VALUE, *, code: int = 1) -> int:
+        """End the newest start of group 0, whose only rank ended by `error`, or was killed without one."""
+        start = [event for event in read_events(self.folder) if event["event"] == "started" and event["group"] == 0][-1]
+        view = self.folder.with_group(ReplicaGroup(0, start["start"], "").logs)
+        record = RankRecord(0, 100, "node1", 1.0)
+        if error is not None:
+            record = replace(record, end=2.0, exit=2 if error.user else code, error=error)
+        elif code in (0, 85):
+            record, code = replace(record, end=2.0, exit=code), 0
+        write_record(view, 1, record)
+        return epilogue.main([str(self.folder.path), "12_0", str(code)])
+
+    @property
+    def ends(self) -> list[int | None]:
+        return [row.exit for row in self.folder.read_attempts()]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    folder = make_run(tmp_path, "cluster=slurm", "cluster.device=cpu", "cluster.replica_groups=2")
+    folder.add_attempt(world_size=2, hosts=(), token="feed", job_id="12", launched_by="slurm")
+    folder.update_attempt(1, start=1.0, checkpoint=0)
+    folder.logs.mkdir(exist_ok=True)
+    (folder.logs / "slurm-12_0.out").write_text(START)
+    for name, value in ((TOKEN, "feed"), (life.GROUP, "0"), ("SLURM_RESTART_COUNT", "0")):
+        monkeypatch.setenv(name, value)
+    queue: list[Job] = []
+    monkeypatch.setattr(epilogue, "listed_jobs", lambda _: queue)
+    made = Fleet(folder, queue)
+    made.start(0)
+    return made
+
+
+def alive(fleet: Fleet) -> None:
+    """Group 1 trains with group 0."""
+    name = ReplicaGroup(1, 1, "").logs
+    fleet.start(1, agent=LifeSign(0, name).port)
+    fleet.train(0, 1)
+
+
+@pytest.mark.parametrize("error", [VALUE, GLOO, None], ids=["raised", "broken collective", "killed"])
+def test_a_group_that_fails_is_requeued_alone(fleet: Fleet, error: RankError | None, capsys):
+    alive(fleet)
+    assert fleet.end(error) == 85
+    assert fleet.ends == [None]  # the run's attempt goes on
+    assert fleet.folder.read_state().state != "failed"
+    assert "requeued alone, while groups 1 train on" in capsys.readouterr().out
+
+
+def test_mutation_of_the_living_groups_is_noticed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    """An epilogue that takes its group for the whole run closes the attempt."""
+    alive(fleet)
+    monkeypatch.setattr(epilogue, "living_groups", lambda *_, **__: set())
+    assert fleet.end() == 1
+    assert fleet.ends == [1]
+
+
+def test_the_last_group_closes_the_attempt(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    """Group 1 has trained and answers no longer; a group that waits in the queue has no state to train from."""
+    fleet.start(1, agent=9)
+    fleet.train(0, 1)
+    fleet.queue.append(Job("12_1", "PENDING", "Resources", "feed_1"))
+    cancelled: list[str] = []
+    monkeypatch.setattr(epilogue, "ask", lambda *words: cancelled.extend(words))
+    assert fleet.end() == 1
+    assert fleet.ends == [1]
+    assert fleet.folder.read_attempts()[0].reason == "replica group 0, rank 0: ValueError: the loss went for a walk"
+    assert cancelled == ["scancel", "12_1"]
+
+
+def test_before_the_first_step_a_group_in_the_queue_counts(fleet: Fleet):
+    fleet.queue.append(Job("12_1", "PENDING", "Resources", "feed_1"))
+    assert fleet.end() == 85
+    assert fleet.ends == [None]
+
+
+def test_a_start_of_another_process_at_the_same_port_does_not_live(fleet: Fleet):
+    fleet.start(1, agent=LifeSign(0, "group-01-start-007").port)
+    fleet.train(0, 1)
+    assert fleet.end() == 1
+    assert fleet.ends == [1]
+
+
+def test_an_error_of_the_user_keeps_its_group_away(fleet: Fleet):
+    alive(fleet)
+    assert fleet.end(USER) == 2
+    assert fleet.ends == [None]
+    assert read_events(fleet.folder)[-1]["event"] == "stays away"
+
+
+def test_max_requeues_counts_starts_of_one_group_without_a_step(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    alive(fleet)
+    monkeypatch.setattr(epilogue, "load_experiment", changed(epilogue.load_experiment, max_requeues=1))
+    codes = [fleet.end()]  # it has trained, which does not count
+    for restarts in (1, 2):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        fleet.restarts = restarts
+        fleet.start(0)
+        codes.append(fleet.end())
+    assert codes == [85, 85, 1]
+    assert fleet.ends == [None]
+
+
+def test_too_few_groups_are_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    alive(fleet)
+    monkeypatch.setattr(epilogue, "load_experiment", changed(epilogue.load_experiment, min_groups=2))
+    assert fleet.end(USER) == 2
+    assert fleet.ends == [2]
+    assert "fewer groups are left than cluster.min_groups=2" in (fleet.folder.read_attempts()[0].reason or "")
+
+
+def test_done_and_stopped_close_the_attempt_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    alive(fleet)
+    fleet.folder.request_stop("SLURM is about to end the job")
+    assert fleet.end(None, code=85) == 85
+    first, second = fleet.folder.read_attempts()
+    assert (first.exit, second.exit, second.token) == (85, None, "feed")
+    monkeypatch.setenv(life.GROUP, "1")
+    view = fleet.folder.with_group(ReplicaGroup(1, 1, "").logs)
+    write_record(view, 1, RankRecord(0, 100, "node2", 1.0, end=2.0, exit=85))
+    assert epilogue.main([str(fleet.folder.path), "12_1", "0"]) == 85
+    assert len(fleet.folder.read_attempts()) == 2
+
+
+def test_done(fleet: Fleet):
+    alive(fleet)
+    assert fleet.end(None, code=0) == 0
+    assert fleet.ends == [0]
+    assert fleet.folder.read_state().state == "done"
+
+
+def changed(load, **fields):
+    def loaded(*words, **options):
+        experiment = load(*words, **options)
+        return replace(experiment, cluster=replace(experiment.cluster, **fields))
+
+    return loaded

@@ -66,7 +66,7 @@ def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> 
     chosen = group
     if chosen is None:
         failed = [of for of, view in views.items() if _first_to_fail(view, number) is not None]
-        chosen = (failed or [0])[0]
+        chosen = (failed or list(views))[0]
     return views[chosen]
 
 

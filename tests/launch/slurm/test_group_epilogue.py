@@ -9,8 +9,8 @@ from tests.launch.slurm.test_epilogue import GLOO, START, USER, VALUE
 from tests.launch.test_rank_main import make_run
 from titan_exp.launch.rank.rank_env import TOKEN
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, write_record
-from titan_exp.launch.slurm.groups import epilogue, life
-from titan_exp.launch.slurm.groups.servers import LifeSign
+from titan_exp.launch.slurm.groups import epilogue, leave, life
+from titan_exp.launch.slurm.groups.servers import LifeSign, read_name
 from titan_exp.launch.slurm.squeue import Job
 from titan_exp.tracking.run_folder.group_events import read_events, record_event
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
@@ -164,6 +164,23 @@ def test_done(fleet: Fleet):
     assert fleet.end(None, code=0) == 0
     assert fleet.ends == [0]
     assert fleet.folder.read_state().state == "done"
+
+
+def test_of_all_groups_at_their_time_limit_one_saves(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    alive(fleet)
+    path = [str(fleet.folder.path)]
+    assert leave.main(path) == 0  # group 1 trains on
+    monkeypatch.setenv(life.GROUP, "1")
+    lives = LifeSign(0, ReplicaGroup(0, 0, "").logs)
+    monkeypatch.setattr(life, "read_name", lambda *_: read_name("127.0.0.1", lives.port))
+    assert leave.main(path) == 1  # group 0 is still there, and leaves
+    fleet.start(0, agent=lives.port)
+    fleet.train(1, 0)
+    monkeypatch.setattr(life, "read_name", lambda *_: ReplicaGroup(0, 2, "").logs)
+    assert leave.main(path) == 0  # it is back
+    fleet.start(1)
+    fleet.folder.request_stop("cancelled")
+    assert leave.main(path) == 1
 
 
 def changed(load, **fields):

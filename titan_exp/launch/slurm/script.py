@@ -56,9 +56,12 @@ def render(script: Script) -> str:
     """Render the batch script."""
     cluster = script.resources.cluster
     # A group that comes back must not take back the request to the others.
-    clear = "" if script.groups is not None else 'rm -f "$RUN/stop"\n'
+    clear, leave = 'rm -f "$RUN/stop"\n', ""
+    if script.groups is not None:
+        clear, leave = "", _LEAVE.replace("@PYTHON@", _closing(script))
     stop = (
         _STOP.replace("@CLEAR@", clear)
+        .replace("@LEAVE@", leave)
         .replace("@LEAD@", str(cluster.signal_lead))
         .replace("@LIMIT@", str(cluster.stop_limit))
     )
@@ -165,13 +168,20 @@ log=@LOG@"/slurm-$JOB.out"
 """
 
 
+_LEAVE = """\
+    # A replica group leaves alone if others train on.
+    if [ "$signals" = 1 ] && @PYTHON@ -m titan_exp.launch.slurm.groups.leave "$RUN"; then
+        kill "$step"
+        return
+    fi
+"""
 _STOP = """\
 # @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks poll the flag, agree on a step, save
 # together and exit. Those that have not in @LIMIT@ s are killed, which leaves time to requeue the run.
 @CLEAR@signals=0
 stop() {
     signals=$((signals + 1))
-    [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
+@LEAVE@    [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
     [ "$signals" = 1 ] || return
     (sleep @LIMIT@; kill "$step") > /dev/null 2>&1 &  # srun then kills all ranks
 }

@@ -40,6 +40,11 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEB
 signals=0
 stop() {
     signals=$((signals + 1))
+    # A replica group leaves alone if others train on.
+    if [ "$signals" = 1 ] && /venv/bin/python -m titan_exp.launch.slurm.groups.leave "$RUN"; then
+        kill "$step"
+        return
+    fi
     [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
     [ "$signals" = 1 ] || return
     (sleep 240; kill "$step") > /dev/null 2>&1 &  # srun then kills all ranks

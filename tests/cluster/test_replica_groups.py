@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -65,6 +66,16 @@ def wait_for_groups(cluster: Submitting, folder: RunFolder, groups: list[int], *
     return found()[0]
 
 
+def test_groups_are_tasks_of_one_array(cluster: Submitting, stand_in: Callable[[str], None]):
+    stand_in("succeed")
+    folder, job = cluster.submitted(*TWO)
+    cluster.ended(folder, "done")
+    cluster.wait_until(lambda: not cluster.slurm.queue(), cluster.slurm.state)
+    assert ends(folder) == [0]
+    assert {event["job_id"] for event in events(folder, "started")} <= {f"{job}_0", f"{job}_1"}
+    assert events(folder, "ended")[0]["exit"] == 0
+
+
 @pytest.mark.night
 def test_a_requeued_group_comes_back_alone(cluster: Submitting, expected: list[float]):
     folder, job = cluster.submitted(*TWO)
@@ -73,8 +84,14 @@ def test_a_requeued_group_comes_back_alone(cluster: Submitting, expected: list[f
     cluster.slurm.run("scontrol", "requeue", f"{job}_1")
     alone = wait_for_groups(cluster, folder, [0], after=together["time"])
     assert alone["time"] - together["time"] < 30
+    again = wait_for_groups(cluster, folder, [0, 1], after=alone["time"])
+    # As before the end of its time, to the group that leads.
+    cluster.slurm.run("scancel", "--batch", "--signal=USR2", f"{job}_0")
+    alone = wait_for_groups(cluster, folder, [1], after=again["time"])
     wait_for_groups(cluster, folder, [0, 1], after=alone["time"])
     cluster.ended(folder, "done")
+    assert ends(folder) == [0]
+    assert [event["group"] for event in events(folder, "leaves")] == [0]
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
     assert steps(folder) == list(range(1, STEPS + 1))
 

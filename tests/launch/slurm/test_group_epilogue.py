@@ -48,6 +48,12 @@ class Fleet:
         return epilogue.main([str(self.folder.path), "12_0", str(code)])
 
     @property
+    def state(self) -> str:
+        state = self.folder.read_state()
+        assert state is not None
+        return state.state
+
+    @property
     def ends(self) -> list[int | None]:
         return [row.exit for row in self.folder.read_attempts()]
 
@@ -80,7 +86,7 @@ def test_a_group_that_fails_is_requeued_alone(fleet: Fleet, error: RankError | N
     alive(fleet)
     assert fleet.end(error) == 85
     assert fleet.ends == [None]  # the run's attempt goes on
-    assert fleet.folder.read_state().state != "failed"
+    assert fleet.state != "failed"
     assert "requeued alone, while groups 1 train on" in capsys.readouterr().out
 
 
@@ -163,7 +169,7 @@ def test_done(fleet: Fleet):
     alive(fleet)
     assert fleet.end(None, code=0) == 0
     assert fleet.ends == [0]
-    assert fleet.folder.read_state().state == "done"
+    assert fleet.state == "done"
 
 
 def test_of_all_groups_at_their_time_limit_one_saves(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):

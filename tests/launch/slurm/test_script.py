@@ -91,6 +91,9 @@ def test_bash_can_read_it(path: Path):
 def test_runs_with_equal_resources_share_an_array():
     plans = [planned("cluster=slurm", f"parallelism.tp={tp}") for tp in (1, 2, 1, 4)]
     assert [[plans.index(plan) for plan in group] for group in group_by_resources(plans)] == [[0, 2], [1], [3]]
+    groups = ["cluster=slurm", "cluster.device=cpu", "cluster.replica_groups=2"]
+    runs = [replace(planned(*groups), run_id=run_id) for run_id in ("a", "b")]
+    assert group_by_resources(runs) == [[runs[0]], [runs[1]]]  # an array has the groups of one run
 
 
 def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:

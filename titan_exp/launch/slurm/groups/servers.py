@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from titan_exp.launch.slurm.groups.election import CONNECT_LIMIT
@@ -13,7 +14,7 @@ ADDRESS_LIMIT = 10.0
 CHUNK = 65536
 
 
-class Server:
+class Server(ABC):
     """Accepts connections on a host's port, 0 for a free one, each in a thread of its own."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -21,9 +22,9 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
+    @abstractmethod
     def handle(self, connection: socket.socket) -> None:
         """Serve one connection, which is closed afterwards."""
-        raise NotImplementedError
 
     def _accept(self) -> None:
         while True:

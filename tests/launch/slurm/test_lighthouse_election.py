@@ -1,6 +1,9 @@
 """Election of the lighthouse among agents of replica groups, and the forwarder to its address."""
 
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +15,18 @@ from titan_exp.launch.slurm.groups import election
 from titan_exp.launch.slurm.groups.election import Candidate, lighthouse_address, newest_generation
 from titan_exp.launch.slurm.groups.servers import Forwarder, LifeSign, Server, read_name
 
+FIRST = """
+import sys, time
+from pathlib import Path
+from tests.launch.slurm.test_lighthouse_election import CLUSTER, Candidate
+candidate = Candidate(Path(sys.argv[1]), 0, CLUSTER, lambda: None)
+while candidate.poll():
+    time.sleep(0.1)
+print("replaced", flush=True)
+import os
+os._exit(0)
+"""
+"""Candidate in a process of its own, until it is replaced."""
 CLUSTER = experiment("cluster=slurm", "cluster.device=cpu", "cluster.group_heartbeat_seconds=0.5").cluster
 
 
@@ -24,19 +39,24 @@ def quick(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 def test_another_candidate_takes_over_a_silent_lighthouse(tmp_path: Path):
     serves: list[int] = []
-    first, second = (
-        Candidate(tmp_path, number, CLUSTER, lambda number=number: serves.append(number)) for number in (0, 1)
-    )
-    assert first.poll()
-    assert second.poll()
-    assert serves == [0]
-    before = lighthouse_address(tmp_path)
-    first._server.shutdown()
-    until(lambda: second.poll() and serves == [0, 1])
-    assert newest_generation(tmp_path) == 2
-    assert lighthouse_address(tmp_path) != before
-    assert not first.poll()  # it is replaced and ends, even if it is still alive
-    assert second.poll()
+    second = Candidate(tmp_path, 1, CLUSTER, lambda: serves.append(1))
+    first = subprocess.Popen([sys.executable, "-c", FIRST, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        until(lambda: lighthouse_address(tmp_path) is not None)
+        before = lighthouse_address(tmp_path)
+        for _ in range(3):
+            assert second.poll()
+        assert serves == []
+        first.send_signal(signal.SIGSTOP)  # as a node that is away for a while
+        until(lambda: second.poll() and serves == [1])
+        assert newest_generation(tmp_path) == 2
+        assert lighthouse_address(tmp_path) != before
+        first.send_signal(signal.SIGCONT)
+        out, _ = first.communicate(timeout=20)
+        assert out == "replaced\n"
+        assert second.poll()
+    finally:
+        first.kill()
 
 
 def test_of_two_candidates_one_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

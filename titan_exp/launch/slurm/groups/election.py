@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ CONNECT_LIMIT = 2.0
 """Timeout of a connection to another node in seconds."""
 HANDOVER_SECONDS = 3 * POLL_INTERVAL
 """Seconds for the older lighthouse to end, so that never two form quorums."""
+START_SECONDS = 10.0
+"""Seconds more for whoever has claimed a generation to publish its address."""
 _GENERATION = re.compile(r"lighthouse-(\d{4})")
 
 
@@ -58,12 +61,15 @@ class Candidate:
             return newest == self._own
         if newest != self._seen:  # whoever claimed it has as long to publish it
             self._seen, self._silent_since = newest, None
-        if newest and _answers(lighthouse_address(self._logs)):
+        address = lighthouse_address(self._logs)
+        if address is not None and _answers(address):
             self._silent_since = None
             return True
         now = time.monotonic()
         self._silent_since = self._silent_since or now
-        patience = max(self._cluster.group_heartbeat_seconds, 2 * HANDOVER_SECONDS) if newest else 0.0
+        patience = self._cluster.group_heartbeat_seconds if newest else 0.0
+        if newest and address is None:
+            patience += START_SECONDS
         if now - self._silent_since >= patience + self._stagger and self._claim(newest + 1):
             self._serve(newest + 1)
         return True
@@ -92,11 +98,13 @@ def _address_file(logs: Path, generation: int) -> Path:
     return logs / f"lighthouse-{generation:04d}.address"
 
 
-def _answers(address: tuple[str, int] | None) -> bool:
-    if address is None:
-        return False
+def _answers(address: tuple[str, int]) -> bool:
+    connection = HTTPConnection(*address, timeout=CONNECT_LIMIT)
     try:
-        socket.create_connection(address, CONNECT_LIMIT).close()
-    except OSError:
+        connection.request("GET", "/alive")  # of a stopped process, the kernel still accepts connections
+        connection.getresponse()
+    except (OSError, HTTPException):
         return False
+    finally:
+        connection.close()
     return True

@@ -25,6 +25,13 @@ def killed_in_a_collective(path: str) -> None:
     distributed.barrier()
 
 
+def killed_beside_a_sleeper(path: str) -> None:
+    """Rank 1 is killed, and rank 0 notices nothing."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+
+
 def train_slowly(path: str) -> None:
     """The trainer, whose first attempt takes a second longer for every step."""
     from titan_exp.trainer.rank_main import main

@@ -77,6 +77,21 @@ def test_groups_are_tasks_of_one_array(cluster: Submitting, stand_in: Callable[[
 
 
 @pytest.mark.night
+def test_ranks_end_with_their_group_at_once(cluster: Submitting, stand_in: Callable[[str], None]):
+    """Rank 0 ends by SIGTERM, which srun sends, and not by SIGKILL, up to half a minute later."""
+    stand_in("killed_beside_a_sleeper")
+    two_nodes = ["parallelism.dp_shard=2", "cluster.processes_per_node=1"]
+    folder, job = cluster.submitted(*TWO, *two_nodes, "cluster.max_requeues=0")
+    reason = cluster.ended(folder, "failed") or ""
+    assert reason.startswith("replica group ")
+    assert "rank 1 was killed by a signal" in reason
+    assert ends(folder) == [1]
+    assert sorted(event["group"] for event in events(folder, "ended")) == [0, 1]
+    for group in (0, 1):
+        assert "Exited with exit code 143" in (folder.logs / f"slurm-{job}_{group}.out").read_text()
+
+
+@pytest.mark.night
 def test_a_requeued_group_comes_back_alone(cluster: Submitting, expected: list[float]):
     folder, job = cluster.submitted(*TWO)
     assert cluster.submit(cluster.plan(*TWO))[0].outcome in ("queued", "running")

@@ -117,6 +117,14 @@ def test_before_the_first_step_a_group_in_the_queue_counts(fleet: Fleet):
     assert fleet.ends == [None]
 
 
+def test_a_group_that_stays_away_does_not_count(fleet: Fleet):
+    """SLURM may list its job as completing for a while."""
+    fleet.queue.append(Job("12_1", "COMPLETING", "None", "feed_1"))
+    record_event(fleet.folder, 1, event=epilogue.AWAY, group=1, reason="a test")
+    assert fleet.end(USER) == 2
+    assert fleet.ends == [2]
+
+
 def test_a_start_of_another_process_at_the_same_port_does_not_live(fleet: Fleet):
     fleet.start(1, agent=LifeSign(0, "group-01-start-007").port)
     fleet.train(0, 1)
@@ -152,17 +160,20 @@ def test_too_few_groups_are_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
     assert "fewer groups are left than cluster.min_groups=2" in (fleet.folder.read_attempts()[0].reason or "")
 
 
-def test_done_and_stopped_close_the_attempt_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("stop", "code", "ends"), [("SLURM is about to end the job", 85, [85, None]), ("cancelled: by a test", 130, [85])]
+)
+def test_a_stop_closes_the_attempt_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, stop, code, ends):
+    """All groups are requeued for one new attempt, or none."""
     alive(fleet)
-    fleet.folder.request_stop("SLURM is about to end the job")
-    assert fleet.end(None, code=85) == 85
-    first, second = fleet.folder.read_attempts()
-    assert (first.exit, second.exit, second.token) == (85, None, "feed")
+    fleet.folder.request_stop(stop)
+    assert fleet.end(None, code=85) == code
     monkeypatch.setenv(life.GROUP, "1")
     view = fleet.folder.with_group(ReplicaGroup(1, 1, "").logs)
     write_record(view, 1, RankRecord(0, 100, "node2", 1.0, end=2.0, exit=85))
-    assert epilogue.main([str(fleet.folder.path), "12_1", "0"]) == 85
-    assert len(fleet.folder.read_attempts()) == 2
+    assert epilogue.main([str(fleet.folder.path), "12_1", "0"]) == code
+    assert fleet.ends == ends
+    assert {row.token for row in fleet.folder.read_attempts()} == {"feed"}
 
 
 def test_done(fleet: Fleet):

@@ -13,7 +13,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.rank.rank_env import TOKEN
-from titan_exp.launch.slurm.epilogue import attempt_result, own_attempt, requeue
+from titan_exp.launch.slurm.epilogue import ENDED_BY_HAND, attempt_result, own_attempt, requeue
 from titan_exp.launch.slurm.groups.life import (
     Event,
     attempt_events,
@@ -31,6 +31,9 @@ from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import FAILED, STOPPED
+
+AWAY = "stays away"
+"""Event: the group is not requeued."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{folder.path}: replica group {number} {result.state} ({result.reason or 'done'})")
         if row.attempt != attempt:  # the others have opened a new attempt
             return _again(cluster)
-        if row.end is not None:
-            return result.exit_code or row.exit or 0
+        if row.end is not None:  # and nothing follows it
+            return ENDED_BY_HAND if result.exit_code == STOPPED else result.exit_code or row.exit or 0
         # A group ends without a failure only once the last state is saved.
         if code == 0:
             return _close(folder, row, result, cluster)
@@ -85,7 +88,7 @@ def _close_failed(folder: RunFolder, row: Attempt, number: int, result: AttemptR
             print(f"requeued alone, while groups {', '.join(map(str, sorted(others)))} train on.")
             return STOPPED
         reason = "" if final else f": {failures} starts in a row did not train (cluster.max_requeues)"
-        record_event(folder, row.attempt, event="stays away", group=number, reason=(result.reason or "") + reason)
+        record_event(folder, row.attempt, event=AWAY, group=number, reason=(result.reason or "") + reason)
         print(f"replica group {number} stays away{reason}; the command that submitted it submits it again.")
         return result.exit_code
     if result.exit_code == STOPPED:  # a stop request, and killed before it had saved
@@ -112,11 +115,14 @@ def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: Clus
 
 def _others(folder: RunFolder, row: Attempt, number: int, events: list[Event]) -> set[int]:
     """Other groups that train, or may, if none has trained yet."""
+    newest = {event["group"]: event["event"] for event in events if event["event"] in ("started", AWAY)}
+    # SLURM may still be ending the job of one that stays away.
+    coming = {group for group in _jobs(row, number) if newest.get(group) != AWAY}
+    living = living_groups(events, besides=number)
     if any(event["event"] == "quorum" for event in events):
-        living = living_groups(events, besides=number)
         # Groups that wait in the queue count as well, once one is alive from which they can heal.
-        return living and living | living_groups(events, besides=number, trained=False) | _jobs(row, number)
-    return living_groups(events, besides=number) | _jobs(row, number)
+        return living and living | living_groups(events, besides=number, trained=False) | coming
+    return living | coming
 
 
 def _jobs(row: Attempt, number: int) -> set[int]:

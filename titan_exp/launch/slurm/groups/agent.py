@@ -43,7 +43,9 @@ def start_agent(folder: RunFolder, attempt: int, logs: str, number: int) -> Port
     def start(ports: Ports) -> tuple[subprocess.Popen[str], Ports]:
         words = [str(folder.path), str(attempt), logs, str(number), str(ports.lighthouse), str(ports.life_sign)]
         command = [sys.executable, "-m", "titan_exp.launch.slurm.groups.agent", *words]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        # A lighthouse logs several lines in every step otherwise.
+        variables = {**os.environ, "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=variables)
         assert process.stdout is not None
         line = process.stdout.readline().split()
         return process, Ports(*map(int, line)) if len(line) == 2 else ports

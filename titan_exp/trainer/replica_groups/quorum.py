@@ -24,6 +24,7 @@ LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT = timedelta(seconds=60)
 """Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
 CONNECT_TIMEOUT = timedelta(seconds=10)
+"""Timeout of connections to the lighthouse and between groups."""
 LIGHTHOUSE_RETRIES = 600
 """Requests of the manager server to the lighthouse before one of a rank fails."""
 
@@ -145,10 +146,14 @@ class QuorumClient:
         self.disconnect()
         host, _, port = store.rpartition(":")
         try:
-            shared = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
-            self.process_group = dist.distributed_c10d.ProcessGroupGloo(
-                dist.PrefixStore(prefix, shared), quorum.rank, quorum.size, self._timeout
+            # A member may have died since: the others must not wait for it as long as for a collective.
+            limit = min(CONNECT_TIMEOUT, self._timeout)
+            shared = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            group = dist.distributed_c10d.ProcessGroupGloo(
+                dist.PrefixStore(prefix, shared), quorum.rank, quorum.size, limit
             )
+            group._set_default_timeout(self._timeout)
+            self.process_group = group
         except RuntimeError as error:
             return error
         self._configured = (quorum.id, quorum.members)

@@ -139,7 +139,8 @@ class QuorumClient:
                 time.sleep(1.0)
 
     def _connect(self, quorum: Quorum, store: str) -> Exception | None:
-        if self._configured == (quorum.id, quorum.members):
+        # Another lighthouse may give the same number to the same members, after a quorum of the others in between.
+        if self._configured == (quorum.id, quorum.members) and quorum.source is None:
             return None
         # A restarted lighthouse counts from 1 again, and keys of an earlier quorum are still in the store.
         prefix = f"{quorum.id}-{quorum.step}-{uuid.uuid5(uuid.NAMESPACE_OID, ' '.join(quorum.members))}-{self._rank}"

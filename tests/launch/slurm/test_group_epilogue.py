@@ -125,6 +125,15 @@ def test_a_group_that_stays_away_does_not_count(fleet: Fleet):
     assert fleet.ends == [2]
 
 
+def test_the_group_that_loads_the_checkpoint_is_needed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(epilogue, "newest_checkpoint", lambda _: 100)
+    fleet.start(1, agent=LifeSign(0, ReplicaGroup(1, 1, "").logs).port)
+    assert fleet.end(USER) == 2
+    assert fleet.ends == [2]
+    reason = fleet.folder.read_attempts()[0].reason or ""
+    assert reason.endswith("it was to load the run's checkpoint for all groups")
+
+
 def test_a_start_of_another_process_at_the_same_port_does_not_live(fleet: Fleet):
     fleet.start(1, agent=LifeSign(0, "group-01-start-007").port)
     fleet.train(0, 1)

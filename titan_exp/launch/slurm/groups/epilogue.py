@@ -24,7 +24,7 @@ from titan_exp.launch.slurm.groups.life import (
     started,
 )
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
-from titan_exp.launch.state.close_attempt import close_attempt
+from titan_exp.launch.state.close_attempt import close_attempt, newest_checkpoint
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.group_events import record_event
@@ -83,7 +83,8 @@ def _close_failed(folder: RunFolder, row: Attempt, number: int, result: AttemptR
     failures = failed_starts(events, number)
     comes_back = not final and failures <= cluster.max_requeues
     others = _others(folder, row, number, events)
-    if others and len(others) + comes_back >= cluster.min_groups:
+    needed = not comes_back and newest_checkpoint(folder) > 0 and _loads(events, number)
+    if others and not needed and len(others) + comes_back >= cluster.min_groups:
         if comes_back:
             print(f"requeued alone, while groups {', '.join(map(str, sorted(others)))} train on.")
             return STOPPED
@@ -94,13 +95,21 @@ def _close_failed(folder: RunFolder, row: Attempt, number: int, result: AttemptR
     if result.exit_code == STOPPED:  # a stop request, and killed before it had saved
         return _close(folder, row, result, cluster)
     reason = f"replica group {number}, {result.reason}"
-    if others:
+    if needed:
+        reason += "; it was to load the run's checkpoint for all groups"
+    elif others:
         reason += f"; fewer groups are left than cluster.min_groups={cluster.min_groups}"
     failed = replace(result, state="failed", reason=reason)
     close_attempt(folder, row.attempt, "failed", exit_code=failed.exit_code, reason=reason, overrule=True)
     _end_waiting_jobs(folder, row)
     print(failed.detail)
     return failed.exit_code
+
+
+def _loads(events: Sequence[Event], number: int) -> bool:
+    """True if the group was to load the checkpoint, for which others wait, and none has trained yet."""
+    starts = [event for event in started(events) if event["group"] == number]
+    return bool(starts) and starts[-1]["loader"] == number and all(event["event"] != "quorum" for event in events)
 
 
 def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: ClusterConfig) -> int:

@@ -48,6 +48,21 @@ def train_slowly(path: str) -> None:
     main(path)
 
 
+def train_at_a_pace(path: str) -> None:
+    """The trainer, at most ten steps a second: a group that is away comes back before the end."""
+    from titan_exp.trainer.rank_main import main
+    from titan_exp.trainer.trainer import Trainer
+
+    step = Trainer._one_step
+
+    def one_step(self: Trainer) -> bool:
+        time.sleep(0.1)
+        return step(self)
+
+    Trainer._one_step = one_step
+    main(path)
+
+
 def hang(path: str) -> None:
     """Hang where no Python signal handler runs."""
     open(f"{path}/hanging", "w").close()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from tests.cluster import submitting
 from tests.cluster.submitting import Submitting, ends, last
 from tests.parity.runs import PARAGRAPHS, SMALL
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -34,11 +35,18 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def paced(stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups train at a pace, unless a test chooses another stand-in; a busy machine has minutes for all steps."""
+    stand_in("train_at_a_pace")
+    monkeypatch.setattr(submitting, "LIMIT", 240.0)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of one device, never stopped."""
-    submitting = Submitting(None, tmp_path_factory.mktemp("undisturbed"))  # type: ignore[arg-type]
-    plan = submitting.plan(*ONE)
+    here = Submitting(None, tmp_path_factory.mktemp("undisturbed"))  # type: ignore[arg-type]
+    plan = here.plan(*ONE)
     assert run(plan).exit_code == 0
     return losses(plan.folder)
 

@@ -85,7 +85,7 @@ TILES = [
             (["optimizer=muon", "optimizer.qk_clip=30", *rest], field, "optimizer.qk_clip=null" if field else "")
             for rest, field in (
                 ([], ""),
-                (["parallelism.cp=2"], QK_CLIP),
+                (["parallelism.cp=2"], ""),
                 (["model=qwen3_debug"], QK_CLIP),
                 (["model.architecture=tests.models.own_model.Bigram"], QK_CLIP),
             )

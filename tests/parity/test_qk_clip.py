@@ -1,5 +1,6 @@
 """QK-Clip: largest logits are those of the scores, and every layout scales heads as one device does."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.parity.test_continued import assert_continues, continued
 from tests.patching import patch
+from titan_exp.ops.attention.max_logits import raise_to_logits
 
 MUON = ["optimizer=muon", "optimizer.lr=2e-3", "optimizer.eps=1e-4", *LINES]
 CLIP = [*MUON, "optimizer.qk_clip=0.1"]
@@ -23,9 +25,20 @@ LAYOUTS = [
     (HEADS, "activation_checkpoint=full training.micro_batch_size=2"),
     (HEADS, "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.tp=2"),
     (HEADS, "compile=blocks compile.backend=aot_eager"),
+    (HEADS, "parallelism.cp=2 parallelism.dp_shard=2"),
+    (HEADS, "parallelism.cp=4 parallelism.cp_method=allgather activation_checkpoint=full"),
+    (HEADS, "parallelism.cp=2 parallelism.cp_method=ulysses parallelism.tp=2"),
+    (HEADS, "parallelism.cp=4 parallelism.cp_ulysses=2"),
+    (HEADS, "parallelism.cp=2 compile=blocks compile.backend=aot_eager activation_checkpoint=full"),
+    (HEADS, "parallelism.cp=2 parallelism.pp=2 activation_checkpoint=selective"),
+    ("", "parallelism.cp=2 training.micro_batch_size=1"),
+    (LATENT, "parallelism.cp=2 parallelism.cp_method=allgather"),
+    (LATENT, "parallelism.cp=2 parallelism.dp_shard=2 parallelism.ep=2"),
     (LATENT, "parallelism.dp_shard=2 parallelism.tp=2"),
     (LATENT, "parallelism.pp=2 parallelism.dp_shard=2 parallelism.ep=2"),
 ]
+
+DAILY = (LAYOUTS[0], (HEADS, "parallelism.cp=4 parallelism.cp_ulysses=2"))
 
 
 def assert_clips_alike(found: Curve, expected: Curve) -> None:
@@ -41,8 +54,8 @@ def assert_clips_alike(found: Curve, expected: Curve) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(*LAYOUTS[0], marks=pytest.mark.day),
-        *(pytest.param(*layout, marks=pytest.mark.night) for layout in LAYOUTS[1:]),
+        pytest.param(*layout, marks=pytest.mark.day if layout in DAILY else pytest.mark.night)
+        for layout in LAYOUTS
     ],
 )
 def test_layouts(tmp_path: Path, model: str, layout: str):
@@ -105,6 +118,33 @@ def heads_of_every_rank_are_the_first() -> None:
     patch("titan_exp.parallel.qk_clip.QKClip.__init__", make)
 
 
+def keys_of_other_ranks_are_forgotten() -> None:
+    """The largest logit over one context-parallel rank's own block."""
+
+    def make(original: Any) -> Any:
+        def blocks(self: Any, *args: Any) -> Any:
+            module = importlib.import_module("titan_exp.parallel.context_parallel.attention")
+            for rank, block in original(self, *args):
+                yield rank, block
+                module.raise_to_logits = lambda *_, **__: None
+            module.raise_to_logits = raise_to_logits
+
+        return blocks
+
+    patch("titan_exp.parallel.context_parallel.ring.RingKV.blocks", make)
+
+
+def ulysses_ranks_have_the_first_heads() -> None:
+    def make(original: Any) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            original(self, *args)
+            self._rank -= self._rank % 2
+
+        return init
+
+    patch("titan_exp.parallel.qk_clip.QKClip.__init__", make)
+
+
 def logits_include_the_future() -> None:
     patch(
         "titan_exp.ops.attention.max_logits.MaxLogits.forward",
@@ -124,6 +164,8 @@ def logits_include_the_future() -> None:
         ("training.micro_batch_size=1", the_last_micro_batch_decides),
         ("parallelism.dp_shard=2", shards_take_the_first_rows_factors),
         ("parallelism.tp=2", heads_of_every_rank_are_the_first),
+        ("parallelism.cp=2", keys_of_other_ranks_are_forgotten),
+        ("parallelism.cp=2 parallelism.cp_method=ulysses", ulysses_ranks_have_the_first_heads),
         ("", logits_include_the_future),
     ],
 )

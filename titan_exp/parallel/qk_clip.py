@@ -11,6 +11,8 @@ from titan_exp.models.spec.model_spec import AttentionSpec
 from titan_exp.ops.attention.max_logits import MaxLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.context_parallel.attention import ContextAttention
+from titan_exp.parallel.context_parallel.ulysses import UlyssesAttention
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
 
@@ -21,8 +23,8 @@ class ClippableAttention(Protocol):
 
     spec: AttentionSpec
     """Heads of the whole layer."""
-    core: CausalAttention
-    """Tracks the largest logits of this rank's heads."""
+    core: CausalAttention | ContextAttention | UlyssesAttention
+    """Computes scores of this rank's heads, or of its queries, or of a part of its heads (Ulysses)."""
 
     def clip_factors(self, factors: Tensor) -> Mapping[str, Tensor]:
         """Factors [rows] of whole weights, by the module path of their linears, that multiply the logits of each query
@@ -47,8 +49,12 @@ class QKClip:
         self._own = dict(attention for part in parts for attention in _attentions(part))
         for name, module in self._own.items():
             _track(name, module, mesh)
-        tp = mesh.world["tp"]
-        self._rank, self._degree = tp.get_local_rank(), tp.size()
+        axes = [mesh.world["tp"], mesh.world["cp_within"]]
+        # Ulysses shares out the heads of a tensor-parallel rank.
+        self._rank, self._degree = 0, 1
+        for axis in axes:
+            self._rank = self._rank * axis.size() + axis.get_local_rank()
+            self._degree *= axis.size()
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -57,8 +63,9 @@ class QKClip:
         by_layer = dict(zip(self._heads, largest.split(list(self._heads.values())), strict=True))
         for name, module in self._own.items():
             part = self._heads[name] // self._degree
-            assert module.core.max_logits is not None, "tracked from the start"
-            by_layer[name][self._rank * part :][:part] = module.core.max_logits.largest
+            tracked = _scoring(module).max_logits
+            assert tracked is not None, "tracked from the start"
+            by_layer[name][self._rank * part :][:part] = tracked.largest
         if dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         for name, module in self._own.items():
@@ -77,8 +84,14 @@ def _track(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
     """Let a layer track its logits; returns its heads on all ranks."""
     heads = attention.spec.heads
     layer = name.removesuffix(".attention").rpartition(".")[2]
-    attention.core.max_logits = MaxLogits(heads // mesh.world["tp"].size(), layer, mesh.device)
+    shards = mesh.world["tp"].size() * mesh.world["cp_within"].size()
+    _scoring(attention).max_logits = MaxLogits(heads // shards, layer, mesh.device)
     return heads
+
+
+def _scoring(attention: ClippableAttention) -> CausalAttention | ContextAttention:
+    """Module that computes the scores."""
+    return attention.core.core if isinstance(attention.core, UlyssesAttention) else attention.core
 
 
 def _scale_rows(parameter: nn.Parameter, rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""QK-Clip rules: layers whose logits follow their projections, on one rank's whole sequence."""
+"""QK-Clip rules: layers whose logits follow their projections, in a kernel without a mask of its own."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,6 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
@@ -16,9 +15,9 @@ FIELD = "optimizer.qk_clip"
 
 
 def logits_can_be_clipped(
-    optimizer: OptimizerConfig, model: ModelConfig, parallelism: ParallelismConfig, compile: CompileConfig, device: str
+    optimizer: OptimizerConfig, model: ModelConfig, compile: CompileConfig, device: str
 ) -> Iterator[Violation]:
-    """Queries and keys are projections that the rank sees whole, and no kernel computes a mask of its own."""
+    """Queries and keys are projections without a norm, and no kernel computes a mask of its own."""
     spec = model_spec(model)
     layers = [] if spec is None else [layer for layer in spec.blocks if layer.attention is not None]
     reasons = [] if layers else [f"model.architecture={model.architecture} does not describe its heads"]
@@ -26,8 +25,6 @@ def logits_can_be_clipped(
     backend = getattr(model, "attention_backend", "auto")
     if backend == "flex" or (backend == "auto" and device == "cuda" and any(map(_is_masked, layers))):
         reasons.append(f"FlexAttention masks logits itself ({ATTENTION_BACKEND}={backend})")
-    if parallelism.cp > 1:
-        reasons.append(f"no rank has all keys of a query (parallelism.cp={parallelism.cp})")
     if compile.cuda_graphs:
         reasons.append("largest logits in a captured pass are untested (compile.cuda_graphs=true)")
     for reason in dict.fromkeys(reasons):

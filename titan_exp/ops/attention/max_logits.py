@@ -39,6 +39,10 @@ class MaxLogits(nn.Module):
         if torch.is_grad_enabled():
             add_max_logits(self.largest, query.detach(), key.detach(), visible, causal, scale)
 
+    def add(self, found: Float[Tensor, " heads"]) -> None:
+        """Take logits into account that another attention operator has found in a forward pass in training."""
+        add_found_logits(self.largest, found.detach())
+
     def metrics(self) -> dict[str, Tensor]:
         """Largest logit, for the layer and for all."""
         return dict.fromkeys(self.metric_reductions, self.largest.amax())
@@ -54,8 +58,20 @@ def add_max_logits(  # noqa: PLR0917  # custom ops take positional arguments
     largest: Tensor, query: Tensor, key: Tensor, visible: Tensor | None, causal: bool, scale: float
 ) -> None:
     """Raise `largest` to the logits of each head, unless backward repeats a forward pass."""
-    if is_recomputing():
-        return
+    if not is_recomputing():
+        raise_to_logits(largest, query, key, visible, causal=causal, scale=scale)
+
+
+def raise_to_logits(
+    largest: Float[Tensor, " heads"],
+    query: Float[Tensor, "batch heads rows head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    visible: Bool[Tensor, "batch_or_1 1 rows keys"] | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Raise `largest` to the logits of each head, by tiles of rows."""
     batch, heads, rows, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     step = max(1, min(TILE_ROWS, TILE_SCORES // (batch * heads * keys)))
@@ -77,4 +93,15 @@ def add_max_logits(  # noqa: PLR0917  # custom ops take positional arguments
 def _added(  # noqa: PLR0917  # as above
     largest: Tensor, query: Tensor, key: Tensor, visible: Tensor | None, causal: bool, scale: float
 ) -> None:
+    return None
+
+
+@torch.library.custom_op("titan_exp::add_found_logits", mutates_args=("largest",))
+def add_found_logits(largest: Tensor, found: Tensor) -> None:
+    """Raise `largest` to other logits of each head."""
+    torch.maximum(largest, found, out=largest)
+
+
+@add_found_logits.register_fake
+def _found(largest: Tensor, found: Tensor) -> None:
     return None

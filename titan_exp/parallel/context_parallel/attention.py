@@ -23,8 +23,10 @@ from titan_exp.ops.attention.attention_with_lse import (
     merge_lse,
 )
 from titan_exp.ops.attention.mask_pattern import CAUSAL, FULL, MaskPattern, Tile
+from titan_exp.ops.attention.max_logits import MaxLogits, raise_to_logits
 from titan_exp.ops.attention.sdpa import segment_ids
 from titan_exp.ops.attention.sinks import additive, merge_sinks, sinks_grad
+from titan_exp.ops.is_recomputing import is_recomputing
 from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
 from titan_exp.parallel.context_parallel.latents import WholeKV
 from titan_exp.parallel.context_parallel.load_balance import Pieces, head_tail_pieces
@@ -63,6 +65,8 @@ class ContextAttention(nn.Module):
         self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
         """The kernel that runs."""
+        self.max_logits: MaxLogits | None = None
+        """Tracks the largest logit of each head, for QK-Clip."""
 
     def mask(
         self,
@@ -92,7 +96,8 @@ class ContextAttention(nn.Module):
     ) -> Tensor:
         """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
         segments, pattern = mask or ContextMask(None, CAUSAL if self.pattern.causal else FULL)
-        out, _ = context_attention(
+        tracked = self.max_logits is not None and torch.is_grad_enabled()
+        out, _, found = context_attention(
             query,
             key,
             value,
@@ -106,7 +111,10 @@ class ContextAttention(nn.Module):
             pattern.chunk,
             self.cuts,
             pattern.causal,
+            tracked,
         )
+        if self.max_logits is not None and tracked:
+            self.max_logits.add(found)
         return out
 
 
@@ -125,20 +133,32 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     window: int | None,
     chunk: int | None,
     cuts: list[int],
-    causal: bool,  # custom ops take positional arguments
-) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32, sinks included."""
+    causal: bool,
+    tracked: bool,  # custom ops take positional arguments
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32, sinks included.
+
+    If `tracked`, also the largest logit of each head over these queries and the keys of all ranks [heads] in fp32,
+    -inf in recomputation; else an empty tensor.
+    """
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
+    largest = _no_logits(query, tracked=tracked)
     own, out, lse = _pieces(exchange, exchange.rank, query, cuts, pattern), None, None
     for rank, k, v in _blocks(exchange, key, value):
         other = _pieces(exchange, rank, query, cuts, pattern)
         for tile in _tiles(pattern, own, other):
+            rows, keys, is_triangle = query[:, :, tile.rows], k[:, :, tile.keys], tile.kind == "causal"
+            bias = _bias(pattern, _segments(segments, exchange, rank), tile, own=own, other=other, query=query)
+            if tracked and not is_recomputing():
+                factor = query.shape[-1] ** -0.5 if scale is None else scale
+                visible = None if bias is None else bias == 0
+                raise_to_logits(largest, rows, keys, visible, causal=is_triangle and bias is None, scale=factor)
             part, part_lse = attention_forward(
-                query[:, :, tile.rows],
-                k[:, :, tile.keys],
+                rows,
+                keys,
                 v[:, :, tile.keys],
-                bias=_bias(pattern, _segments(segments, exchange, rank), tile, own=own, other=other, query=query),
-                causal=tile.kind == "causal" and segments is None,
+                bias=bias,
+                causal=is_triangle and segments is None,
                 backend=cast("PartialBackend", backend),
                 scale=scale,
             )
@@ -153,7 +173,7 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     assert lse is not None
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return _like_projection(query, value).copy_(out), lse
+    return _like_projection(query, value).copy_(out), lse, largest
 
 
 @torch.library.custom_op("titan_exp::context_attention_backward", mutates_args=())
@@ -208,8 +228,9 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
 
 
 @context_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_projection(query, value), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return _like_projection(query, value), lse, _no_logits(query, tracked=how[-1])
 
 
 @context_attention_backward.register_fake
@@ -220,15 +241,16 @@ def _(  # noqa: PLR0917  # as the operator
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, segments, sinks, *ctx.how = inputs
-    ctx.save_for_backward(query, key, value, segments, sinks, *output)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, segments, sinks, *ctx.how, _ = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(query, key, value, segments, sinks, *output[:2])
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing hands them out once
     *of_heads, of_sinks = context_attention_backward(gradient, *saved, *ctx.how)
-    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 8)
+    return (*of_heads, None, None if saved[4] is None else of_sinks, *(None,) * 9)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)
@@ -314,6 +336,11 @@ def _bias(
     if segments is not None:
         visible = visible & (segments[0][:, tile.rows, None] == segments[1][:, None, tile.keys])
     return additive(visible[:, None], query)
+
+
+def _no_logits(query: Tensor, *, tracked: bool) -> Tensor:
+    """Largest logits before the first [heads] in fp32; empty if they are not tracked."""
+    return query.new_full((query.shape[1] if tracked else 0,), -torch.inf, dtype=torch.float32)
 
 
 def _split(block: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,10 +53,7 @@ def assert_clips_alike(found: Curve, expected: Curve) -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        pytest.param(*layout, marks=pytest.mark.day if layout in DAILY else pytest.mark.night)
-        for layout in LAYOUTS
-    ],
+    [pytest.param(*layout, marks=pytest.mark.day if layout in DAILY else pytest.mark.night) for layout in LAYOUTS],
 )
 def test_layouts(tmp_path: Path, model: str, layout: str):
     own = [*CLIP, *model.split()]

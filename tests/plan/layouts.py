@@ -75,6 +75,9 @@ LAYOUTS = {
     "fsdp 2, fp8 moments, never clipped": "parallelism.dp_shard=2 optimizer.state_precision=fp8 "
     "training.max_grad_norm=null",
     "tp 2 x fsdp 2, Muon": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=muon",
+    "fsdp 2, Muon, QK-Clip": "parallelism.dp_shard=2 optimizer=muon optimizer.qk_clip=0.1 training.micro_batch_size=1",
+    "cp 2, document mask, Muon, QK-Clip": "parallelism.cp=2 data.document_mask=true optimizer=muon "
+    "optimizer.qk_clip=0.1",
     "fsdp 2, Dion": "parallelism.dp_shard=2 optimizer=dion",
     "tp 2 x fsdp 2, SOAP": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=soap optimizer.precondition_every=1",
     "fsdp 2, another optimizer, for loop": "parallelism.dp_shard=2 optimizer.name=torch.optim.SGD "

@@ -35,6 +35,15 @@ class Count(TorchDispatchMode):
         return out
 
 
+def test_matmuls_in_bodies_of_operators_count():
+    """Below autograd torch does not decompose them into `mm` and `bmm`."""
+    left, right = torch.ones(2, 3, TOKENS, INPUTS), torch.ones(2, 3, INPUTS, OUTPUTS)
+    for matmul, second in ((torch.matmul, right), (F.linear, torch.ones(OUTPUTS, INPUTS))):
+        with torch._C._AutoDispatchBelowAutograd(), Count() as count:
+            matmul(left, second)
+        assert sum(flops for _, flops in count.found) == 6 * ONE
+
+
 @pytest.mark.parametrize("experts", [1, 4])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_each_row_counts_once(cuda: bool, experts: int):

@@ -18,6 +18,9 @@ def matmul_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if str(packet) in GROUPED and args[0].dim() == 2:
         # Each row is multiplied by one expert's matrix, independent of the number of experts.
         return 2 * args[0].numel() * args[1].shape[-1]
+    if packet in (torch.ops.aten.matmul, torch.ops.aten.linear):
+        # Below autograd, as in the body of a custom operator, torch does not decompose them.
+        return 2 * out.numel() * args[0].shape[-1]
     namespace, _, name = str(packet).partition(".")
     # The in-place variant has the same FLOPs.
     packet = getattr(torch.ops.aten, name.rstrip("_"), packet) if namespace == "aten" and name.endswith("_") else packet

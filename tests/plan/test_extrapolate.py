@@ -14,6 +14,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.parameter_roles import parameter_roles
 from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition, with_layers
 
 MASKED = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 "
@@ -72,6 +73,14 @@ WHOLE = {
     + "model.layers=11 parallelism.dp_shard=2 quantization=mxfp8 quantization.high_precision_last=2 grad_clip=adagc",
     "the last norm of attention in fp32, clipped by value": BF16
     + "model.layers=12 parallelism.dp_shard=2 training.fp32_modules=[blocks.11.attention_norm] grad_clip=value",
+    "embedding and first layers frozen, limited norm of the head, accumulated": ACCUMULATED
+    + BF16
+    + "model.layers=11 parallelism.dp_shard=2 +optimizer.groups.first.match=[embedding,blocks.0.*,blocks.1.*] "
+    "+optimizer.groups.first.frozen=true +optimizer.groups.head.match=[head] +optimizer.groups.head.max_grad_norm=0.5",
+    "every second feed-forward frozen, compiled on CUDA": CUDA
+    + ACCUMULATED
+    + "model.layers=14 parallelism.dp_shard=2 compile=blocks "
+    "+optimizer.groups.frozen.match=['blocks.*[13579].feed_forward.*'] +optimizer.groups.frozen.frozen=true",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS
@@ -86,6 +95,10 @@ PIPELINES = {
     "1F1B": "model.layers=9 parallelism.pp=2 parallelism.pp_microbatches=4",
     "1F1B of single ranks": BF16
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=1 parallelism.pp_microbatches=4",
+    "1F1B x fsdp x tp, first layer and every down projection in groups on CUDA": CUDA
+    + "model.layers=14 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_microbatches=4 "
+    "+optimizer.groups.first.match=[blocks.0.attention.*] +optimizer.groups.first.lr_scale=0.1 "
+    "+optimizer.groups.down.match=[*.down.weight] +optimizer.groups.down.betas=[0.8,0.9]",
     "1F1B x fsdp, full, bf16": BF16
     + "model.layers=14 training.global_batch_size=16 parallelism.pp=4 parallelism.dp_shard=2 "
     "parallelism.pp_microbatches=8 activation_checkpoint=full",
@@ -296,6 +309,10 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
             "layers differ beyond the first 4 and periods of 4",
         ),
         ("model.layers=5 parallelism.prefetch_blocks=2", "too few layers are alike"),
+        (
+            "model.layers=16 +optimizer.groups.seventh.match=[blocks.6.*] +optimizer.groups.seventh.frozen=true",
+            "optimizer.groups; the last 4 may differ too",
+        ),
         ("parallelism.pp=2 parallelism.pp_layers=[4,0] parallelism.pp_microbatches=2", "behind the first"),
     ],
 )
@@ -321,6 +338,25 @@ def test_layers_are_alike_if_their_recipe_and_fp32_modules_are():
             assert small.quantization.quantizes(path, 64, 64, layers=6) is quantized
     each = (f"blocks.{number}.attention_norm" for number in range(6))
     assert sorted(small.training.fp32_modules) == sorted(["norm", "blocks.1.feed_forward_norm", *each])
+
+
+def test_layers_are_alike_if_their_parameter_groups_are():
+    experiment = experiment_of(
+        "model.layers=9 +optimizer.groups.low.match=[embedding,blocks.0.*,*.down.weight] "
+        "+optimizer.groups.low.lr_scale=0.1 +optimizer.groups.frozen.match=['blocks.*[2468].attention.*'] "
+        "+optimizer.groups.frozen.frozen=true"
+    )
+    assert repetition(experiment) == (1, 2)
+    small = with_layers(experiment, 5)
+    assert repetition(small) == (1, 2)
+    spec = model_spec(small.model)
+    assert spec is not None
+    for parameter, role in parameter_roles(spec).items():
+        whole, few = (
+            [name for name, group in run.optimizer.groups.items() if group.has(parameter, role)]
+            for run in (experiment, small)
+        )
+        assert few == whole, parameter
 
 
 def test_last_layers_may_differ():

@@ -35,10 +35,9 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     reasons = {
         "a model without a spec may have different layers": spec is None,
         f"layers differ beyond the first {MAX_DISTINCT_LAYERS} and periods of {MAX_PERIOD}, in the model or by "
-        f"quantization.filter or training.fp32_modules, in which the last {MAX_LAST_LAYERS} may differ too": distinct
-        > MAX_DISTINCT_LAYERS
-        or period > MAX_PERIOD,
-        "optimizer.groups may treat layers differently": bool(experiment.optimizer.groups),
+        f"quantization.filter, training.fp32_modules or optimizer.groups; the last {MAX_LAST_LAYERS} may differ too": (
+            distinct > MAX_DISTINCT_LAYERS or period > MAX_PERIOD
+        ),
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
     if distinct or last or period > 1 or parallelism.prefetch_blocks > 1:

@@ -1,4 +1,5 @@
-"""Kinds of layers: equal layers have the same spec, quantized linears and fp32 modules. Imports no torch."""
+"""Kinds of layers: equal layers have the same spec, quantized linears, fp32 modules and parameter groups. Imports no
+torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from itertools import accumulate
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+from titan_exp.models.spec.parameter_roles import parameter_roles
 
 MAX_DISTINCT_LAYERS, MAX_PERIOD, MAX_LAST_LAYERS = 4, 4, 4
 """Most first layers that may differ from the rest, e.g. dense ones before layers with experts, layers after which the
@@ -22,10 +24,12 @@ class LayerKind:
 
     layer: LayerSpec
     """Shapes and attention."""
-    unquantized: tuple[str, ...]
+    unquantized: tuple[str, ...] = ()
     """Linears in high precision, by their name in the block."""
-    fp32: tuple[str, ...]
+    fp32: tuple[str, ...] = ()
     """Modules of `training.fp32_modules`, by their name in the block; empty for the block itself."""
+    groups: tuple[tuple[str, str], ...] = ()
+    """Parameters in `optimizer.groups`, by their name in the block, and the group of each."""
 
 
 def repetition(experiment: Experiment) -> tuple[int, int]:
@@ -47,14 +51,16 @@ def _found(experiment: Experiment) -> tuple[int, int, int]:
     spec = model_spec(experiment.model)
     if spec is None:
         return 0, 1, 0
-    key = repr((experiment.model, experiment.quantization, experiment.training.fp32_modules))
+    fp32 = experiment.training.fp32_modules
+    key = repr((experiment.model, experiment.quantization, fp32, experiment.optimizer.groups))
     if key not in _REPETITIONS:
         _REPETITIONS[key] = _repetition_before_last(_layer_kinds(experiment, spec)[: len(spec.layers)])
     return _REPETITIONS[key]
 
 
 def with_layers(experiment: Experiment, layers: int) -> Experiment:
-    """Variant of a run with fewer layers of the same kinds, which quantizes and computes in fp32 the same modules."""
+    """Variant of a run with fewer layers of the same kinds: the same modules are quantized, computed in fp32 and in
+    parameter groups."""
     spec, (distinct, period) = model_spec(experiment.model), repetition(experiment)
     small = replace(experiment, model=replace(experiment.model, layers=layers))
     if spec is None:
@@ -75,13 +81,26 @@ def with_layers(experiment: Experiment, layers: int) -> Experiment:
         *_matching(["blocks", *outside], "", experiment.training.fp32_modules),
         *(f"blocks.{number}.{name}".rstrip(".") for number, kind in numbered for name in kind.fp32),
     ]
-    return replace(small, quantization=quantization, training=replace(small.training, fp32_modules=tuple(modules)))
+    grouped = [
+        *((name, group) for name, group in _groups(experiment, spec).items() if not name.startswith("blocks.")),
+        *((f"blocks.{number}.{name}", group) for number, kind in numbered for name, group in kind.groups),
+    ]
+    groups = {
+        name: replace(group, match=tuple(parameter for parameter, of in grouped if of == name))
+        for name, group in experiment.optimizer.groups.items()
+    }
+    return replace(
+        small,
+        quantization=quantization,
+        training=replace(small.training, fp32_modules=tuple(modules)),
+        optimizer=replace(experiment.optimizer, groups=groups),
+    )
 
 
 def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
     """Kind of each block, modules of multi-token prediction last."""
     quantization, patterns = experiment.quantization, experiment.training.fp32_modules
-    kinds = []
+    kinds, grouped = [], _groups(experiment, spec)
     for number, layer in enumerate(spec.blocks):
         unquantized = tuple(
             linear.name
@@ -91,8 +110,18 @@ def _layer_kinds(experiment: Experiment, spec: ModelSpec) -> list[LayerKind]:
             )
         )
         fp32 = _matching(["", *_modules(layer.shapes)], f"blocks.{number}.", patterns)
-        kinds.append(LayerKind(layer, unquantized, fp32))
+        names = ((name, grouped.get(f"blocks.{number}.{name}")) for name in layer.shapes)
+        groups = tuple((name, group) for name, group in names if group is not None)
+        kinds.append(LayerKind(layer, unquantized, fp32, groups))
     return kinds
+
+
+def _groups(experiment: Experiment, spec: ModelSpec) -> dict[str, str]:
+    """Group of each parameter that is in one of `optimizer.groups`."""
+    groups = experiment.optimizer.groups
+    roles = parameter_roles(spec).items() if groups else ()
+    found = ((name, [key for key, group in groups.items() if group.has(name, role)]) for name, role in roles)
+    return {name: keys[0] for name, keys in found if keys}
 
 
 def _matching(names: Iterable[str], prefix: str, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -109,7 +138,7 @@ def _modules(parameters: Iterable[str]) -> list[str]:
 
 def _repetition_before_last(kinds: Sequence[LayerKind]) -> tuple[int, int, int]:
     """Repetition, and the fewest last layers without which layers repeat soon; 0 if their specs do not."""
-    distinct, period = _repetition([replace(kind, unquantized=(), fp32=()) for kind in kinds])
+    distinct, period = _repetition([LayerKind(kind.layer) for kind in kinds])
     for last in range(min(MAX_LAST_LAYERS, len(kinds) - 1) + 1):
         found = _repetition(kinds[: len(kinds) - last])
         is_spec_repeated = found[0] >= distinct and found[1] % period == 0

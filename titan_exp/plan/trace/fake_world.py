@@ -66,7 +66,7 @@ class FakeRank:
 
         def no_passes(*_: Any) -> Mapping[str, torch.Tensor]:
             sums = MetricSums(model.objective, self.state.mesh.device)
-            for weight in model.parameters():
+            for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
                 weight.grad = torch.empty_like(weight, dtype=model.weights.gradient_dtype(weight))
             if (pipeline := self.state.built.pipeline) is not None:
                 pipeline.sum_tied_gradients()

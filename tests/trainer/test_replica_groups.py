@@ -81,6 +81,32 @@ def test_a_death_leaves_the_curve_of_one_device(tmp_path, one_device, where, set
     assert [1] in [event["joined"] for event in events]
 
 
+def replay(path: Path, recorded: Path) -> Curve:
+    """The same groups without a death, by the history of another run."""
+    fleet = Fleet(path, *SETTINGS, f"cluster.group_history={recorded}")
+    try:
+        return fleet.curve([fleet.start(number) for number in range(2)])
+    finally:
+        fleet.close()
+
+
+def assert_bitwise(found: Curve, expected: Curve) -> None:
+    for name in ("step", "tokens", "loss", "grad_norm", "lr"):
+        assert [row[name] for row in found.rows] == [row[name] for row in expected.rows], name
+    assert found.disputed == expected.disputed == []
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
+def test_a_replay_of_the_history_is_bitwise(tmp_path):
+    expected, fleet = run_with_death(tmp_path / "recorded", SETTINGS, Dies(3, "sum_gradients"))
+    assert {row["participants"] for row in expected.rows} == {1, 2}
+    assert_bitwise(replay(tmp_path / "replay", fleet.folder.path), expected)
+    lines = fleet.folder.groups.read_text().splitlines()
+    fleet.folder.groups.write_text(f"{lines[0]}\n")  # a history without the death
+    with pytest.raises(AssertionError):
+        assert_bitwise(replay(tmp_path / "other", fleet.folder.path), expected)
+
+
 def _divides_by_participants(_: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 

@@ -46,6 +46,9 @@ class ClusterConfig:
     group_timeout_seconds: PositiveFloat = 300.0
     """Timeout of a collective between replica groups; above the difference between their step times, below the 20
     minutes of a collective within a group."""
+    group_history: str | None = None
+    """Run folder whose history of replica groups is replayed: every step is divided as it was there, so that the same
+    layout gives the same bits. Needs at least as many of `replica_groups` as were alive there."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process."""
     link_gbs: PositiveFloat | None = None

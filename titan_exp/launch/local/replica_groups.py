@@ -121,8 +121,9 @@ class LocalReplicaGroups:
             self._start(slot)
         except OSError as error:  # such as a full disk; the other groups train on
             slot.failed_starts += 1
-            slot.given_up = slot.failed_starts > MAX_RESTARTS
             self._record("not started", group=slot.number, reason=error.strerror or str(error))
+            if slot.failed_starts > MAX_RESTARTS:
+                self._give_up(slot)
 
     def _end(self, slot: _Slot) -> None:
         """Note the end of a group's ranks, and whether to start it again."""
@@ -135,8 +136,15 @@ class LocalReplicaGroups:
         slot.result = replace(result, reason=reason)
         slot.failed_starts = 0 if self._has_trained(slot) else slot.failed_starts + 1
         # A user's error would come again, and so does a hang as a rule.
-        final = result.state != "failed" or result.exit_code in (UserError.exit_code, HUNG)
-        slot.given_up = final or slot.failed_starts > MAX_RESTARTS
+        final = result.exit_code in (UserError.exit_code, HUNG) or slot.failed_starts > MAX_RESTARTS
+        if result.state == "failed" and final:
+            self._give_up(slot)
+        slot.given_up = slot.given_up or result.state != "failed"
+
+    def _give_up(self, slot: _Slot) -> None:
+        """Leave a group away for the rest of the attempt."""
+        slot.given_up = True
+        self._record("given up", group=slot.number)
 
     def _fleet_is_dead(self) -> bool:
         """True if groups have trained and none is left that has: newcomers have no state to take over."""

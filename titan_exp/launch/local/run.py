@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.local.group_event_lines import GroupEventLines
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.local.replica_groups import LocalReplicaGroups
 from titan_exp.launch.run_console import RunConsole
@@ -94,6 +95,7 @@ class _Execution:
         self.ranks = ranks(plan.layout, plan.folder, attempt)
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
         self.log = FileTail(self.ranks.log(0))
+        self.events = GroupEventLines(plan.folder, attempt)
         self._next_warning = 0.0
         self.interrupts = Interrupts()
         self.folder_watch = FolderWatch(plan.folder.path)
@@ -153,6 +155,8 @@ class _Execution:
         self.console.log_lines(self.log.lines())
         for row in rows(self.metrics.lines(), self.attempt):
             self.console.row(row)
+        for line in self.events.lines():
+            self.console.echo(line)
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + WARNING_INTERVAL
             with contextlib.suppress(UserError):  # an unreadable file

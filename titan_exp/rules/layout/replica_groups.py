@@ -11,6 +11,8 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.rule import Refuse, rules
+from titan_exp.tracking.run_folder.group_history import GroupHistory
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 _WITHOUT = "cluster.replica_groups=1"
 
@@ -44,6 +46,19 @@ def every_group_has_work(
     yield Violation("cluster.replica_groups", groups, reason, remedy)
 
 
+def history_can_be_replayed(cluster: ClusterConfig) -> Iterator[Violation]:
+    """The replayed run has a history of groups, of at most as many as this one has."""
+    if cluster.group_history is None:
+        return
+    largest, key = GroupHistory(RunFolder(cluster.group_history)).largest, "cluster.group_history"
+    if largest == 0:
+        reason = "it has no groups.jsonl with a quorum, so it was not trained by replica groups"
+        yield Violation(key, cluster.group_history, reason, "the folder of a run with replica groups, or null")
+    elif largest > cluster.replica_groups:
+        reason = f"{largest} groups divided its steps, and cluster.replica_groups={cluster.replica_groups}"
+        yield Violation(key, cluster.group_history, reason, f"cluster.replica_groups={largest}")
+
+
 def model_is_described_and_dense(cluster: ClusterConfig, model: ModelConfig) -> Iterator[Violation]:
     """The model has no experts, whose counts groups do not add up, and draws no random numbers."""
     spec, reason = model_spec(model), None
@@ -66,7 +81,8 @@ RULES = (
             lambda cluster: cluster.min_groups > cluster.replica_groups,
             "with cluster.replica_groups={cluster.replica_groups} training would wait for ever",
             "cluster.min_groups={cluster.replica_groups} or less; or more of cluster.replica_groups",
-        )
+        ),
+        history_can_be_replayed,
     ),
     *rules(
         torchft_is_installed,

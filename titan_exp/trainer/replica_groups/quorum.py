@@ -17,7 +17,9 @@ from titan_exp.config.machine.torchft import torchft_extension
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.group_history import GroupHistory
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, replica_id
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.distributed import TIMEOUT
 
 LOOPBACK = "127.0.0.1"
@@ -46,6 +48,8 @@ class Quorum:
     """Members that heal from this group."""
     seconds: float
     """Seconds waited for it."""
+    shares: int
+    """Groups among which the step is divided: all members, or as many as in the replayed history."""
 
     @property
     def size(self) -> int:
@@ -68,7 +72,7 @@ class QuorumClient:
         )
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
-        self._configured: tuple[int, tuple[str, ...]] | None = None
+        self._configured: tuple[int, tuple[str, ...], int] | None = None
         self._failures = 0
         address: list[Any] = [None]
         if self._rank == 0:
@@ -90,6 +94,9 @@ class QuorumClient:
         self._client = torchft.ManagerClient(address[0], connect_timeout=CONNECT_TIMEOUT)
         self.process_group: Any = None
         """Equal ranks of all members, in their order; None after an error."""
+        self.first_groups: Any = None
+        """Equal ranks of the members that divide the step, if a replayed history has fewer; None in the others."""
+        self._history = None if cluster.group_history is None else GroupHistory(RunFolder(cluster.group_history))
 
     def ask(self, step: int) -> tuple[Quorum, Exception | None]:
         """Wait for a quorum, as a group that has committed `step`. Returns it, and the error if the members could not
@@ -106,6 +113,7 @@ class QuorumClient:
             source,
             tuple(answer.recover_dst_replica_ranks),
             time.monotonic() - began,
+            len(members) if self._history is None else self._history.groups_of(answer.max_step + 1),
         )
         return quorum, self._connect(quorum, answer.store_address)
 
@@ -117,7 +125,7 @@ class QuorumClient:
 
     def disconnect(self) -> None:
         """Close the connections to other groups, so that those waiting for this one notice."""
-        self._configured = self.process_group = None
+        self._configured = self.process_group = self.first_groups = None
 
     def _request(self, step: int) -> Any:
         while True:
@@ -139,8 +147,9 @@ class QuorumClient:
                 time.sleep(1.0)
 
     def _connect(self, quorum: Quorum, store: str) -> Exception | None:
+        configured = (quorum.id, quorum.members, quorum.shares)
         # Another lighthouse may give the same number to the same members, after a quorum of the others in between.
-        if self._configured == (quorum.id, quorum.members) and quorum.source is None:
+        if self._configured == configured and quorum.source is None:
             return None
         # A restarted lighthouse counts from 1 again, and keys of an earlier quorum are still in the store.
         prefix = f"{quorum.id}-{quorum.step}-{uuid.uuid5(uuid.NAMESPACE_OID, ' '.join(quorum.members))}-{self._rank}"
@@ -148,14 +157,19 @@ class QuorumClient:
         host, _, port = store.rpartition(":")
         try:
             # A member may have died since: the others must not wait for it as long as for a collective.
-            limit = min(CONNECT_TIMEOUT, self._timeout)
-            shared = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-            group = dist.distributed_c10d.ProcessGroupGloo(
-                dist.PrefixStore(prefix, shared), quorum.rank, quorum.size, limit
+            shared = dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=min(CONNECT_TIMEOUT, self._timeout)
             )
-            group._set_default_timeout(self._timeout)
-            self.process_group = group
+            self.process_group = self._gloo(shared, prefix, quorum.rank, quorum.size)
+            if quorum.rank < quorum.shares < quorum.size:
+                self.first_groups = self._gloo(shared, f"{prefix}-first", quorum.rank, quorum.shares)
         except RuntimeError as error:
             return error
-        self._configured = (quorum.id, quorum.members)
+        self._configured = configured
         return None
+
+    def _gloo(self, store: Any, prefix: str, rank: int, size: int) -> Any:
+        limit = min(CONNECT_TIMEOUT, self._timeout)
+        group = dist.distributed_c10d.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, limit)
+        group._set_default_timeout(self._timeout)
+        return group

@@ -128,9 +128,10 @@ class ReplicaGroups:
         return quorum
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This group's part of the micro-batches of a step."""
+        """This group's part of the micro-batches of a step. In a replay, groups beyond its history repeat the part of
+        another, which is not counted."""
         assert self.quorum is not None
-        return items[self.quorum.rank :: self.quorum.size]
+        return items[self.quorum.rank % self.quorum.shares :: self.quorum.shares]
 
     def send_state(self, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Send the state after the last committed step to the groups that are behind. A failure refuses the step."""
@@ -171,8 +172,9 @@ class ReplicaGroups:
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
         """Sums of scalars over the groups, maxima where `reductions` says `max`, in fp64, by the same names."""
         assert self.quorum is not None
-        rows = torch.zeros(self.size, len(values), dtype=torch.float64)
-        rows[self.quorum.rank] = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
+        rows = torch.zeros(self.quorum.shares, len(values), dtype=torch.float64)
+        if self.quorum.rank < self.quorum.shares:
+            rows[self.quorum.rank] = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
         # Every group fills its row, so that all add the rows in the same order.
         self._attempt(lambda: self._all_reduce(rows))
         columns = zip(values, rows.unbind(1), strict=True)
@@ -180,12 +182,12 @@ class ReplicaGroups:
 
     def commit(self, step: int) -> bool:
         """True if the step is committed: every rank of this group holds the sums of all groups."""
-        ready = self._error is None and self.size >= self._cluster.min_groups
+        assert self.quorum is not None
+        ready = self._error is None and self.size >= max(self._cluster.min_groups, self.quorum.shares)
         committed = self._client.vote(step, ready)
         if not committed:
             reason = "another rank of this group" if self._error is None else _first_line(self._error)
             get_logger().warning("step %d is repeated, among %d groups (%s)", step, self.size, reason)
-            assert self.quorum is not None
             self.stall += time.monotonic() - self._joined_at - self.quorum.seconds
         return committed
 
@@ -201,9 +203,17 @@ class ReplicaGroups:
         exchange(tensors, lambda flat: group.send([flat], rank, 0).wait(), write_back=False)
 
     def _all_reduce(self, tensor: Tensor) -> None:
+        assert self.quorum is not None
+        shares, client = self.quorum.shares, self._client
         if self.size == 1:
             return
-        self._client.process_group.allreduce([tensor], ReduceOp.SUM).wait()
+        if shares >= self.size:
+            client.process_group.allreduce([tensor], ReduceOp.SUM).wait()
+            return
+        # A replay: the sum of as many groups as in the history, in their order, for all.
+        if shares > 1 and client.first_groups is not None:
+            client.first_groups.allreduce([tensor], ReduceOp.SUM).wait()
+        client.process_group.broadcast(tensor, 0).wait()
 
     def _attempt(self, operation: Any) -> None:
         """Run a collective unless one has failed in this step."""

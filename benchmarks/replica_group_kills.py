@@ -35,7 +35,7 @@ HEARTBEAT = 1.0
 PHASES = ("forward", "all-reduce", "commit", "quorum", "save", "heal: receiver", "heal: sender")
 NEEDED = {"heal: sender": 3}
 """Living groups, the healing ones included, without which a kill would end the run; 2 in other phases."""
-PAUSE = 0.25
+PAUSE = 0.1
 """Seconds added to every forward pass until the last kill, so that steps do not run out."""
 TRAIN = [
     *("model=llama_debug", "training.seq_len=64", "training.global_batch_size=8", "training.micro_batch_size=1"),
@@ -49,7 +49,7 @@ def rank_main(path: str) -> None:
     """Train as a rank that carries out the orders in its phase."""
     from titan_exp.checkpoint.checkpointer import Checkpointer
     from titan_exp.trainer import rank_main as real
-    from titan_exp.trainer.forward_backward import Model
+    from titan_exp.trainer.forward_backward import EagerModel
     from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
     victim = _Victim(Path(os.environ[ORDERS]))
@@ -62,7 +62,7 @@ def rank_main(path: str) -> None:
     ReplicaGroups.join = joined  # type: ignore[method-assign]
     for owner, name, phase in (
         (ReplicaGroups, "join", "quorum"),
-        (Model, "forward_backward", "forward"),
+        (EagerModel, "forward_backward", "forward"),
         (ReplicaGroups, "sum_gradients", "all-reduce"),
         (ReplicaGroups, "commit", "commit"),
         (Checkpointer, "save", "save"),
@@ -176,7 +176,7 @@ def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argpa
                 given += 1
             ordered = time.monotonic()
         elif made < given and time.monotonic() - ordered > 6:
-            # The phase does not occur soon, or the group is away: any group in a forward pass; a save or heal may follow.
+            # The phase does not occur soon, or the group is away: any group in a forward pass.
             give(orders, "forward", {"target": "group", "group": None, "moment": draw.random()})
             given, ordered = made + 1, time.monotonic()
         time.sleep(0.2 + 0.5 * draw.random())
@@ -207,8 +207,7 @@ def check(out: Path, steps: int) -> dict[str, Any]:
     found, expected = (read_lines(run_folder(out, name) / "metrics.jsonl") for name in ("kills", "one"))  # type: ignore[operator]
     worst = {"loss": 0.0, "grad_norm": 0.0}
     for row, other in zip(found, expected, strict=False):
-        for name in worst:
-            worst[name] = max(worst[name], abs(row[name] / other[name] - 1))
+        worst = {name: max(value, abs(row[name] / other[name] - 1)) for name, value in worst.items()}
     return {
         "steps": steps,
         "rows once and in order": [row["step"] for row in found] == list(range(1, steps + 1)),

@@ -32,7 +32,8 @@ without a record), or unknown (SLURM, which may hold its job, cannot be asked: t
 of all its starts, without a parent's. "continued from" is the parent of a continued run, and the step at which it
 begins. For a planned run, "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0
 (tensors on a GPU, the process on a CPU) beside the predicted peak. Of replica groups, "groups" are those alive of all,
-"heals" counts states taken over from another, and "time lost" is waiting for others and computing again."""
+"heals" counts states taken over from another, and "time lost" is waiting for others, computing again
+and restarts."""
 HELP_TEXT = options_help(USAGE, StatusOptions)
 COLUMNS = (
     *("run", "id", "rung", "state", "step", "loss", "validation loss", "tokens/s"),
@@ -129,7 +130,7 @@ def _group_cells(groups: GroupSummary | None) -> dict[str, str]:
         "groups": f"{groups.living}/{groups.groups}",
         "quorum": "-" if groups.quorum is None else str(groups.quorum),
         "heals": str(groups.heals),
-        "time lost": format_duration(groups.stall),
+        "time lost": format_duration(groups.lost),
     }
 
 

@@ -143,6 +143,10 @@ def _hours(run: Run, tokens: float) -> float | None:
     return _own_hours(run, run.seconds, tokens)
 
 
+def _lost_hours(run: Run, tokens: float) -> float | None:
+    return _own_hours(run, run.lost_seconds, tokens)
+
+
 def _device_hours(run: Run, tokens: float) -> float | None:
     return _own_hours(run, run.device_seconds, tokens)
 
@@ -224,6 +228,14 @@ METRICS = (
         _of_predicted(_memory, lambda prediction: prediction.memory),
     ),
     Metric("time", "time", "h", "min", "own wall clock of all starts, scaled to these tokens", _hours),
+    Metric(
+        "time_lost",
+        "time lost",
+        "h",
+        "min",
+        "of replica groups: waiting for others, steps computed again and restarts, scaled to these tokens",
+        _lost_hours,
+    ),
     Metric("gpu_hours", "GPU-hours", "h", "min", "own wall clock times processes; on CPU one each", _device_hours),
     Metric(
         WITH_PARENTS,

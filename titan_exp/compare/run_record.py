@@ -11,6 +11,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
+from titan_exp.tracking.run_folder.group_events import summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage, ancestors, read_history
 from titan_exp.tracking.run_folder.overrides import read_overrides
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
@@ -49,6 +50,8 @@ class Run:
     overrides: tuple[str, ...]
     source: str
     """Folder or URL."""
+    lost_seconds: float | None = None
+    """Seconds lost to failures of replica groups, over all attempts; None without groups."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
     """Predictions made before the start."""
     lineage: Lineage | None = None
@@ -118,6 +121,7 @@ def read_run(path: str | Path) -> Run:
         dirty=any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
         overrides=read_overrides(folder.overrides) or (),
         source=str(path),
+        lost_seconds=None if (groups := summarize_groups(folder)) is None else groups.lost,
         predicted=read_predicted_metrics(folder),
         lineage=None if ancestor is None else ancestor.lineage,
         parent=None if ancestor is None or ancestor.folder is None else _read_parent(ancestor.folder),

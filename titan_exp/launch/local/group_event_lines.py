@@ -49,4 +49,5 @@ class GroupEventLines:
             return None
         what = [f"replica group {group} is gone" for group in sorted(before - self._living)]
         what += [f"replica group {group} has healed" for group in event["joined"]]
-        return f"{', '.join(what) or 'new quorum'}: {len(self._living)} in step {event['step'] + 1}"
+        living = f"{len(self._living)} of {len(self._started)} in step {event['step'] + 1}"
+        return f"{', '.join(what) or 'new quorum'}: {living}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.metrics_jsonl import read_all_rows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -52,6 +52,14 @@ class GroupSummary:
     """Groups that took over the state of another."""
     stall: float
     """Seconds that training waited for other groups or computed a step again."""
+    restarts: float
+    """Seconds from a start of the whole fleet to its first quorum, and of the steps that it computed again, over all
+    attempts but the first."""
+
+    @property
+    def lost(self) -> float:
+        """Seconds lost to failures."""
+        return self.stall + self.restarts
 
 
 def summarize_groups(folder: RunFolder) -> GroupSummary | None:
@@ -61,11 +69,35 @@ def summarize_groups(folder: RunFolder) -> GroupSummary | None:
         return None
     quorums = [event for event in events if event["event"] == "quorum"]
     newest = quorums[-1] if quorums else {"groups": [], "quorum": None}
-    stalls = [float(row.get("stall") or 0.0) for row in read_metrics(folder.metrics)]
+    rows = read_metrics(folder.metrics)
+    stalls = [float(row.get("stall") or 0.0) for row in rows]
     return GroupSummary(
         living=len(newest["groups"]),
         groups=len({event["group"] for event in events if event["event"] == "started"}),
         quorum=newest["quorum"],
         heals=sum(len(event["joined"]) for event in quorums if event["step"]),
         stall=sum(stalls),
+        restarts=_restart_seconds(folder, quorums) + _repeated_seconds(folder),
     )
+
+
+def _restart_seconds(folder: RunFolder, quorums: list[dict[str, Any]]) -> float:
+    """Seconds from the starts of attempts after the first to their first quorums."""
+    starts = {attempt.attempt: attempt.start or attempt.intent for attempt in folder.read_attempts()[1:]}
+    first: dict[int, float] = {}
+    for event in quorums:
+        first.setdefault(event["attempt"], event["time"])
+    return sum(max(0.0, first[number] - start) for number, start in starts.items() if number in first)
+
+
+def _repeated_seconds(folder: RunFolder) -> float:
+    """Seconds of logged steps that a later attempt trained again."""
+    seconds: dict[int, float] = {}
+    lost, before = 0.0, 0
+    for row in read_all_rows(folder.metrics):
+        step = int(row["step"] or 0)
+        steps = [known for known in seconds if known >= step]
+        lost += sum(seconds.pop(known) for known in steps)
+        before = 0 if steps and not seconds else max(seconds, default=before)
+        seconds[step] = float(row.get("step_time_median") or 0.0) * (step - before)
+    return lost

@@ -7,7 +7,7 @@ mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScr
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,6 +90,12 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
         elif number < lines[-1][0]:
             raise UserError(f"{path}, line {number}: not a row of metrics. Remove that line; the others are kept.")
     return [rows[step] for step in sorted(rows)]
+
+
+def read_all_rows(path: Path) -> Iterator[dict[str, Value]]:
+    """Rows as they were written, also of steps that a later attempt trained again; damaged lines are left out."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    yield from (row for line in lines if (row := _parse(line)) is not None)
 
 
 def read_last_values(path: Path) -> dict[str, Value]:

@@ -3,8 +3,9 @@
     python benchmarks/replica_group_goodput.py [--gpus 10000] [--groups 20] [--stall 1.5] [--restart-minutes 10] ...
 
 Failures are a Poisson process whose rate is that of the Llama 3 report (arXiv 2407.21783, section 3.3.4): 419
-unexpected interruptions in 54 days on 16,384 GPUs, in proportion to GPUs. `--stall` is a measured number, of processes on a CPU;
-every other input is an assumption. Goodput is training of the whole fleet, in units of its full speed, over wall time.
+unexpected interruptions in 54 days on 16,384 GPUs, in proportion to GPUs. `--stall` is measured with processes on
+a CPU; every other input is an assumption. Goodput is training of the whole fleet, in units of its full speed, over wall
+time.
 
 - Restart: a failure costs the steps since the last checkpoint and the restart; saving pauses training. "Best interval"
   is Young's, the square root of twice the pause times the mean time between failures.

@@ -1,0 +1,104 @@
+"""Replica groups that die while one heals or saves: the curve stays that of one device."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.runs import train
+from tests.trainer.fleet import Dies, Fleet, wait_for
+from tests.trainer.test_replica_groups import SETTINGS, assert_exact
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}"),
+]
+
+
+def _dies_healing(group: ReplicaGroup) -> None:
+    """Group 1 dies after step 3, its second start within the transfer of the state, and the third comes at step 7."""
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    Dies(3, "sum_gradients")(group)
+    join = ReplicaGroups.join
+
+    def joined(groups: ReplicaGroups, step: int) -> Any:
+        marker = groups._folder.path / "third start"
+        if group.start > 2:
+            marker.touch()
+        elif step == 7:
+            wait_for(marker)
+            time.sleep(0.5)
+        return join(groups, step)
+
+    def dying(groups: ReplicaGroups, _: Any) -> None:
+        assert groups.quorum is not None
+        groups._client.process_group.recv([torch.zeros(1, dtype=torch.int64)], groups.quorum.source, 0).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ReplicaGroups.join = joined  # type: ignore[method-assign]
+    if group.start == 2:
+        ReplicaGroups.receive_state = dying  # type: ignore[method-assign]
+
+
+def test_a_death_while_healing(tmp_path):
+    expected = train(tmp_path / "one", *SETTINGS, "cluster.replica_groups=1")
+    fleet = Fleet(tmp_path / "run", *SETTINGS)
+    try:
+        first, *dead = fleet.start(0, _dies_healing), fleet.start(1, _dies_healing)
+        for _ in range(2):
+            with pytest.raises(AssertionError, match="died without a word"):
+                dead[-1].results(60)
+            dead.append(fleet.start(1, _dies_healing))
+        found = fleet.curve([first, dead[-1]])
+    finally:
+        fleet.close()
+    assert_exact(found, fleet, expected)
+    assert found.rows[-1]["participants"] == 2
+
+
+def _dies_saving(group: ReplicaGroup) -> None:
+    """The leader dies while the state after step 4 is written in the background."""
+    from titan_exp.checkpoint.checkpointer import Checkpointer
+
+    save = Checkpointer.save
+
+    def dying(checkpointer: Checkpointer, step: int, *arguments: Any, **named: Any) -> None:
+        save(checkpointer, step, *arguments, **named)
+        if step == 4 and group.start < 2:
+            (checkpointer.folder.path.parent / f"dead-{group.number}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Checkpointer.save = dying  # type: ignore[method-assign]
+
+
+def _dead_group(path: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not (found := list(path.glob("dead-*"))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return int(found[0].name.partition("-")[2])
+
+
+def test_a_death_while_saving(tmp_path):
+    settings = [*SETTINGS, "checkpoint=async", "checkpoint.every=4"]
+    expected = train(tmp_path / "one", *settings, "cluster.replica_groups=1")
+    fleet = Fleet(tmp_path / "run", *settings)
+    try:
+        groups = [fleet.start(number, _dies_saving) for number in range(2)]
+        dead = _dead_group(fleet.folder.path)
+        groups[dead].kill()
+        groups[dead] = fleet.start(dead, _dies_saving)
+        found = fleet.curve([groups[1 - dead]])
+    finally:
+        fleet.close()
+    assert_exact(found, fleet, expected)
+    assert found.rows[5]["participants"] == 1
+    folder = CheckpointFolder(fleet.folder.checkpoints)
+    assert {8, 10} <= set(folder.complete_steps())

@@ -1,5 +1,7 @@
 """Rules of replica groups."""
 
+import json
+
 import pytest
 
 from tests.config.composing import experiment
@@ -39,6 +41,17 @@ def test_replica_groups(monkeypatch, overrides, field, remedy):
     monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
     found = violations(experiment(*TWO, *overrides))
     assert [violation.field for violation in found] == ([field] if field else [])
+    assert all(remedy in violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize(("alive", "remedy"), [(0, "a run with replica groups"), (2, ""), (3, "replica_groups=3")])
+def test_replayed_history(monkeypatch, tmp_path, alive, remedy):
+    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    if alive:
+        event = {"attempt": 1, "event": "quorum", "step": 0, "groups": list(range(alive))}
+        (tmp_path / "groups.jsonl").write_text(json.dumps(event) + "\n")
+    found = violations(experiment(*TWO, f"cluster.group_history={tmp_path}"))
+    assert [violation.field for violation in found] == (["cluster.group_history"] if remedy else [])
     assert all(remedy in violation.remedy for violation in found)
 
 

@@ -21,12 +21,13 @@ def store() -> dist.TCPStore:
 def client(*members: str) -> Any:
     """Client of a group that is connected to the members of quorum 2, without servers."""
     made: Any = object.__new__(QuorumClient)
-    made._rank, made._timeout, made._configured, made.process_group = 0, timedelta(seconds=300), (2, members), KEPT
+    made._rank, made._timeout, made._configured = 0, timedelta(seconds=300), (2, members, len(members))
+    made.process_group, made.first_groups = KEPT, None
     return made
 
 
 def seen(*members: str, source: int | None) -> Quorum:
-    return Quorum(2, members, 0, 16, source, (), 0.0)
+    return Quorum(2, members, 0, 16, source, (), 0.0, len(members))
 
 
 def test_a_group_that_is_behind_connects_anew(store: dist.TCPStore):

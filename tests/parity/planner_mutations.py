@@ -4,6 +4,7 @@ python -m pytest tests/parity/planner_mutations.py
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.plan import (
 from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, stages, step_cost
+from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, small_run, stages, step_cost
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -108,6 +109,13 @@ def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_kinds, "last_layers", lambda experiment: 0)
 
 
+def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Any = layer_kinds.with_layers
+    monkeypatch.setattr(
+        small_run, "with_layers", lambda run, layers: replace(plain(run, layers), optimizer=run.optimizer)
+    )
+
+
 def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (eligibility, stages, sample):
         monkeypatch.setattr(module, "sampled_edge", lambda experiment: 3)
@@ -131,6 +139,10 @@ def pipeline_with_modules() -> None:
 
 def last_layers_in_high_precision() -> None:
     _compare("MXFP8 but for the last two layers, AdaGC, accumulated")
+
+
+def frozen_layers() -> None:
+    _compare("embedding, first layers and last attention frozen, limited norm of the head, accumulated")
 
 
 def pipeline_of_kinds_in_turn() -> None:
@@ -175,6 +187,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (resharded_pipeline, storages_belong_to_the_micro_batch_before),
     (pipeline_with_modules, the_last_stage_has_no_modules),
     (last_layers_in_high_precision, last_layers_repeat_the_others),
+    (frozen_layers, parameter_groups_keep_their_patterns),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),
 ]

@@ -73,9 +73,10 @@ WHOLE = {
     + "model.layers=11 parallelism.dp_shard=2 quantization=mxfp8 quantization.high_precision_last=2 grad_clip=adagc",
     "the last norm of attention in fp32, clipped by value": BF16
     + "model.layers=12 parallelism.dp_shard=2 training.fp32_modules=[blocks.11.attention_norm] grad_clip=value",
-    "embedding and first layers frozen, limited norm of the head, accumulated": ACCUMULATED
+    "embedding, first layers and last attention frozen, limited norm of the head, accumulated": ACCUMULATED
     + BF16
-    + "model.layers=11 parallelism.dp_shard=2 +optimizer.groups.first.match=[embedding,blocks.0.*,blocks.1.*] "
+    + "model.layers=11 parallelism.dp_shard=2 "
+    "+optimizer.groups.first.match=[embedding,blocks.0.*,blocks.1.*,blocks.10.attention.*] "
     "+optimizer.groups.first.frozen=true +optimizer.groups.head.match=[head] +optimizer.groups.head.max_grad_norm=0.5",
     "every second feed-forward frozen, compiled on CUDA": CUDA
     + ACCUMULATED
@@ -235,18 +236,8 @@ def test_extrapolated_totals_equal_the_full_trace(name: str, tmp_path: Path):
     experiment = experiment_of({**WHOLE, **PIPELINES}[name])
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
     (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
-    spec = model_spec(experiment.model)
     for whole, short in found:
-        if spec is not None and spec.has_experts:
-            # Counts of all layers are one storage, whose size is rounded up on CUDA.
-            counts = {"peak", "categories", "bytes moved", "kernels"}
-            assert short["peak"] == pytest.approx(whole["peak"], abs=8 * 512)
-            assert short["bytes moved"] == pytest.approx(whole["bytes moved"], rel=1e-3)
-            assert {name: short[name] for name in whole if name not in counts} == {
-                name: whole[name] for name in whole if name not in counts
-            }
-        else:
-            assert short == whole
+        assert short == whole
 
 
 def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition
 from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.extrapolate.stages import FIRST, LAST, WHOLE, ExtrapolationError
@@ -48,7 +49,9 @@ class OptimizerStepTrace:
     persistent: CategoryBytes
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
-    """Other bytes between steps: buffers and counts of experts' tokens."""
+    """Other bytes between steps, e.g. of buffers, without `counts`."""
+    counts: int
+    """Bytes of the counts of experts' tokens, one storage of all layers, before they are rounded up."""
     parameters: int
     """Parameters of the whole model."""
     flops_per_token: float
@@ -62,7 +65,7 @@ class OptimizerStepTrace:
             for label, is_tied in ((TIED_SUM, True), (OPTIMIZER_STEP, False))
         )
         costs = sum_costs([tied.costs, step.costs])
-        return OptimizerStepTotals(self.persistent, self.other, tied.peak, step.peak, step.where, costs)
+        return OptimizerStepTotals(self.persistent, self.other, self.counts, tied.peak, step.peak, step.where, costs)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class OptimizerStepTotals:
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
     """Other bytes between steps."""
+    counts: int
+    """Part of them that `OptimizerStepTrace.counts` are: not in `other` before they are rounded up."""
     tied: CategoryBytes
     """Bytes added by the sum of tied gradients before it."""
     peak: CategoryBytes
@@ -103,6 +108,8 @@ class OptimizerStepsByStage:
     """Number of other blocks after which their kinds repeat."""
     last: int
     """Number of last layers that differ from the rest, which are counted in `constant` or `last_stage`."""
+    granularity: int
+    """Bytes to which sizes of storages are rounded up."""
 
     def of(self, blocks: Mapping[str, int], layers: int) -> OptimizerStepTotals:
         """Optimizer step of a rank with the given number of blocks by kind of stage, in a model of `layers`.
@@ -113,7 +120,9 @@ class OptimizerStepsByStage:
         others = layers - own - (0 if has_first else self.distinct)
         ends = [(int(FIRST in blocks), self.first), (int(has_last), self.last_stage)]
         counts = [(own // self.period, self.block), (others // self.period, self.elsewhere)]
-        return _sum([*counts, *ends, (1, self.constant)])
+        total = _sum([*counts, *ends, (1, self.constant)])
+        size = -(-total.counts // self.granularity) * self.granularity
+        return replace(total, other=total.other + category_bytes({"other": size}))
 
 
 def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerStepsByStage:
@@ -124,7 +133,7 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
     """
     pp, spec = 3 if experiment.parallelism.pp > 1 else 1, model_spec(experiment.model)
     (distinct, period), last = repetition(experiment), last_layers(experiment)
-    few = distinct + period
+    few, kinds = distinct + period, (distinct, period, last, MIN_BLOCK if cuda else 1)
     is_linear = experiment.optimizer.is_homogeneous and experiment.grad_clip.mode == "norm"
     # Gradients of several micro-batches are summed in fp32.
     micro_batches = min(ResolvedLayout.of(experiment).gradient_accumulation, 2) if pp == 1 else 1
@@ -149,7 +158,7 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
         if not is_linear:
             _check_linear(experiment, block, _difference(totals(0, few + last + 2 * period), two))
         constant = _sum([(1, one), (-(few // period), block)])
-        return OptimizerStepsByStage(constant, block, none, none, none, distinct, period, last)
+        return OptimizerStepsByStage(constant, block, none, none, none, *kinds)
     ends, one, tail = (totals(rank, few, period, period + last) for rank in range(pp))
     two = totals(1, few, 2 * period, period + last)
     block = _difference(two, one)
@@ -159,7 +168,7 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
     elsewhere = _difference(totals(1, few, period, 2 * period + last), one) if has_experts else _sum([])
     constant = _sum([(1, one), (-1, block), (-2, elsewhere)])
     first = _sum([(1, ends), (-1, constant), (-(few // period), block), (-2, elsewhere)])
-    return OptimizerStepsByStage(constant, block, first, _difference(tail, one), elsewhere, distinct, period, last)
+    return OptimizerStepsByStage(constant, block, first, _difference(tail, one), elsewhere, *kinds)
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
@@ -167,7 +176,9 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
         trace = trace_step(fake.state, fake.optimizer_step, preallocated=fake.preallocated, cuda=cuda, segments=tracker)
-        segments, built = tracker.segments(), fake.state.built
+        segments, built, load = tracker.segments(), fake.state.built, fake.state.model.load
+        counts = list(load.counts.values())[:1] if load is not None else []
+        size, rounded = sum(tensor.untyped_storage().nbytes() for tensor in counts), tracker.tracked_bytes(counts)
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.step == step]
@@ -177,13 +188,14 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
         ends.append(own[first:])
     names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
     setup = [segment for segment in segments if segment.step < 0]
-    kept, other = (category_bytes({name: trace.persistent[name] for name in of}) for of in (KEPT, ("other",)))
-    return OptimizerStepTrace(setup, ends, names, others, kept, other, built.parameters, built.flops_per_token)
+    kept = category_bytes({name: trace.persistent[name] for name in KEPT})
+    other = category_bytes({"other": trace.persistent["other"] - rounded})
+    return OptimizerStepTrace(setup, ends, names, others, kept, other, size, built.parameters, built.flops_per_token)
 
 
 def _check_linear(experiment: Experiment, one: OptimizerStepTotals, another: OptimizerStepTotals) -> None:
     """Check that every period of layers adds the same totals."""
-    kept, others = ((*each.persistent, *each.other, *each.peak, each.costs) for each in (one, another))
+    kept, others = ((*each.persistent, *each.other, each.counts, *each.peak, each.costs) for each in (one, another))
     if kept != others:
         raise ExtrapolationError(
             f"the step of optimizer.name={experiment.optimizer.name} is no linear function of the number of layers, "
@@ -200,6 +212,7 @@ def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotal
     return OptimizerStepTotals(
         sum((times * totals.persistent for times, totals in terms), category_bytes({})),
         sum((times * totals.other for times, totals in terms), category_bytes({})),
+        sum(times * totals.counts for times, totals in terms),
         sum((times * totals.tied for times, totals in terms), category_bytes({})),
         sum((times * totals.peak for times, totals in terms), category_bytes({})),
         terms[0][1].where if terms else "",

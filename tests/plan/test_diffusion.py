@@ -21,8 +21,6 @@ LAYOUTS = {
     "cp 2, ring, selective": "parallelism.cp=2 activation_checkpoint=selective",
     "cp 4, Ulysses in a ring": "parallelism.cp=4 parallelism.cp_ulysses=2",
     "pp 2, double blocks, then single ones": "parallelism.pp=2 parallelism.pp_microbatches=4",
-    "pp 2 x tp 2, ZBV": "parallelism.pp=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble "
-    "parallelism.pp_microbatches=4",
     "tp 2, float8 rowwise": "parallelism.tp=2 quantization=float8_rowwise",
 }
 BY_DAY = ("pp 2, double blocks, then single ones",)

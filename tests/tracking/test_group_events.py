@@ -8,9 +8,9 @@ import pytest
 from titan_exp.compare.compared_metrics import METRIC_BY_NAME
 from titan_exp.compare.run_record import read_run
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.launch.local.group_event_lines import GroupEventLines
 from titan_exp.tracking.run_folder.group_events import record_event, summarize_groups
-from titan_exp.tracking.run_folder.group_history import GroupHistory
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -29,16 +29,16 @@ def test_the_history_is_that_of_the_kept_steps(folder):
     quorum(folder, 1, 5, [2])
     quorum(folder, 1, 8, [2, 1])
     quorum(folder, 2, 6, [0, 1, 2])  # the fleet died, and continues from its checkpoint
-    history = GroupHistory(folder)
+    history = GroupHistory(folder.path)
     assert [history.groups_of(step) for step in range(1, 10)] == [3, 3, 3, 3, 3, 1, 3, 3, 3]
     assert history.largest == 3
 
 
 def test_a_step_before_the_history_is_refused(folder):
     quorum(folder, 1, 4, [0, 1])
-    assert GroupHistory(folder).groups_of(5) == 2
+    assert GroupHistory(folder.path).groups_of(5) == 2
     with pytest.raises(UserError, match="begin after step 4"):
-        GroupHistory(folder).groups_of(4)
+        GroupHistory(folder.path).groups_of(4)
 
 
 def test_time_lost_counts_stalls_restarts_and_repeated_steps(folder):

@@ -9,10 +9,9 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.rule import Refuse, rules
-from titan_exp.tracking.run_folder.group_history import GroupHistory
-from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 _WITHOUT = "cluster.replica_groups=1"
 
@@ -50,7 +49,7 @@ def history_can_be_replayed(cluster: ClusterConfig) -> Iterator[Violation]:
     """The replayed run has a history of groups, of at most as many as this one has."""
     if cluster.group_history is None:
         return
-    largest, key = GroupHistory(RunFolder(cluster.group_history)).largest, "cluster.group_history"
+    largest, key = GroupHistory(cluster.group_history).largest, "cluster.group_history"
     if largest == 0:
         reason = "it has no groups.jsonl with a quorum, so it was not trained by replica groups"
         yield Violation(key, cluster.group_history, reason, "the folder of a run with replica groups, or null")

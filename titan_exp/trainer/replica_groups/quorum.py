@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.torchft import torchft_extension
+from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
-from titan_exp.tracking.run_folder.group_history import GroupHistory
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, replica_id
-from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.distributed import TIMEOUT
 
 LOOPBACK = "127.0.0.1"
@@ -96,7 +95,7 @@ class QuorumClient:
         """Equal ranks of all members, in their order; None after an error."""
         self.first_groups: Any = None
         """Equal ranks of the members that divide the step, if a replayed history has fewer; None in the others."""
-        self._history = None if cluster.group_history is None else GroupHistory(RunFolder(cluster.group_history))
+        self._history = None if cluster.group_history is None else GroupHistory(cluster.group_history)
 
     def ask(self, step: int) -> tuple[Quorum, Exception | None]:
         """Wait for a quorum, as a group that has committed `step`. Returns it, and the error if the members could not

@@ -4,22 +4,27 @@ Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups 
 groups, not their names, determine the sums of a step, bit by bit.
 """
 
+import json
 from bisect import bisect_left
+from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.group_events import read_events
-from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 class GroupHistory:
     """Divisions of the steps that a run kept. Its steps after the last quorum are divided like the last one."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.path
+    def __init__(self, run_folder: str | Path) -> None:
+        self._path = Path(run_folder).expanduser()
         self._steps: list[int] = []
         """Steps committed before each change, ascending."""
         self._groups: list[int] = []
-        for event in read_events(folder):
+        log = self._path / "groups.jsonl"
+        for line in log.read_bytes().splitlines() if log.is_file() else ():
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn
+                continue
             if event["event"] == "quorum":
                 # A quorum after an earlier step, or the same, replaces what followed: a refused step is repeated, and a
                 # later attempt begins at its checkpoint.

@@ -99,6 +99,4 @@ def test_a_death_while_saving(tmp_path):
     finally:
         fleet.close()
     assert_exact(found, fleet, expected)
-    assert found.rows[5]["participants"] == 1
-    folder = CheckpointFolder(fleet.folder.checkpoints)
-    assert {8, 10} <= set(folder.complete_steps())
+    assert max(CheckpointFolder(fleet.folder.checkpoints).complete_steps()) == 10

@@ -33,8 +33,9 @@ ORDERS = "TITAN_EXP_KILL_ORDERS"
 """Environment variable: folder of the orders that the ranks carry out."""
 HEARTBEAT = 1.0
 PHASES = ("forward", "all-reduce", "commit", "quorum", "save", "heal: receiver", "heal: sender")
-NEEDED = {"heal: sender": 3}
-"""Living groups, the healing ones included, without which a kill would end the run; 2 in other phases."""
+NEEDED = {"heal: receiver": 2}
+"""Living groups, the healing ones included, without which a kill could end the run; 3 in other phases, since one of
+them may be killed while it heals."""
 PAUSE = 0.1
 """Seconds added to every forward pass until the last kill, so that steps do not run out."""
 TRAIN = [
@@ -95,7 +96,7 @@ class _Victim:
     def _obey(self, phase: str) -> None:
         groups: Any = self.groups
         path = self.orders / f"{phase}.json"
-        if groups is None or groups.quorum is None or groups.size < NEEDED.get(phase, 2) or not path.exists():
+        if groups is None or groups.quorum is None or groups.size < NEEDED.get(phase, 3) or not path.exists():
             return
         mine = path.with_name(f"claimed-{os.getpid()}")
         try:

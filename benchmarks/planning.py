@@ -1,4 +1,4 @@
-"""Planner cost: seconds by layers, ranks and layouts, and peak memory of the planner.
+"""Planner cost: seconds by layers, plans and layouts, and peak memory of the planner.
 
     python benchmarks/planning.py [--gpus 512] [--cores 2]
 
@@ -20,6 +20,8 @@ import torch
 
 SMALL = ["model=llama3_8b", "cluster=slurm_h100", "training.seq_len=8192", "training.mixed_precision=bf16"]
 LARGE = ["model=llama3_405b", *SMALL[1:], "training.global_batch_size=512"]
+PIPELINE = [*LARGE, "parallelism.tp=8", "parallelism.pp=8", "parallelism.dp_shard=8", "activation_checkpoint=full"]
+COMPILED = [*PIPELINE, "compile=blocks", "quantization=float8_rowwise"]
 
 
 def traced(layers: int, shortcut: bool) -> None:
@@ -89,6 +91,10 @@ def main() -> None:
             for more in ([], ["--shortcut"])
         )
         print(f"{layers:>6} layers: {whole:6.1f} and {short:6.1f}, {whole / short:.1f} times")
+    print("\nPlans of all 8 pipeline ranks of 405B on 512 GPUs")
+    for name, words in (("eager", [*PIPELINE, "compile=none"]), ("compiled, float8_rowwise", COMPILED)):
+        found = measured(["-m", "titan_exp", "plan", *words, "--json"], given.cores)
+        print(f"{name}: {found['wall s']:.0f} s, {found['processor s']:.0f} s of processors, {found['GiB']:.2f} GiB")
     print("\nSearches")
     for name, words, gpus in (
         ("8B, tensor parallelism fixed", [*SMALL, "parallelism.tp=1", "training.global_batch_size=64"], 16),

@@ -120,7 +120,7 @@ def keys_of_other_ranks_are_forgotten() -> None:
 
     def make(original: Any) -> Any:
         def blocks(self: Any, *args: Any) -> Any:
-            module = importlib.import_module("titan_exp.parallel.context_parallel.attention")
+            module: Any = importlib.import_module("titan_exp.parallel.context_parallel.attention")
             for rank, block in original(self, *args):
                 yield rank, block
                 module.raise_to_logits = lambda *_, **__: None

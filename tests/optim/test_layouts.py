@@ -1,11 +1,15 @@
 """Layout invariance of every optimizer: weights and state after a few steps are those of one device."""
 
+import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
 from tests.optim.updates import Tensors, assert_same, experiment_of, optimizer_config, updated
+from tests.parity.drawn import draw
+from tests.parity.test_drawn import MOST_RANKS, seeds
 from tests.patching import patch
 from titan_exp.ops.local_tensor import local_tensor
 
@@ -36,16 +40,39 @@ LAYOUTS = [
 ]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "drawn_by" in metafunc.fixturenames:
+        metafunc.parametrize("drawn_by", seeds(metafunc.config))
+
+
 @cache
-def one_device(model: str) -> list[tuple[Tensors, Tensors]]:
-    return updated(experiment_of(model), [optimizer_config(*words) for words in OPTIMIZERS.values()])
+def one_device(*model: str) -> list[tuple[Tensors, Tensors]]:
+    return updated(experiment_of(*model), [optimizer_config(*words) for words in OPTIMIZERS.values()])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_and_state_are_those_of_one_device(layout: str):
     model, *words = layout.split()
-    found = updated(experiment_of(model, *words), [optimizer_config(*words) for words in OPTIMIZERS.values()])
-    for name, in_layout, expected in zip(OPTIMIZERS, found, one_device(model), strict=True):
+    assert_updates_of_one_device([model], words)
+
+
+@pytest.mark.night
+def test_ranks_without_experts_update_what_they_have():
+    """Two experts over three ranks: one has none."""
+    words = ["parallelism.dp_shard=3", "training.global_batch_size=12"]
+    assert_updates_of_one_device([EXPERTS, "model.moe.experts=2", "model.moe.active_experts=1"], words)
+
+
+@pytest.mark.night
+def test_updates_and_state_in_a_drawn_layout_are_those_of_one_device(drawn_by: str):
+    drawn = draw(random.Random(drawn_by), MOST_RANKS)
+    print(f"the run: {drawn}")
+    assert_updates_of_one_device(drawn.experiment, drawn.layout)
+
+
+def assert_updates_of_one_device(model: Sequence[str], layout: Sequence[str]) -> None:
+    found = updated(experiment_of(*model, *layout), [optimizer_config(*words) for words in OPTIMIZERS.values()])
+    for name, in_layout, expected in zip(OPTIMIZERS, found, one_device(*model), strict=True):
         try:
             assert_same(in_layout, expected)
         except AssertionError as error:

@@ -11,14 +11,18 @@ from tests.parity.runs import assert_same_curve, train
 MOST_RANKS, MOST_RANKS_BY_DAY = 16, 4
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    given = metafunc.config.getoption("--layout-seed")
-    count = metafunc.config.getoption("--layouts")
+def seeds(config: pytest.Config) -> list[str]:
+    """Seeds of the layouts of a session, fresh ones unless `--layout-seed` names them."""
+    given, count = config.getoption("--layout-seed"), config.getoption("--layouts")
     assert isinstance(count, int)
     # Processes that share a test run must draw the same; without others this is None, and the seed a fresh one.
     together = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     seed = given if isinstance(given, int) else random.Random(together).randrange(10**6)
-    metafunc.parametrize("drawn_by", [f"{seed}-{number}" for number in range(count)])
+    return [f"{seed}-{number}" for number in range(count)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("drawn_by", seeds(metafunc.config))
 
 
 def test_a_drawn_layout_does_not_change_the_curve(tmp_path, request: pytest.FixtureRequest, drawn_by: str):

@@ -80,6 +80,9 @@ LAYOUTS = {
     "optimizer.qk_clip=0.1",
     "fsdp 2, Dion": "parallelism.dp_shard=2 optimizer=dion",
     "tp 2 x fsdp 2, SOAP": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=soap optimizer.precondition_every=1",
+    "tp 2 x fsdp 2, Lion": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=lion",
+    "tp 2 x fsdp 2, Adafactor": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=adafactor",
+    "fsdp 2, schedule-free AdamW": "parallelism.dp_shard=2 optimizer=schedule_free_adamw",
     "fsdp 2, another optimizer, for loop": "parallelism.dp_shard=2 optimizer.name=torch.optim.SGD "
     "optimizer.implementation=for_loop +optimizer.options.momentum=0.9",
     # Averages, clipping, accumulation

@@ -16,9 +16,11 @@ def split_rows(weight: Tensor, rows: FusedRows | None, *, by_head: bool) -> list
     leading, columns = weight.shape[:-2], weight.shape[-1]
     units = weight.unflatten(-2, (-1, rows.unit))
     sizes = [piece.heads * piece.width for piece in rows.pieces]
+    # Without a dim of -1: a stack without matrices would not determine it.
+    heights = [units.shape[-3] * size for size in sizes]
     return [
-        part.reshape(*leading, -1, piece.width, columns) if by_head else part.reshape(*leading, 1, -1, columns)
-        for piece, part in zip(rows.pieces, units.split(sizes, dim=-2), strict=True)
+        part.reshape(*leading, *((height // piece.width, piece.width) if by_head else (1, height)), columns)
+        for piece, part, height in zip(rows.pieces, units.split(sizes, dim=-2), heights, strict=True)
     ]
 
 
@@ -28,4 +30,6 @@ def join_rows(parts: Sequence[Tensor], rows: FusedRows | None) -> Tensor:
         return parts[0].squeeze(-3)
     *leading, _, _, columns = parts[0].shape
     units = sum(part.shape[-3] * part.shape[-2] for part in parts) // rows.unit
-    return torch.cat([part.reshape(*leading, units, -1, columns) for part in parts], dim=-2).flatten(-3, -2)
+    heights = [part.shape[-3] * part.shape[-2] // units for part in parts]
+    stacks = [part.reshape(*leading, units, height, columns) for part, height in zip(parts, heights, strict=True)]
+    return torch.cat(stacks, dim=-2).flatten(-3, -2)

@@ -49,6 +49,8 @@ class Muon(MatrixOptimizer):
             stack = weight.sharding.pad(self._direction(weight.parameter))
             shards += stack.unbind()
             matrix_weights += [weight] * len(stack)
+        if not shards:
+            return  # with more ranks than experts, some have none, and so do those that share their matrices
         updates = iter(self._orthogonalized(shards, matrix_weights, owners))
         for weight in weights:
             step_size = group["lr"] * self._config.matrix_scale(*weight.shapes[0])

@@ -1,5 +1,6 @@
 """Replays of several ranks in processes give each rank the statistics of a replay in this one."""
 
+import os
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,3 +32,16 @@ def test_processes_replay_several_long_ranks_as_this_one_would(
     assert found == [steady_reserved(*each, expandable=False) for each in events]
     assert len({each.reserved for each in found}) == ranks
     assert replays._started is started
+
+
+def test_ranks_of_a_killed_process_are_replayed_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replay_processes, "MIN_EVENTS", 5)
+    monkeypatch.setattr(replay_processes, "usable_cores", lambda: 2)
+    with ReplayProcesses(2, expandable=False, capacity=None) as replays:
+        replays._pool.submit(os._exit, 9)
+        for rank in range(2):
+            replays.submit(rank, trace(rank))
+        found = [replays.result(rank) for rank in range(2)]
+    assert found == [
+        steady_reserved(trace(rank).setup_events, trace(rank).step_events, expandable=False) for rank in range(2)
+    ]

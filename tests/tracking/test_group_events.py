@@ -32,6 +32,8 @@ def test_the_history_is_that_of_the_kept_steps(folder):
     history = GroupHistory(folder.path)
     assert [history.groups_of(step) for step in range(1, 10)] == [3, 3, 3, 3, 3, 1, 3, 3, 3]
     assert history.largest == 3
+    quorum(folder, 3, 2, [0, 1])  # and once more, from an earlier one
+    assert [GroupHistory(folder.path).groups_of(step) for step in range(1, 10)] == [3, 3, *[2] * 7]
 
 
 def test_a_step_before_the_history_is_refused(folder):

@@ -2,7 +2,10 @@
 
 import multiprocessing
 import signal
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,7 +28,7 @@ class ReplayProcesses:
         self._replay = partial(steady_reserved, expandable=expandable, capacity=capacity)
         self._processes = min(ranks, usable_cores())
         self._started = False
-        self._found: dict[int, Reserved | Future[Reserved]] = {}
+        self._found: dict[int, tuple[Callable[[], Reserved], Future[Reserved] | None]] = {}
 
     def __enter__(self) -> "ReplayProcesses":
         return self
@@ -35,17 +38,20 @@ class ReplayProcesses:
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def submit(self, rank: int, trace: "Trace") -> None:
-        """Replay the events of a rank's trace."""
-        events = trace.setup_events, trace.step_events
+        """Begin to replay the events of a rank's trace."""
+        replay, future = partial(self._replay, trace.setup_events, trace.step_events), None
         if self._processes > 1 and len(trace.step_events) > MIN_EVENTS:
-            self._found[rank] = self._pool.submit(self._replay, *events)
-        else:
-            self._found[rank] = self._replay(*events)
+            with suppress(BrokenProcessPool):
+                future = self._pool.submit(replay)
+        self._found[rank] = replay, future
 
     def result(self, rank: int) -> Reserved:
         """Statistics of a submitted rank."""
-        found = self._found[rank]
-        return found.result() if isinstance(found, Future) else found
+        replay, future = self._found[rank]
+        if future is not None:
+            with suppress(BrokenProcessPool):  # killed, such as for the machine's memory
+                return future.result()
+        return replay()
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:

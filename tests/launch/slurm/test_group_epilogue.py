@@ -10,11 +10,13 @@ from tests.launch.test_rank_main import make_run
 from titan_exp.launch.rank.rank_env import TOKEN
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, write_record
 from titan_exp.launch.slurm.groups import epilogue, leave, life
+from titan_exp.launch.slurm.groups.life import attempt_events, failed_starts
 from titan_exp.launch.slurm.groups.servers import LifeSign, read_name
 from titan_exp.launch.slurm.squeue import Job
 from titan_exp.tracking.run_folder.group_events import read_events, record_event
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import HUNG
 
 
 class Fleet:
@@ -159,6 +161,14 @@ def test_max_requeues_counts_starts_of_one_group_without_a_step(fleet: Fleet, mo
         codes.append(fleet.end())
     assert codes == [85, 85, 1]
     assert fleet.ends == [None]
+
+
+@pytest.mark.parametrize(("code", "failures"), [(1, 0), (HUNG, 1)])
+def test_a_start_that_trained_counts_if_it_hung(fleet: Fleet, code: int, failures: int):
+    start = next(event for event in read_events(fleet.folder) if event["event"] == "started" and event["group"] == 0)
+    fleet.train(0, 1)
+    record_event(fleet.folder, 1, event="ended", group=0, start=start["start"], exit=code, reason="")
+    assert failed_starts(attempt_events(fleet.folder, 1), 0) == failures
 
 
 def test_too_few_groups_are_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):

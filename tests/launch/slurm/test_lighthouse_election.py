@@ -61,12 +61,14 @@ def test_another_candidate_takes_over_a_silent_lighthouse(tmp_path: Path):
 
 def test_of_two_candidates_one_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second finds the generation claimed, and gives the first as long to publish it."""
-    candidate = Candidate(tmp_path, 0, CLUSTER, lambda: None)
+    serves: list[int] = []
+    candidate = Candidate(tmp_path, 0, CLUSTER, lambda: serves.append(0))
     (tmp_path / "lighthouse-0001").touch()
     monkeypatch.setattr(election, "newest_generation", lambda _: 0)
     assert candidate.poll()
-    assert lighthouse_address(tmp_path) is None
+    assert serves == []
     monkeypatch.undo()
+    assert lighthouse_address(tmp_path) is None
     assert candidate.poll()
     assert newest_generation(tmp_path) == 1
 

@@ -11,7 +11,7 @@ from titan_exp.models.spec.model_spec import LayerSpec
 class Linear(nn.Linear):
     """A linear layer initialized with standard deviation `std`.
 
-    `bias_std` is that of its bias; None is a layer without bias. Recipes leave a layer alone that is not `quantizable`.
+    `bias_std` is that of its bias; None is a layer without bias. Recipes quantize `quantizable` layers only.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class OptimizerStepTotals:
     other: CategoryBytes
     """Other bytes between steps."""
     counts: int
-    """Part of them that `OptimizerStepTrace.counts` are: not in `other` before they are rounded up."""
+    """Bytes of the counts of experts' tokens before they are rounded up; once they are, `other` includes them."""
     tied: CategoryBytes
     """Bytes added by the sum of tied gradients before it."""
     peak: CategoryBytes

@@ -155,9 +155,8 @@ class QuorumClient:
         self.disconnect()
         host, _, port = store.rpartition(":")
         try:
-            # A member may have died since: the others must not wait for it as long as for a collective.
             shared = dist.TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=min(CONNECT_TIMEOUT, self._timeout)
+                host, int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
             )
             self.process_group = self._gloo(shared, prefix, quorum.rank, quorum.size)
             if quorum.rank < quorum.shares < quorum.size:
@@ -167,8 +166,14 @@ class QuorumClient:
         self._configured = configured
         return None
 
+    @property
+    def _connect_timeout(self) -> timedelta:
+        # A member may have died since the quorum: the others must not wait for it as long as for a collective.
+        return min(CONNECT_TIMEOUT, self._timeout)
+
     def _gloo(self, store: Any, prefix: str, rank: int, size: int) -> Any:
-        limit = min(CONNECT_TIMEOUT, self._timeout)
-        group = dist.distributed_c10d.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, limit)
+        group = dist.distributed_c10d.ProcessGroupGloo(
+            dist.PrefixStore(prefix, store), rank, size, self._connect_timeout
+        )
         group._set_default_timeout(self._timeout)
         return group

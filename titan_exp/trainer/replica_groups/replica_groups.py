@@ -175,7 +175,7 @@ class ReplicaGroups:
         rows = torch.zeros(self.quorum.shares, len(values), dtype=torch.float64)
         if self.quorum.rank < self.quorum.shares:
             rows[self.quorum.rank] = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
-        # Every group fills its row, so that all add the rows in the same order.
+        # Every group that divides the step fills its row, so that all add the rows in the same order.
         self._attempt(lambda: self._all_reduce(rows))
         columns = zip(values, rows.unbind(1), strict=True)
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}

@@ -81,6 +81,35 @@ def test_a_death_leaves_the_curve_of_one_device(tmp_path, one_device, where, set
     assert [1] in [event["joined"] for event in events]
 
 
+SPLIT = ["training.global_batch_size=12", "training.micro_batch_size=1"]
+PIPELINE = [*SETTINGS, *SPLIT, "model.layers=4", "parallelism.pp=2", "parallelism.pp_microbatches=4"]
+EXPERTS = [*SETTINGS, "model=deepseek_debug"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        EXPERTS,
+        pytest.param(PIPELINE, marks=pytest.mark.night),
+        pytest.param([*PIPELINE, "parallelism.pp_schedule=Interleaved1F1B"], marks=pytest.mark.night),
+        pytest.param([*EXPERTS, *SPLIT, "parallelism.dp_shard=2", "parallelism.ep=2"], marks=pytest.mark.night),
+        pytest.param([*EXPERTS, *PIPELINE[len(SETTINGS) :]], marks=pytest.mark.night),
+        pytest.param([*SETTINGS, "model=qwen3_moe_debug", "parallelism.tp=2"], marks=pytest.mark.night),
+    ],
+    ids=lambda settings: " ".join(settings[len(SETTINGS) :]),
+)
+def test_pipelines_and_experts_survive_a_death(tmp_path, settings):
+    """Passes of a pipeline are divided, tokens of experts counted once, and router biases healed."""
+    alone = [word for word in settings if not word.startswith(("parallelism.", "cluster."))]
+    found, fleet = run_with_death(tmp_path / "run", settings, Dies(3, "sum_gradients"))
+    expected = train(tmp_path / "one", *alone)
+    assert_exact(found, fleet, expected)
+    assert {1, 2} == {row["participants"] for row in found.rows}
+    loads = [key for key in expected.rows[0] if key.endswith(("load_max", "entropy", "bias_range"))]
+    for found_row, row in zip(found.rows, expected.rows, strict=True):
+        assert [found_row[key] for key in loads] == pytest.approx([row[key] for key in loads], rel=1e-3)
+
+
 def replay(path: Path, recorded: Path) -> Curve:
     """The same groups without a death, by the history of another run."""
     fleet = Fleet(path, *SETTINGS, f"cluster.group_history={recorded}")

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = take_options(PlanOptions, argv, others=(*SWITCHES, *VALUED))
     require_no_verb(overrides)
     command = shlex.join(["titan-exp", "plan", *argv])
-    return run_with_hydra(overrides, lambda cfg, _: plan_command(cfg, options, command), trust=options.trust)
+    return run_with_hydra(overrides, lambda cfg, typed: plan_command(cfg, typed, options, command), trust=options.trust)
 
 
 def require_no_verb(overrides: Sequence[str]) -> None:
@@ -66,9 +66,10 @@ def require_no_verb(overrides: Sequence[str]) -> None:
             raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
 
 
-def plan_command(cfg: Any, options: PlanOptions, command: str) -> int:
+def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: str) -> int:
     """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
     cannot be predicted. The page shows the `command`."""
+    from titan_exp.config.command_line.idle_overrides import idle_overrides
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
@@ -78,6 +79,9 @@ def plan_command(cfg: Any, options: PlanOptions, command: str) -> int:
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     check_supported(experiment)
+    messages = sys.stderr if options.json else sys.stdout
+    for sentence in idle_overrides(typed, experiment):
+        print(sentence, file=messages)
     device = device_for(experiment, options.device)
     ranks = options.pipeline_ranks
     if ranks is not None and max(ranks) >= experiment.parallelism.pp:
@@ -111,7 +115,6 @@ def plan_command(cfg: Any, options: PlanOptions, command: str) -> int:
         print(json.dumps(values, indent=2))
     else:
         print_plan(plan, kernels=options.kernels)
-    messages = sys.stderr if options.json else sys.stdout
     if visualization is not None:
         visualization.write(plan, memory_check)
         print(f"page: {visualization.file.path}", file=messages)

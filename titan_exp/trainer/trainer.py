@@ -230,8 +230,9 @@ class Trainer:
         tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
         commit = None
         if self.groups is not None:
-            batches = self.groups.share(batches)
-            commit = GroupCommit(self.groups, step, self.model.objective.metrics, self._seed, stop, save)
+            batches = self.groups.share(batches, self.layout.indivisible_microbatches)
+            experts = [] if self.model.load is None else self.model.load.step_sums
+            commit = GroupCommit(self.groups, step, self.model.objective.metrics, experts, self._seed, stop, save)
         if self.clipper is not None:
             self.clipper.step = step
         if self.average is not None:
@@ -251,6 +252,8 @@ class Trainer:
                 )
         except StepRefused:
             self.optimizer.zero_grad()
+            if self.model.load is not None:
+                self.model.load.discard()
             self.loader.seek(position)
             return False
         if commit is not None:

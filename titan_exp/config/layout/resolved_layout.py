@@ -102,11 +102,12 @@ class ResolvedLayout:
         """Sequences per forward pass of a data-parallel rank."""
         if self.training.micro_batch_size:
             return self.training.micro_batch_size
-        share = self.common_share
-        if self.parallelism.pp == 1:
-            # Every replica group computes at least one micro-batch.
-            return share // next((number for number in divisors(share) if number >= self.cluster.replica_groups), 1)
-        return share // (self.parallelism.pp_microbatches or self._default_microbatches(share))
+        share, unit = self.common_share, self.parallelism.pp_microbatches or 1
+        if self.parallelism.pp > 1 and (self.parallelism.pp_microbatches is None or share % unit):
+            return share // self._default_microbatches(share)
+        # Every replica group computes at least one micro-batch, or one pass of a pipeline.
+        units = next((number for number in divisors(share // unit) if number >= self.cluster.replica_groups), 1)
+        return share // (units * unit)
 
     @cached_property
     def gradient_accumulation(self) -> int:
@@ -123,6 +124,11 @@ class ResolvedLayout:
         if is_file(self.parallelism.pp_schedule):
             return microbatches_of(read_schedule(self.parallelism.pp_schedule))
         return self.parallelism.pp_microbatches or self.gradient_accumulation
+
+    @property
+    def indivisible_microbatches(self) -> int:
+        """Micro-batches that one replica group computes: a pass through a pipeline, else 1."""
+        return self.pipeline_microbatches if self.parallelism.pp > 1 else 1
 
     @cached_property
     def pass_sizes(self) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 def stages_fit(model: ModelConfig, parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """The number of stages fits the schedule, and their layers add up."""
-    if not _can_be_read(parallelism) or model_spec(model) is None:
+    if not schedule_can_be_read(parallelism) or model_spec(model) is None:
         return
     conflicts = [*_one_way_to_split(parallelism), *_stage_count(parallelism, layout)]
     yield from conflicts or _stage_layers(parallelism, layout)
@@ -83,7 +83,7 @@ def microbatches_fit(
 ) -> Iterator[Violation]:
     """A data-parallel rank's share of the batch divides into passes of micro-batches valid for the schedule."""
     micro, share = training.micro_batch_size, layout.sequences_per_dp_rank
-    if not _can_be_read(parallelism) or training.global_batch_size % (layout.dp_degree * (micro or 1)):
+    if not schedule_can_be_read(parallelism) or training.global_batch_size % (layout.dp_degree * (micro or 1)):
         return  # An indivisible batch violates the training rules.
     total, number, is_csv = share // (micro or 1), parallelism.pp_microbatches, is_file(parallelism.pp_schedule)
     passes = [count for count in divisors(total) if takes(parallelism, count)]
@@ -205,7 +205,8 @@ def _larger_batches(parallelism: ParallelismConfig, training: TrainingConfig, la
     return f"nearest: training.global_batch_size={listed(multiples_near(training.global_batch_size, unit))}"
 
 
-def _can_be_read(parallelism: ParallelismConfig) -> bool:
+def schedule_can_be_read(parallelism: ParallelismConfig) -> bool:
+    """True if the schedule has a known name, or its file is a schedule."""
     return not any(schedule_is_known(parallelism))
 
 
@@ -214,7 +215,7 @@ def _is_used(parallelism: ParallelismConfig) -> bool:
 
 
 def _backward_is_split(parallelism: ParallelismConfig, layout: ResolvedLayout) -> bool:
-    return _is_used(parallelism) and _can_be_read(parallelism) and layout.splits_backward
+    return _is_used(parallelism) and schedule_can_be_read(parallelism) and layout.splits_backward
 
 
 RULES = (

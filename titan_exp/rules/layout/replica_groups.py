@@ -1,18 +1,24 @@
 """Rules of replica groups: sequences to divide, torchft, and what groups cannot do yet."""
 
+import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import divisors
+from titan_exp.config.errors.did_you_mean import divisors, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.cluster import LOCAL, SLURM, ClusterConfig
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.rules.layout.pipeline_parallel import schedule_can_be_read
 from titan_exp.rules.rule import Refuse, rules
 
+COLLECTIVE_SECONDS = 1200
+"""Seconds that a collective within a group may take, at least."""
 _WITHOUT = "cluster.replica_groups=1"
 
 
@@ -27,20 +33,30 @@ def torchft_is_installed(cluster: ClusterConfig) -> Iterator[Violation]:
 
 
 def every_group_has_work(
-    cluster: ClusterConfig, training: TrainingConfig, layout: ResolvedLayout
+    cluster: ClusterConfig, training: TrainingConfig, parallelism: ParallelismConfig, layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """Every group has a micro-batch of every step."""
-    smallest, groups = min(training.batch_sizes), cluster.replica_groups
+    """Every group has a micro-batch of every step, or a pass of micro-batches through its pipeline."""
+    smallest, groups, unit = min(training.batch_sizes), cluster.replica_groups, 1
     per_rank = smallest // layout.dp_degree
-    if layout.micro_batch_size < 1 or per_rank // layout.micro_batch_size >= groups:
+    if parallelism.pp > 1:
+        if not schedule_can_be_read(parallelism):
+            return
+        unit = layout.pipeline_microbatches
+        passes = [count for count in divisors(per_rank) if per_rank // count >= groups and takes(parallelism, count)]
+        if parallelism.pp_microbatches is None and not is_file(parallelism.pp_schedule):
+            reason = "replica groups divide whole passes through the pipeline, and a step is a single pass"
+            remedy = f"parallelism.pp_microbatches={listed(passes)}" if passes else f"larger batches, or {_WITHOUT}"
+            yield Violation("parallelism.pp_microbatches", None, reason, remedy)
+            return
+    if layout.micro_batch_size < 1 or per_rank // (layout.micro_batch_size * unit) >= groups:
         return
-    works = [size for size in divisors(per_rank) if per_rank // size >= groups]
-    reason = (
-        f"of a step's {smallest} sequences a data rank of a group has {per_rank // layout.micro_batch_size} "
-        f"micro-batches of {layout.micro_batch_size}, fewer than groups"
-    )
-    enough = groups * layout.dp_degree
-    fewer = f"batches of at least {enough} sequences, or cluster.replica_groups={per_rank} or less"
+    works = [size for size in divisors(per_rank // unit) if per_rank // (size * unit) >= groups]
+    has = f"{per_rank // layout.micro_batch_size} micro-batches of {layout.micro_batch_size}"
+    if unit > 1:
+        has += f" in passes of {unit}"
+    reason = f"of a step's {smallest} sequences a data rank of a group has {has}, fewer than groups"
+    enough = groups * layout.dp_degree * unit
+    fewer = f"batches of at least {enough} sequences, or cluster.replica_groups={per_rank // unit} or less"
     remedy = f"training.micro_batch_size={works[-1]}" if works else fewer
     yield Violation("cluster.replica_groups", groups, reason, remedy)
 
@@ -58,15 +74,27 @@ def history_can_be_replayed(cluster: ClusterConfig) -> Iterator[Violation]:
         yield Violation(key, cluster.group_history, reason, f"cluster.replica_groups={largest}")
 
 
-def model_is_described_and_dense(cluster: ClusterConfig, model: ModelConfig) -> Iterator[Violation]:
-    """The model has no experts, whose counts groups do not add up, and draws no random numbers."""
-    spec, reason = model_spec(model), None
-    if spec is None:
+def timeouts_nest(cluster: ClusterConfig) -> Iterator[Violation]:
+    """A dead group is noticed by its heartbeat first, then by collectives between groups, then by the watchdog."""
+    beats, hang = 2 * cluster.group_heartbeat_seconds, (cluster.hang_kill_minutes or math.inf) * 60
+    limit = min(hang, COLLECTIVE_SECONDS)
+    if beats <= cluster.group_timeout_seconds < limit:
+        return
+    reason = (
+        f"time-outs must nest: two heartbeats ({beats:g} s) < collectives between groups < the first of the watchdog "
+        f"({hang:g} s) and collectives within a group ({COLLECTIVE_SECONDS} s)"
+    )
+    remedy = f"cluster.group_timeout_seconds={max(beats, limit / 3):g}"
+    if beats >= limit:
+        remedy = "a shorter cluster.group_heartbeat_seconds, or a longer cluster.hang_kill_minutes"
+    yield Violation("cluster.group_timeout_seconds", cluster.group_timeout_seconds, reason, remedy)
+
+
+def model_is_described(cluster: ClusterConfig, model: ModelConfig) -> Iterator[Violation]:
+    """The model is of a family, which draws no random numbers."""
+    if model_spec(model) is None:
         reason = "a plain class may draw random numbers, which would depend on the living groups"
-    elif spec.has_experts:
-        reason = "token counts of experts are not added up over groups yet"
-    if reason is not None:
-        yield Violation("cluster.replica_groups", cluster.replica_groups, reason, f"{_WITHOUT}, or a dense family")
+        yield Violation("cluster.replica_groups", cluster.replica_groups, reason, f"{_WITHOUT}, or a model family")
 
 
 def _has_groups(cluster: ClusterConfig) -> bool:
@@ -104,12 +132,6 @@ RULES = (
             "parallelism.dp_replicate=1 and more of cluster.replica_groups",
         ),
         Refuse(
-            "parallelism.pp",
-            lambda parallelism: parallelism.pp > 1,
-            "replica groups do not divide the micro-batches of pipeline schedules yet",
-            f"parallelism.pp=1, or {_WITHOUT}",
-        ),
-        Refuse(
             "checkpoint.remote",
             lambda checkpoint: checkpoint.remote is not None,
             "replica groups do not share an uploader yet",
@@ -133,14 +155,8 @@ RULES = (
             "replica groups are untested with other objectives than language modeling",
             f"training.objective=language_modeling, or {_WITHOUT}",
         ),
-        Refuse(
-            "cluster.group_timeout_seconds",
-            lambda cluster: not 2 * cluster.group_heartbeat_seconds <= cluster.group_timeout_seconds < 1200,
-            "time-outs must nest: two heartbeats ({cluster.group_heartbeat_seconds} s each) < collectives between "
-            "groups < collectives within a group (1200 s)",
-            "cluster.group_timeout_seconds=300",
-        ),
-        model_is_described_and_dense,
+        timeouts_nest,
+        model_is_described,
         when=_has_groups,
     ),
 )

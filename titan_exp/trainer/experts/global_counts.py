@@ -42,6 +42,16 @@ class ExpertLoad:
         if self._routers:
             self._sequences.fill_(sequences)
 
+    @property
+    def step_sums(self) -> list[Tensor]:
+        """This rank's counts and losses of the step so far; equal ranks of replica groups add theirs, in place."""
+        return [sums for router in self._routers.values() for sums in (router.counts, router.losses)]
+
+    def discard(self) -> None:
+        """Forget the step so far, which is repeated."""
+        for sums in self.step_sums:
+            sums.zero_()
+
     @torch.no_grad()
     def update(self) -> None:
         """Finish an optimizer step: reduce the counts over all ranks, and update each router."""

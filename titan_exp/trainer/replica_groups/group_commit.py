@@ -1,6 +1,6 @@
 """Commit of a step by all replica groups, as `train_step` calls it between the backward pass and the update."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ class GroupCommit:
     step: int
     reductions: Mapping[str, Reduction]
     """Reductions of the objective's metrics."""
+    expert_sums: Sequence[Tensor]
+    """Sums over the step of experts' tokens and losses; those of all groups afterwards, unless the step is refused."""
     reseed: Callable[[], object]
     """Seeds the generators for the update, since groups with other shares have drawn other numbers."""
     stop: bool
@@ -31,12 +33,13 @@ class GroupCommit:
     """True if the leader's clock asks for a checkpoint."""
 
     def __call__(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients and metrics over the groups, then vote.
+        """Sum gradients, experts' sums and metrics over the groups, then vote.
 
         Raises:
             StepRefused: the step is not committed.
         """
         self.groups.sum_gradients(parameters)
+        self.groups.sum_tensors(self.expert_sums)
         flags = {STOP: self.stop, SAVE: self.save and self.groups.leads}
         sums = self.groups.reduce_scalars({**metrics, **flags}, self.reductions)
         if not self.groups.commit(self.step):

@@ -62,12 +62,15 @@ class QuorumClient:
     def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh) -> None:
         torchft = torchft_extension()
         get_logger().info(
-            "replica group %d of %d; time-outs: heartbeat %g s, collectives between groups %g s, within a group %g s",
+            "replica group %d of %d; time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "
+            "collectives within a group %g s; a quorum is asked for every %g s until the job ends",
             group.number,
             cluster.replica_groups,
             cluster.group_heartbeat_seconds,
             cluster.group_timeout_seconds,
+            "off" if cluster.hang_kill_minutes is None else f"{60 * cluster.hang_kill_minutes:g} s",
             TIMEOUT.total_seconds(),
+            ASK_TIMEOUT.total_seconds(),
         )
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)

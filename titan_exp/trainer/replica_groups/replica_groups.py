@@ -1,6 +1,7 @@
 """Replica groups: living groups divide the sequences of a step, sum their gradients, and commit the step or repeat it.
 
-The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step.
+The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step; with a
+pipeline, the passes.
 """
 
 import time
@@ -127,11 +128,12 @@ class ReplicaGroups:
             get_logger().warning("step %d: groups cannot be connected (%s)", step + 1, _first_line(self._error))
         return quorum
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This group's part of the micro-batches of a step. In a replay, groups beyond its history repeat the part of
-        another, which is not counted."""
+    def share(self, items: Sequence[T], unit: int) -> list[T]:
+        """This group's part of the micro-batches of a step, which are divided by `unit` of them. In a replay, groups
+        beyond its history repeat the part of another, which is not counted."""
         assert self.quorum is not None
-        return items[self.quorum.rank % self.quorum.shares :: self.quorum.shares]
+        first, stride = self.quorum.rank % self.quorum.shares * unit, self.quorum.shares * unit
+        return [item for start in range(first, len(items), stride) for item in items[start : start + unit]]
 
     def send_state(self, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Send the state after the last committed step to the groups that are behind. A failure refuses the step."""
@@ -166,8 +168,11 @@ class ReplicaGroups:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over the groups, in place. A failure leaves them undefined and refuses the step."""
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        self._attempt(lambda: exchange(gradients, self._all_reduce, write_back=True))
+        self.sum_tensors([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
+
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Sum local tensors over the groups, in place, as gradients are."""
+        self._attempt(lambda: exchange(tensors, self._all_reduce, write_back=True))
 
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
         """Sums of scalars over the groups, maxima where `reductions` says `max`, in fp64, by the same names."""

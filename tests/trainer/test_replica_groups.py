@@ -186,6 +186,20 @@ def test_a_mutation_is_noticed(tmp_path, one_device, mutate):
         assert_exact(found, fleet, one_device())
 
 
+def _forgets_tokens_of_experts(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.experts.global_counts import ExpertLoad
+
+    ExpertLoad.step_sums = property(lambda load: [router.losses for router in load._routers.values()])  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.night
+def test_forgotten_tokens_of_experts_are_noticed(tmp_path):
+    found, fleet = run_with_death(tmp_path / "run", EXPERTS, _Both(_forgets_tokens_of_experts))
+    expected = train(tmp_path / "one", *EXPERTS, "cluster.replica_groups=1")
+    with pytest.raises(AssertionError):
+        assert_exact(found, fleet, expected)
+
+
 class _Both:
     def __init__(self, mutate: Mutation) -> None:
         self.mutate = mutate

@@ -61,7 +61,7 @@ def assert_exact(found: Curve, fleet: Fleet, expected: Curve) -> None:
 @pytest.mark.parametrize(
     ("where", "settings", "lighthouse"),
     [
-        ("sum_gradients", SETTINGS, False),
+        pytest.param("sum_gradients", SETTINGS, False, marks=pytest.mark.night),
         pytest.param("sum_gradients", THREE, False, marks=pytest.mark.night),
         pytest.param("join", SETTINGS, False, marks=pytest.mark.night),
         pytest.param("commit", SETTINGS, False, marks=pytest.mark.night),

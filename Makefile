@@ -8,10 +8,10 @@ TESTS := $(VENV)/.installed-for-tests
 # Overrides that are typed as variables of make, in quotes where they have spaces: make train model=qwen3_moe_laptop
 # Words with quotes of their own, parentheses, semicolons or dollars go into ARGS, as do options.
 SPACE := $() $()
-WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
+WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN TORCH),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
 OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
 
-.PHONY: train test quick night tools peer gpu gpu-wheels check slurm golden clean
+.PHONY: train test quick night other-torch tools peer gpu gpu-wheels check slurm golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -37,6 +37,13 @@ night: $(TESTS) peer
 	$(PYTEST) -m night
 	$(PYTEST) tests/parity/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
+
+## The tests without the minutes-long ones on another torch, in an environment of its own: make other-torch TORCH=2.14
+TORCH ?= 2.11
+other-torch:
+	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet 'torch==$(TORCH).*' --editable '.[test]'
+	$(subst $(BIN),.venv-torch-$(TORCH)/bin,$(PYTEST)) -m "not slow"
 
 ## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.
 tools:
@@ -92,4 +99,4 @@ $(TESTS): $(STAMP)
 	touch $(TESTS)
 
 clean:
-	rm -rf $(VENV) .venv-tools .peer .wheels .gpu-packages
+	rm -rf $(VENV) .venv-tools .venv-torch-* .peer .wheels .gpu-packages

@@ -36,6 +36,10 @@ PHASES = ("forward", "all-reduce", "commit", "quorum", "save", "heal: receiver",
 NEEDED = {"heal: receiver": 2}
 """Living groups, the healing ones included, without which a kill could end the run; 3 in other phases, since one of
 them may be killed while it heals."""
+WAIT = 600
+"""Seconds for the rest of a run's steps."""
+LONGEST = 1.0
+"""Seconds of a phase within which a kill happens."""
 PAUSE = 0.1
 """Seconds added to every forward pass until the last kill, so that steps do not run out."""
 TRAIN = [
@@ -96,7 +100,7 @@ class _Victim:
     def _obey(self, phase: str) -> None:
         groups: Any = self.groups
         path = self.orders / f"{phase}.json"
-        if groups is None or groups.quorum is None or groups.size < NEEDED.get(phase, 3) or not path.exists():
+        if groups is None or not self._survivable(phase) or not path.exists():
             return
         mine = path.with_name(f"claimed-{os.getpid()}")
         try:
@@ -110,8 +114,17 @@ class _Victim:
         if phase.startswith("heal"):
             time.sleep(order["moment"] * 0.02)  # a transfer of this model takes a few milliseconds
 
+    def _survivable(self, phase: str) -> bool:
+        """True if another group has the run's state, even if one more dies."""
+        groups: Any = self.groups
+        quorum = groups.quorum
+        return quorum is not None and quorum.size >= NEEDED.get(phase, 3) and len(quorum.behind) < quorum.size - 1
+
     def _kill(self, phase: str, order: dict[str, Any]) -> None:
-        time.sleep(order["moment"] * self._seconds.get(phase, 0.0))
+        # A wait for a dead group is no moment of the phase.
+        time.sleep(order["moment"] * min(self._seconds.get(phase, 0.0), LONGEST))
+        if not self._survivable(phase):
+            return
         number, pids = self.groups.group.number, [os.getpid()]  # type: ignore[union-attr]
         if order["target"] == "group":
             parent = psutil.Process().parent()
@@ -266,12 +279,12 @@ def run_piece(arguments: argparse.Namespace) -> int:
     process = train(out, "kills", arguments.steps, *layout, orders=orders)
     try:
         kill_at_random(process, out, arguments)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=WAIT)
     finally:
         process.terminate()
     one = train(out, "one", arguments.steps, seed)
     try:
-        one.wait(timeout=120)
+        one.wait(timeout=WAIT)
     finally:
         one.terminate()
     result = {"kills": len(read_lines(orders / "kills.jsonl")), "exit": code, **check(out, arguments.steps)}

@@ -191,6 +191,8 @@ def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argpa
             ordered = time.monotonic()
         elif made < given and time.monotonic() - ordered > 6:
             # The phase does not occur soon, or the group is away: any group in a forward pass.
+            for path in orders.glob("*.json"):
+                path.unlink(missing_ok=True)
             give(orders, "forward", {"target": "group", "group": None, "moment": draw.random()})
             given, ordered = made + 1, time.monotonic()
         time.sleep(0.2 + 0.5 * draw.random())

@@ -102,6 +102,10 @@ class Report:
         if not self.sinks:
             self._open_sinks()
         if self._groups.changed:
+            # Another leader may have written the row of this step before it died.
+            logged = read_last_values(self.folder.metrics)
+            if logged.get("attempt") == self.attempt:
+                self._written = int(logged.get("step") or 0)
             record_event(
                 self.folder,
                 self.attempt,
@@ -115,10 +119,7 @@ class Report:
             self._write(self.last_row)
 
     def _open_sinks(self) -> None:
-        logged = read_last_values(self.folder.metrics)
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
-        if logged.get("attempt") == self.attempt:
-            self._written = int(logged.get("step") or 0)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._groups is not None and (not self._groups.leads or row["step"] <= self._written):

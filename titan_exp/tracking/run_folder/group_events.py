@@ -38,6 +38,12 @@ def read_events(folder: RunFolder) -> list[dict[str, Any]]:
     return events
 
 
+def newest_quorum(folder: RunFolder) -> list[int]:
+    """Numbers of the groups of the newest quorum; none before the first."""
+    quorums = [event for event in read_events(folder) if event["event"] == "quorum"]
+    return quorums[-1]["groups"] if quorums else []
+
+
 @dataclass(frozen=True)
 class GroupSummary:
     """What happened to the replica groups of a run, in all attempts."""

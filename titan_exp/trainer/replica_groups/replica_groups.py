@@ -21,6 +21,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.group_events import newest_quorum
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -109,21 +110,26 @@ class ReplicaGroups:
             self.stall += quorum.seconds
             fresh = before is None and quorum.source is None
             known = self._from_first_rank(known_step(self._folder)) if fresh else 0
-            if step >= known:
+            waited = time.monotonic() - began
+            if step >= known and (waited > self._cluster.group_heartbeat_seconds or not self._missed(before, quorum)):
                 break
-            # A newcomer whose peers are starting, too, or dead: it never trains from its own state.
+            # A newcomer whose peers are starting, too, or dead: it never trains from its own state. Or the others took
+            # a step without this group: a lighthouse that has just started does not know them yet.
             self._client.vote(step, False)
             limit = max(NEWCOMER_LIMIT, self.group.patience)
-            if time.monotonic() - began > limit:
+            if step < known and waited > limit:
                 raise UserError(
                     f"replica group {self.group.number} has the state after step {step}, the run is after step "
                     f"{known}, and within {limit:.0f} s no living group offered it. Start the run again: "
                     "all groups then continue from its newest checkpoint."
                 )
-            time.sleep(1.0)
-        self.quorum, self.changed = quorum, before is None or before.members != quorum.members
+            time.sleep(1.0 if step < known else self._cluster.group_heartbeat_seconds / 10)
+        # A group that was away heals, though it may know these members already.
+        returns = before is not None and quorum.source is not None
+        self.quorum, self.changed = quorum, before is None or returns or before.members != quorum.members
         known_members = quorum.members if before is None else before.members
         self.joined = [group_number(member) for member in quorum.members if member not in known_members]
+        self.joined += [self.group.number] if returns else []
         if self._error is not None:
             get_logger().warning("step %d: groups cannot be connected (%s)", step + 1, _first_line(self._error))
         return quorum
@@ -195,6 +201,12 @@ class ReplicaGroups:
             get_logger().warning("step %d is repeated, among %d groups (%s)", step, self.size, reason)
             self.stall += time.monotonic() - self._joined_at - self.quorum.seconds
         return committed
+
+    def _missed(self, before: Quorum | None, quorum: Quorum) -> bool:
+        """True if the newest recorded quorum was without this group, whose state may be behind that of its members."""
+        if before is None or quorum.source is not None or before.members == quorum.members:
+            return False
+        return self._from_first_rank(self.group.number not in newest_quorum(self._folder))
 
     def _from_first_rank(self, value: T) -> T:
         values = [value]

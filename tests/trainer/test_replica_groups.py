@@ -249,41 +249,43 @@ def test_a_newcomer_that_starts_alone_is_noticed(tmp_path):
 class _Stops:
     """Group 0 stops as a whole before the step after 3; later it says when a lighthouse has given it a quorum alone."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def __call__(self, group: ReplicaGroup) -> None:
         from titan_exp.trainer.replica_groups.quorum import QuorumClient
         from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
         join, ask, stopped = ReplicaGroups.join, QuorumClient.ask, list[bool]()
-        Path(f"{os.environ['ALONE']}-{group.number}").write_text(str(os.getpid()))
+        (self.folder / f"pid-{group.number}").write_text(str(os.getpid()))
 
         def joined(groups: ReplicaGroups, step: int) -> Any:
             if group.number == 0 and step == 3 and not stopped:
                 stopped.append(True)
-                (groups._folder.path / "stopped").touch()
+                (self.folder / "stopped").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
             return join(groups, step)
 
         def asked(client: QuorumClient, step: int) -> Any:
             found = ask(client, step)
             if stopped and group.number == 0 and found[0].size == 1:
-                Path(os.environ["ALONE"]).touch()
+                (self.folder / "alone").touch()
             return found
 
         ReplicaGroups.join, QuorumClient.ask = joined, asked  # type: ignore[method-assign]
 
 
-def test_a_lighthouse_that_forgot_the_others_divides_no_run(tmp_path, one_device, monkeypatch):
+def test_a_lighthouse_that_forgot_the_others_divides_no_run(tmp_path, one_device):
     """A step is trained once, if another group has trained it and the next lighthouse does not know that group yet."""
     path = tmp_path / "run"
-    monkeypatch.setenv("ALONE", str(path / "alone"))
     fleet = Fleet(path, *SETTINGS)
     try:
-        groups = [fleet.start(number, _Stops()) for number in range(2)]
+        groups = [fleet.start(number, _Stops(path)) for number in range(2)]
         wait_for(path / "stopped")
         deadline = time.monotonic() + 30
         while len(fleet.lines()) < 5 and time.monotonic() < deadline:
             time.sleep(0.02)
-        first, other = (int((path / f"alone-{number}").read_text()) for number in range(2))
+        first, other = (int((path / f"pid-{number}").read_text()) for number in range(2))
         os.kill(other, signal.SIGSTOP)
         fleet.lighthouse.close()
         time.sleep(1.0)  # between two starts

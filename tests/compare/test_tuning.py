@@ -76,6 +76,25 @@ def test_steps_and_time_to_the_baselines_loss(found: Comparison):
     assert second.seconds.estimate.mean == pytest.approx(second.steps.estimate.mean * 1000 / 5000)
 
 
+def test_time_counts_rare_and_expensive_steps(tmp_path: Path):
+    """Every tenth step of one optimizer takes eleven times as long, as a power iteration does: twice the time."""
+    for beta in (0.9, 0.8):
+        for rate in (0.001, 0.003):
+            metrics = rows(2.4)
+            for row in metrics:
+                if beta == 0.8 and row["step"] % 10 == 0:
+                    row["tokens_per_second"] /= 11
+            values = {"optimizer.betas": [beta, 0.95], "optimizer.lr": rate}
+            make_run(tmp_path, values, metrics=metrics)
+    tuning = compared(tmp_path).tuning
+    assert tuning is not None
+    found = {group.label: group.seconds.estimate for group in tuning.groups}
+    plain, slow = found["betas=[0.9,0.95]"], found["betas=[0.8,0.95]"]
+    assert plain is not None
+    assert slow is not None
+    assert slow.mean / plain.mean == pytest.approx(2, rel=0.1)
+
+
 def test_a_worse_group_does_not_reach_it(tmp_path: Path):
     losses = {(0.9, 0.003): [2.4, 2.4], (0.9, 0.01): [2.5, 2.5], (0.8, 0.003): [2.6, 2.3], (0.7, 0.003): [3.0, 3.0]}
     make(tmp_path, losses)

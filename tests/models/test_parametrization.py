@@ -272,6 +272,7 @@ def test_groups_and_the_table():
             r"a pipeline stage may have no backward pass then\n.*lr_scale: 0",
         ),
         (["optimizer=sgd", "+optimizer.groups.a={match:[head],betas:[0.8,0.9]}"], r"name=sgd has none"),
+        (["+optimizer.groups.a={match:['*'],frozen:true}"], r"groups\.a\.frozen=true: every parameter is frozen"),
     ],
 )
 def test_mistakes_are_refused_in_words(overrides: list[str], message: str):

@@ -93,7 +93,8 @@ class Fused(nn.Module):
 
 
 def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, largest: int | None = None) -> Tensor:
-    """SOAP with bases of the sides up to `largest`, which is the smaller side unless given; lr 0.01, decay 0.1."""
+    """SOAP with bases of the sides up to `largest`, which is the smaller side unless given; lr 0.01, decay 0.1,
+    betas 0.9 and 0.95."""
     weight, largest = weight.double(), largest or min(weight.shape)
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
     covariances, bases = [], []
@@ -108,9 +109,9 @@ def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, larges
             ]
             continue
         left, right = bases
-        mean, square = 0.95 * mean + 0.05 * gradient, 0.95 * square + 0.05 * (left.T @ gradient @ right) ** 2
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * (left.T @ gradient @ right) ** 2
         root = (square / (1 - 0.95**step)).sqrt() + 1e-8
-        update = left @ ((left.T @ mean @ right) / (1 - 0.95**step) / root) @ right.T
+        update = left @ ((left.T @ mean @ right) / (1 - 0.9**step) / root) @ right.T
         weight = weight - 0.01 * update
         covariances = [0.95 * old + 0.05 * side for old, side in zip(covariances, sides, strict=True)]
         if step % every == 0:
@@ -121,7 +122,7 @@ def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, larges
     return weight
 
 
-SOAP = ["optimizer=soap", "optimizer.lr=0.01", "optimizer.precondition_every=2"]
+SOAP = ["optimizer=soap", "optimizer.lr=0.01", "optimizer.precondition_every=2", "optimizer.betas=[0.9,0.95]"]
 
 
 @pytest.mark.parametrize("largest", [16, 8, 4])

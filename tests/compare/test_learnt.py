@@ -103,6 +103,21 @@ def test_a_search_without_rounds(tmp_path: Path):
     assert found.rows[0].label == "lr=0.00012"
 
 
+@pytest.mark.parametrize(
+    ("best", "edge"), [(1.9e-4, "lower"), (2.2e-4, ""), (4e-2, ""), (6e-2, "upper")], ids=["low", "", "inside", "high"]
+)
+def test_the_outer_tenths_of_a_range_are_its_edges(tmp_path: Path, best: float, edge: str):
+    """On its scale: a tenth of three decades is a factor of two."""
+    losses = {1e-3: 3.0, best: 2.0}
+    points = [
+        (make_run(tmp_path, {"optimizer.lr": rate, **WHOLE}, metrics=rows(loss, steps=30)), rate, 1)
+        for rate, loss in losses.items()
+    ]
+    record(tmp_path, points)
+    _, learnt = outcome(tmp_path)
+    assert learnt.parameters[0].edge == edge
+
+
 def test_diverged_points_are_last(tmp_path: Path):
     points = halved(tmp_path)
     reason = "rank 0: Diverged: step 3: loss nan"

@@ -76,6 +76,25 @@ def test_steps_and_time_to_the_baselines_loss(found: Comparison):
     assert second.seconds.estimate.mean == pytest.approx(second.steps.estimate.mean * 1000 / 5000)
 
 
+def test_time_counts_rare_and_expensive_steps(tmp_path: Path):
+    """Every tenth step of one optimizer takes eleven times as long, as a power iteration does: twice the time."""
+    for beta in (0.9, 0.8):
+        for rate in (0.001, 0.003):
+            metrics = rows(2.4)
+            for row in metrics:
+                if beta == 0.8 and row["step"] % 10 == 0:
+                    row["tokens_per_second"] /= 11
+            values = {"optimizer.betas": [beta, 0.95], "optimizer.lr": rate}
+            make_run(tmp_path, values, metrics=metrics)
+    tuning = compared(tmp_path).tuning
+    assert tuning is not None
+    found = {group.label: group.seconds.estimate for group in tuning.groups}
+    plain, slow = found["betas=[0.9,0.95]"], found["betas=[0.8,0.95]"]
+    assert plain is not None
+    assert slow is not None
+    assert slow.mean / plain.mean == pytest.approx(2, rel=0.1)
+
+
 def test_a_worse_group_does_not_reach_it(tmp_path: Path):
     losses = {(0.9, 0.003): [2.4, 2.4], (0.9, 0.01): [2.5, 2.5], (0.8, 0.003): [2.6, 2.3], (0.7, 0.003): [3.0, 3.0]}
     make(tmp_path, losses)
@@ -98,6 +117,36 @@ def test_a_value_that_diverged_with_a_seed_is_not_the_best(tmp_path: Path):
     (group,) = tuning.groups
     assert group.best is not None
     assert (group.best.value, group.points[-1].diverged, group.edge) == (0.003, 1, "")
+
+
+def test_both_edges_of_a_grid_are_named(tmp_path: Path):
+    losses = {
+        **{(0.9, rate): [loss, loss] for rate, loss in ((0.001, 2.4), (0.003, 2.5), (0.01, 2.6))},
+        **{(0.8, rate): [loss, loss] for rate, loss in ((0.001, 2.6), (0.003, 2.5), (0.01, 2.3))},
+        **{(0.7, rate): [loss, loss] for rate, loss in ((0.001, 2.6), (0.003, 2.2), (0.01, 2.3))},
+    }
+    make(tmp_path, losses)
+    found = compared(tmp_path)
+    assert found.tuning is not None
+    edges = {group.label: group.edge for group in found.tuning.groups}
+    assert edges == {"betas=[0.9,0.95]": "lowest", "betas=[0.8,0.95]": "highest", "betas=[0.7,0.95]": ""}
+    said = to_markdown(found)
+    assert "betas=[0.9,0.95]: the best lr is the lowest that was tried; try lower ones." in said
+    assert "betas=[0.8,0.95]: the best lr is the highest that was tried; try higher ones." in said
+    assert "betas=[0.7,0.95]: the best lr" not in said
+
+
+def test_differences_are_corrected_over_all_groups(tmp_path: Path):
+    better = {
+        (beta, 0.003): [2.3 + noise, 2.32, 2.34 - noise] for beta, noise in ((0.8, 0.02), (0.7, 0.01), (0.6, 0.0))
+    }
+    make(tmp_path, {(0.9, 0.003): [2.40, 2.42, 2.45], (0.9, 0.001): [2.5, 2.5, 2.5], **better})
+    tuning = compared(tmp_path).tuning
+    assert tuning is not None
+    deltas = [group.delta for group in tuning.groups if group.delta is not None]
+    assert len(deltas) == 3
+    corrected = sorted(delta.p_holm / delta.p for delta in deltas if delta.p and delta.p_holm)
+    assert corrected[-1] == pytest.approx(3), "the smallest p-value of three"
 
 
 def test_outputs_name_the_edge_and_the_seeds(found: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -98,6 +98,9 @@ TILES = [
         (["grad_clip.relative=1.05", "grad_clip.warmup_steps=100"], "", ""),
         (["weight_average=ema", "optimizer=schedule_free_adamw"], "weight_average.mode", "weight_average=none"),
         (["weight_average=tail", "weight_average.steps=600"], "", ""),
+        (["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"], "optimizer.nesterov", "momentum=0.9"),
+        (["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"], "", ""),
+        (["optimizer=muon", "optimizer.momentum=0"], "optimizer.nesterov", "nesterov=false"),
         (
             ["grad_clip=adagc", "+optimizer.groups.a={match:[vector],max_grad_norm:1}"],
             "optimizer.groups.a.max_grad_norm",

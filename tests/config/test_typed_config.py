@@ -104,6 +104,23 @@ def test_remedies_name_what_would_work():
     assert "model.layers" in by_field["model.layer"].remedy
 
 
+@pytest.mark.parametrize(
+    ("words", "says", "others"),
+    [
+        ("optimizer=lion optimizer.state_precision=int8", "fp32 or bf16", "fp8"),
+        ("optimizer=dion optimizer.scale=orig", "match_rms_adamw, original and none", ""),
+        ("optimizer=soap optimizer.split_feed_forward=head", "fused or projection", "head"),
+        ("optimizer=schedule_free_adamw optimizer.betas=[0.9]", "Share of the averaged weights", "AdamW's decay"),
+        ("optimizer=lion optimizer.betas=[0.9]", "Share of the momentum", "AdamW's decay"),
+    ],
+)
+def test_remedies_are_those_of_the_chosen_option(words: str, says: str, others: str):
+    """Optimizers have keys of one name and different values."""
+    (violation,) = refused(*words.split())
+    assert says in violation.remedy
+    assert not others or others not in violation.remedy
+
+
 def test_values_computed_from_a_wrong_value_are_not_reported():
     (violation,) = refused("training.steps=abc")
     assert violation.field == "training.steps"

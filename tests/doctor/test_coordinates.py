@@ -5,12 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor import coordinates as module
-from titan_exp.doctor.coordinates import slope
-from titan_exp.doctor.coordinates_command import doctor_command
+from titan_exp.doctor.coordinates import measure_coordinates, slope
+from titan_exp.doctor.coordinates_command import _batches, _on_one_device, doctor_command
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
+from titan_exp.optim.updates.schedule_free_adamw import ScheduleFreeAdamW
 
 TINY = [
     *("model=llama_debug", "model.layers=1", "training.seq_len=32", "training.global_batch_size=4"),
@@ -64,6 +68,17 @@ def test_mup_passes_with_other_optimizers(tmp_path: Path, optimizer: str):
 def test_adams_learning_rates_fail_for_muon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_exp.optim.parameter_groups._with_own_lr", lambda named, config: named.scale)
     assert verdict(tmp_path / "check.png", "parametrization=mup", "optimizer=muon") == 3
+
+
+def test_gradients_of_schedule_free_adamw_are_those_of_its_point(monkeypatch: pytest.MonkeyPatch):
+    words = [word.partition(",")[0] for word in TINY]
+    run = _on_one_device(to_experiment(compose([*words, "optimizer=schedule_free_adamw"])))
+    batches, device = _batches(run), torch.device("cpu")
+    found = measure_coordinates(run, batches, device)
+    monkeypatch.setattr(ScheduleFreeAdamW, "to_gradient_point", lambda self: None)
+    without = measure_coordinates(run, batches, device)
+    assert found.changes[0] == without.changes[0], "both points are one before the second step"
+    assert found.changes[-1]["logits"] != pytest.approx(without.changes[-1]["logits"], rel=1e-3)
 
 
 def test_slopes():

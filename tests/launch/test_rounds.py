@@ -67,7 +67,7 @@ class Pretended(LocalExecutor):
             plan.folder.write_state(RunState("failed", begin, time.time(), 1, reason))
             return Submission(plan, "failed", reason=reason, exit_code=1)
         loss = abs(math.log10(rate / 3e-3)) + 10 / end + seed * NOISE.get(rate, 0.0)
-        row = {"step": end, "tokens": 1000 * end, "loss": loss, "validation_loss": loss, "attempt": 1}
+        row = {"step": end, "tokens": 1000 * end, "loss": loss, "validation_loss": loss, "mfu": -loss, "attempt": 1}
         plan.folder.metrics.write_text(json.dumps(row) + "\n")
         saved = plan.folder.checkpoints / f"step-{end:08d}"
         saved.mkdir(parents=True)
@@ -204,6 +204,16 @@ def test_a_scheduler_gets_a_rung_at_a_time(monkeypatch: pytest.MonkeyPatch, caps
     capsys.readouterr()
     assert sweep() == 0
     assert (len(queue), "13 done" in capsys.readouterr().out) == (13, True)
+
+
+def test_more_is_better_where_the_study_says_so(capsys: pytest.CaptureFixture[str]):
+    write(HALVING.replace("metric: validation_loss", "metric: mfu").replace("validation_loss: min", "mfu: max"))
+    assert sweep() == 0
+    assert [point["label"] for point in points()[9:]] == [
+        *("lr=1e-3 rung=2", "lr=3e-3 rung=2", "lr=1e-2 rung=2"),
+        "lr=3e-3 rung=3",
+    ]
+    assert "rung 3 of 3: the best by mfu is lr=3e-3 (-0.5556)" in capsys.readouterr().out
 
 
 def test_seeds_are_ranked_by_their_mean_and_continue_together():

@@ -1,6 +1,6 @@
 """Parametrizations: the papers' tables written out, base shapes, and models with explicit multipliers."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -59,6 +59,28 @@ def test_mup_is_table_3():
     assert scales("model=qwen3_moe_debug", "parametrization=mup", "parametrization.base_width=16")[
         "blocks.0.feed_forward.router.weight"
     ] == ParameterScale(1 / 4, 1 / 4, 4.0, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(("name", "exponent"), [("completep", 1.0), ("depth_mup", 0.5)])
+def test_depth_is_table_1(name: str, exponent: float):
+    """Four times the depth at the base width: of each part, initial weights, learning rate, decay and epsilon."""
+    shape = ["parametrization.base_width=64", "parametrization.base_depth=2", f"parametrization={name}"]
+    found = scales("model=llama_debug", "model.layers=8", *shape)
+    branch = 4.0**exponent
+    lr, eps = branch / 4, 1 / branch
+    expected = {
+        "embedding": ParameterScale(),
+        "head": ParameterScale(),
+        "norm": ParameterScale(),
+        "blocks.3.attention_norm": ParameterScale(lr=lr, eps=eps),
+        "blocks.3.attention.qkv": ParameterScale(lr=lr, eps=eps),
+        # Initial weights of the base depth, which the family divides by the root of the depth; the branch's factor is
+        # in the weights.
+        "blocks.3.attention.out": ParameterScale(2 / branch, lr / branch, branch, eps * branch),
+        "blocks.7.feed_forward.down": ParameterScale(2 / branch, lr / branch, branch, eps * branch),
+    }
+    for part, scale in expected.items():
+        assert asdict(found[f"{part}.weight"]) == pytest.approx(asdict(scale)), part
 
 
 def test_a_tied_heads_factor_is_in_the_last_norm():
@@ -272,6 +294,7 @@ def test_groups_and_the_table():
             r"a pipeline stage may have no backward pass then\n.*lr_scale: 0",
         ),
         (["optimizer=sgd", "+optimizer.groups.a={match:[head],betas:[0.8,0.9]}"], r"name=sgd has none"),
+        (["+optimizer.groups.a={match:['*'],frozen:true}"], r"groups\.a\.frozen=true: every parameter is frozen"),
     ],
 )
 def test_mistakes_are_refused_in_words(overrides: list[str], message: str):

@@ -21,9 +21,15 @@ OPTIMIZERS = {
     "soap": ["optimizer=soap", "optimizer.precondition_every=2"],
     "soap, heads": ["optimizer=soap", "optimizer.split_attention=head", "optimizer.sides=smaller"],
     "lion": ["optimizer=lion"],
+    "lion, bf16": ["optimizer=lion", "optimizer.state_precision=bf16"],
     "adafactor": ["optimizer=adafactor"],
     "schedule-free AdamW": ["optimizer=schedule_free_adamw"],
+    "sgd": ["optimizer=sgd", "optimizer.lr=0.1"],
+    "adamw": ["optimizer=adamw"],
+    "adamw, bf16": ["optimizer=adamw", "optimizer.state_precision=bf16"],
 }
+BLOCKS = {f"adamw, {name}": ["optimizer=adamw", f"optimizer.state_precision={name}"] for name in ("int8", "fp8")}
+"""Optimizers that refuse layouts in which a block of a row would lie on two ranks."""
 DENSE, EXPERTS, LATENT = "model=llama_debug", "model=qwen3_moe_debug", "model=deepseek_debug"
 LAYOUTS = [
     pytest.param(f"{DENSE} parallelism.tp=2 parallelism.dp_shard=2", marks=pytest.mark.night),
@@ -80,7 +86,7 @@ def assert_updates_of_one_device(model: Sequence[str], layout: Sequence[str]) ->
 
 
 def test_a_restored_optimizer_continues_bitwise():
-    configs = [optimizer_config(*words) for words in OPTIMIZERS.values()]
+    configs = [optimizer_config(*words) for words in (OPTIMIZERS | BLOCKS).values()]
     experiment = experiment_of(DENSE, "parallelism.tp=2")
     for found, expected in zip(
         updated(experiment, configs, restored_after=2), updated(experiment, configs), strict=True

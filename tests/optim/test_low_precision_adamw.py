@@ -53,6 +53,21 @@ def test_the_first_step_is_exact_and_later_ones_are_near(precision: str, bound: 
     assert torch.allclose(found[1], exact[1], atol=1e-6) == vectors_are_exact
 
 
+def test_fp8_keeps_second_moments_of_seven_decades_in_a_block():
+    """Without the root the smallest would be stored as 0, and their updates would be far too large."""
+    sizes, random, weights = torch.logspace(0, -3.5, 32), torch.Generator().manual_seed(0), []
+    gradients = [torch.randn(4, 32, generator=random) * sizes for _ in range(4)]
+    for precision in ("fp32", "fp8"):
+        parameter = torch.nn.Parameter(torch.zeros(4, 32))
+        optimizer = LowPrecisionAdamW([{"params": [parameter], "weight_decay": 0.0}], **HOW, precision=precision)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        weights.append(parameter.detach() / HOW["lr"])
+    exact, found = weights
+    assert (found - exact).abs().max() < 1
+
+
 def test_it_is_torchaos_in_the_same_blocks():
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit

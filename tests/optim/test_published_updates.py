@@ -93,7 +93,8 @@ class Fused(nn.Module):
 
 
 def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, largest: int | None = None) -> Tensor:
-    """SOAP with bases of the sides up to `largest`, which is the smaller side unless given; lr 0.01, decay 0.1."""
+    """SOAP with bases of the sides up to `largest`, which is the smaller side unless given; lr 0.01, decay 0.1,
+    betas 0.9 and 0.95."""
     weight, largest = weight.double(), largest or min(weight.shape)
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
     covariances, bases = [], []
@@ -108,9 +109,9 @@ def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, larges
             ]
             continue
         left, right = bases
-        mean, square = 0.95 * mean + 0.05 * gradient, 0.95 * square + 0.05 * (left.T @ gradient @ right) ** 2
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * (left.T @ gradient @ right) ** 2
         root = (square / (1 - 0.95**step)).sqrt() + 1e-8
-        update = left @ ((left.T @ mean @ right) / (1 - 0.95**step) / root) @ right.T
+        update = left @ ((left.T @ mean @ right) / (1 - 0.9**step) / root) @ right.T
         weight = weight - 0.01 * update
         covariances = [0.95 * old + 0.05 * side for old, side in zip(covariances, sides, strict=True)]
         if step % every == 0:
@@ -121,7 +122,7 @@ def soap_by_hand(weight: Tensor, gradients: list[Tensor], every: int = 2, larges
     return weight
 
 
-SOAP = ["optimizer=soap", "optimizer.lr=0.01", "optimizer.precondition_every=2"]
+SOAP = ["optimizer=soap", "optimizer.lr=0.01", "optimizer.precondition_every=2", "optimizer.betas=[0.9,0.95]"]
 
 
 @pytest.mark.parametrize("largest", [16, 8, 4])
@@ -218,12 +219,26 @@ def test_lion_is_the_published_update():
     assert_close(trained(module, config, gradients), expected)
 
 
-def test_adafactor_is_torchs():
-    config, module = optimizer_config("optimizer=adafactor", "optimizer.weight_decay=0.1"), linears()
+@pytest.mark.parametrize(
+    ("rate", "size"),
+    [
+        (0.01, 1.0),
+        # Above one over the root of the step, which is then the rate.
+        (0.9, 1.0),
+        # Second moments below the epsilon.
+        (0.9, 1e-7),
+    ],
+)
+def test_adafactor_is_torchs(rate: float, size: float):
+    words = ["optimizer=adafactor", "optimizer.weight_decay=0.1", f"optimizer.lr={rate}"]
+    words.append(f"optimizer.eps={torch.finfo(torch.float32).eps}")
+    config, module = optimizer_config(*words), linears()
     module.append(nn.LayerNorm(7))
     reference = linears()
     reference.append(nn.LayerNorm(7))
-    gradients = gradients_of(module)
+    for own in (module, reference):
+        own[0].weight.data.mul_(1e-4)  # type: ignore[operator]  # smaller than the smallest size that rates refer to
+    gradients = [[size * gradient for gradient in step] for step in gradients_of(module)]
     decayed = [parameter for parameter in reference.parameters() if parameter.dim() > 1]
     kept = [parameter for parameter in reference.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
@@ -252,18 +267,20 @@ def test_schedule_free_adamw_is_the_published_update():
     assert_close(trained(module, config, gradients), expected)
 
 
-def test_a_warm_up_counts_less_in_the_schedule_free_average():
+@pytest.mark.parametrize(("rates", "share"), [((0.01, 0.02), 0.8), ((0.02, 0.01), 0.5)])
+def test_a_warm_up_counts_less_in_the_schedule_free_average(rates: tuple[float, float], share: float):
+    """And a decay as much as its beginning, as in the authors' implementation."""
     config, module = optimizer_config("optimizer=schedule_free_adamw"), nn.Linear(4, 4, bias=False)
     optimizer, weights = build_optimizer([module], config), []
     assert isinstance(optimizer, HasGradientPoint)
-    for lr in (0.01, 0.02):
+    for lr in rates:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.to_gradient_point()
         module.weight.grad = torch.ones(4, 4)
         optimizer.step()
         weights.append(module.weight.detach().clone())
     z = optimizer.state[module.weight]["z"]
-    torch.testing.assert_close(weights[1], weights[0] + 0.8 * (z - weights[0]))
+    torch.testing.assert_close(weights[1], weights[0] + share * (z - weights[0]))
 
 
 def test_dion_is_the_published_update():

@@ -78,10 +78,22 @@ LAYOUTS = {
     "fsdp 2, Muon, QK-Clip": "parallelism.dp_shard=2 optimizer=muon optimizer.qk_clip=0.1 training.micro_batch_size=1",
     "cp 2, document mask, Muon, QK-Clip": "parallelism.cp=2 data.document_mask=true optimizer=muon "
     "optimizer.qk_clip=0.1",
+    "tp 2 x fsdp 2, Muon by head in bf16": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=muon "
+    "optimizer.split_attention=head optimizer.precision=bf16",
+    "Qwen3-MoE, fsdp 2 x tp 2, Muon": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 optimizer=muon",
     "fsdp 2, Dion": "parallelism.dp_shard=2 optimizer=dion",
+    "Qwen3-MoE, fsdp 2 x tp 2, Dion": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 optimizer=dion",
     "tp 2 x fsdp 2, SOAP": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=soap optimizer.precondition_every=1",
+    "Qwen3-MoE, fsdp 2 x tp 2, SOAP": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 optimizer=soap "
+    "optimizer.precondition_every=1",
     "tp 2 x fsdp 2, Lion": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=lion",
     "tp 2 x fsdp 2, Adafactor": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=adafactor",
+    "Qwen3-MoE, fsdp 2 x tp 2, Adafactor": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 "
+    "optimizer=adafactor",
+    "fsdp 2, momentum of Lion in bf16": "parallelism.dp_shard=2 optimizer=lion optimizer.state_precision=bf16",
+    "tp 2 x fsdp 2, SGD": "parallelism.tp=2 parallelism.dp_shard=2 optimizer=sgd",
+    "pp 2 x fsdp 2, schedule-free AdamW": "parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=4 "
+    "optimizer=schedule_free_adamw",
     "fsdp 2, schedule-free AdamW": "parallelism.dp_shard=2 optimizer=schedule_free_adamw",
     "fsdp 2, another optimizer, for loop": "parallelism.dp_shard=2 optimizer.name=torch.optim.SGD "
     "optimizer.implementation=for_loop +optimizer.options.momentum=0.9",

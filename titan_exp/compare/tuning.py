@@ -3,9 +3,10 @@
 The best value is that of the best mean over seeds, not of the luckiest run.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import harmonic_mean
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, final_loss, own_values, target_metric
@@ -59,7 +60,7 @@ class Group:
     """Difference of the best to the baseline group's; None in the baseline's group."""
     steps: Reached
     seconds: Reached
-    """Training time without evaluation and checkpoints, from the run's median speed."""
+    """Training time without evaluation and checkpoints, from the run's mean speed."""
     is_baseline: bool
 
 
@@ -179,9 +180,18 @@ def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float
         if seen is None:
             continue
         steps.append(next(float(row["step"] or 0) for row in run.rows if row.get("tokens") == seen))
-        speeds = own_values(run, "tokens_per_second", tokens)
-        seconds += [(seen - run.begins) / median(speeds)] if speeds else []
+        speed = _mean_speed(run, tokens)
+        seconds += [(seen - run.begins) / speed] if speed else []
     return Reached(estimate(steps), len(steps), len(runs)), Reached(estimate(seconds), len(seconds), len(runs))
+
+
+def _mean_speed(run: Run, tokens: float) -> float | None:
+    """Tokens over seconds of all measured rows up to `tokens`; None without any.
+
+    A median would leave out what an optimizer does every few steps, such as SOAP's power iterations.
+    """
+    speeds = [speed for speed in own_values(run, "tokens_per_second", tokens) if speed > 0 and math.isfinite(speed)]
+    return harmonic_mean(speeds) if speeds else None
 
 
 def point_text(tuning: Tuning, point: TunedPoint | None) -> str:

@@ -21,6 +21,7 @@ from titan_exp.models.build import build_model, choose_attention_backend, init_s
 from titan_exp.models.parametrization.lookup import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.parallel.meta_init import (
     buffer_places,
@@ -57,6 +58,8 @@ def measure_coordinates(experiment: Experiment, batches: Sequence[Batch], device
     before = _activations(model, probe)
     sizes.append(_mean_sizes(before))
     for batch in batches:
+        if isinstance(optimizer, HasGradientPoint):
+            optimizer.to_gradient_point()
         loss = loss_of(model, batch.to(device))
         (loss.total / max(int((batch.labels >= 0).sum()), 1)).backward()
         set_lr(optimizer, experiment.optimizer.lr)

@@ -72,6 +72,17 @@ def frozen_parameters_are_possible(
             yield Violation(field, True, reason, f"{remedy}; or lr_scale: 0, which keeps the gradients")
 
 
+def something_is_trained(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """Some parameter is in no frozen group."""
+    if not any(group.frozen for group in optimizer.groups.values()):
+        return
+    found = [optimizer.group_of(name, role) for name, role in parameter_roles(spec).items()]
+    if all(group is not None and group.frozen for group in found):
+        name = next(name for name, group in optimizer.groups.items() if group.frozen)
+        reason, remedy = "every parameter is frozen, so that there is nothing to train", "patterns that leave some out"
+        yield Violation(f"optimizer.groups.{name}.frozen", True, reason, f"{remedy}, or titan-exp evaluate RUN")
+
+
 def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfig) -> Iterator[Violation]:
     """Groups with a limit of their norm have gradients, and no limits from AdaGC; none takes the name of the others."""
     for name, group in optimizer.groups.items():
@@ -91,5 +102,5 @@ def group_norms_are_limited(optimizer: OptimizerConfig, grad_clip: GradClipConfi
 
 RULES = rules(
     *(roles_have_parameters, patterns_match, groups_are_disjoint, betas_have_an_effect),
-    *(frozen_parameters_are_possible, group_norms_are_limited),
+    *(frozen_parameters_are_possible, something_is_trained, group_norms_are_limited),
 )

@@ -116,6 +116,12 @@ RULES = rules(
         "weight_average=none, or another optimizer",
     ),
     Refuse(
+        "optimizer.nesterov",
+        lambda optimizer: getattr(optimizer, "nesterov", False) and not optimizer.momentum,
+        "without momentum there is nothing to look ahead by (optimizer.momentum=0)",
+        "optimizer.nesterov=false, or optimizer.momentum=0.9",
+    ),
+    Refuse(
         "profiling.memory_step",
         lambda profiling, training: (profiling.memory_step or 0) > training.last_step,
         "the run ends at step {training.last_step}",

@@ -103,7 +103,7 @@ def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
                 yield f"{group.label} at {tuning.short}={value_text(point.value)}: {point.diverged} of {runs} diverged."
     yield (
         f"Steps and time to the training loss that {base.label} at its best ends with, seed by seed; time is that of "
-        "training alone, at the run's median speed. Brackets are 95 % intervals over seeds."
+        "training alone, at the run's mean speed. Brackets are 95 % intervals over seeds."
     )
 
 

@@ -52,6 +52,16 @@ def meaning_of(key: str) -> str:
     return _types_and_docstrings().get(key, (None, ""))[1]
 
 
+def declared_in(kind: Any, key: str) -> tuple[Any, str]:
+    """Type and docstring of a dotted key in a group's class, as another class of the group may have other ones."""
+    *path, last = key.split(".")[1:] or [""]
+    for part in path:
+        kind = hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
+    if not dataclasses.is_dataclass(kind) or last not in hints(kind):
+        return annotation_of(key), meaning_of(key)
+    return hints(kind)[last], docstrings(kind).get(last, "")
+
+
 @cache
 def docstrings(kind: Any) -> dict[str, str]:
     """Field docstrings of a dataclass and its bases, read from source."""

@@ -18,7 +18,7 @@ from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.schema.component import config_class, current_names
 from titan_exp.config.schema.foreign_code import Trust, require_trust
 from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
-from titan_exp.config.schema.schema import annotation_of, hints, keys, literals_beside, meaning_of, optional_fields
+from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
 from titan_exp.config.secrets.variables import SECRET, variables_in
 
 
@@ -137,7 +137,7 @@ def _build_groups(
                 remedy = "type the value, or use a variable with another name"
                 add(Violation(field, detail["input"], f"{names[0]}: {SECRET}", remedy))
             else:
-                add(from_pydantic(detail, field, annotation_of(declared), meaning_of(declared)))
+                add(from_pydantic(detail, field, *declared_in(classes.get(declared.partition(".")[0]), declared)))
     if not found:
         return built
     _drop_consequences(found, uncomputed)

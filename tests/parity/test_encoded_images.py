@@ -1,5 +1,6 @@
 """Training on images that are encoded on the way: the losses and weights of training from a store, to the bit."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.parity.runs import Curve, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.cli.encode import run
+from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.inference.generate import generate_command
 
 OPTIONS = ["size=8", "patch=2", "text_tokens=8", "text_dim=32", "pooled_dim=24"]
@@ -47,11 +49,21 @@ def test_losses_weights_and_grids_are_those_of_a_store(from_the_store: tuple[Pat
     assert grids[0] == grids[1]
 
 
-def test_a_run_stopped_half_way_goes_on_to_the_bit_and_draws_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    whole, resumed = continued(tmp_path, ENCODED, ENCODED)
+def test_a_stopped_run_goes_on_to_the_bit_and_is_evaluated_and_draws_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = [*ENCODED, "training.evaluate_every=10", "data.validation_documents=9"]
+    whole, resumed = continued(tmp_path, words, words)
+    capsys.readouterr()
     assert (resumed.loss, resumed.grad_norm) == (whole.loss[5:], whole.grad_norm[5:])
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
-    run_folder = next(path.parent for path in tmp_path.rglob("config.yaml") if (path.parent / "checkpoints").exists())
+    run_folder = tmp_path / "whole"
+    assert evaluate_command([str(run_folder), "--json", "training.micro_batch_size=2"]) == 0
+    found, last = json.loads(capsys.readouterr().out), whole.rows[-1]
+    assert found["tokens"] == last["validation_tokens"] == 8 * 9 * 24
+    assert found["loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
+    assert found["t=0.0625"] == pytest.approx(last["validation_loss/t=0.0625"], rel=1e-5)
+    assert found["text_gain"] == pytest.approx(last["validation_text_gain"], abs=1e-6)
     assert generate_command([str(run_folder), "prompt=Digit seven", "steps=2", f"out={tmp_path / 'out'}"]) == 0
     assert (tmp_path / "out" / "00-digit-seven-0-0.png").is_file()
 

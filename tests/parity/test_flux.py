@@ -1,8 +1,8 @@
 """Flux in every layout: curve and weights of one device, with noise, times and dropped texts keyed by sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
+from tests.parity.test_quantized import assert_same_recipe, scales_are_of_a_rank_s_part
 from tests.patching import patch
 from tests.proofs import proves
 
@@ -27,6 +28,7 @@ NIGHT = [
     "training.micro_batch_size=1 activation_checkpoint=full",
     "parallelism.dp_replicate=2 activation_checkpoint=selective",
     "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager",
+    "training.micro_batch_size=4 compile=blocks",
     "parallelism.dp_shard=4 parallelism.reshard_after_forward=always",
     "parallelism.tp=2 parallelism.sequence_parallel=false",
     "parallelism.tp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
@@ -261,16 +263,17 @@ RECIPES = {recipe: f"quantization={recipe}" for recipe in ("float8_tensorwise", 
 RECIPES["float8_rowwise_gw_hp"] = "quantization=float8_rowwise_gw_hp quantization.filter=['*.text.*']"
 
 
-@pytest.fixture(scope="session")
-def recipe_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
-    few = f"{words} training.steps=3 training.evaluate_every=0 optimizer.lr=1e-3"
-    return remembered(lambda: tmp_path_factory.mktemp("one"), {name: f"{few} {word}" for name, word in RECIPES.items()})
-
-
-def quantized(path: Path, words: str, recipe: str, layout: str, mutate: Callable[[], None] | None = None) -> Curve:
+def quantized(path: Path, words: str, recipe: str, layout: str = "", mutate: Callable[[], None] | None = None) -> Curve:
+    """Three steps; initial weights are drawn, since blocks whose gates are zero round nothing that anyone sees."""
     few = ["training.steps=3", "training.evaluate_every=0", "optimizer.lr=1e-3"]
     given = [word for word in words.split() if word.partition("=")[0] not in {key.partition("=")[0] for key in few}]
-    return train(path, *given, *few, *RECIPES[recipe].split(), *layout.split(), mutate=mutate)
+    chosen = [] if "quantization=none" in layout else RECIPES[recipe].split()
+    return train(path, *given, *few, *chosen, *layout.split(), mutate=partial(broken, mutate))
+
+
+@pytest.fixture(scope="session")
+def recipe_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
+    return cache(lambda recipe: quantized(tmp_path_factory.mktemp("one"), words, recipe))
 
 
 @pytest.mark.parametrize(
@@ -287,6 +290,52 @@ def quantized(path: Path, words: str, recipe: str, layout: str, mutate: Callable
 def test_recipes_give_the_curve_of_one_device(
     recipe: str, layout: str, words: str, recipe_on_one_device: Callable[[str], Curve], tmp_path: Path
 ):
-    from tests.parity.test_quantized import assert_same_recipe
-
     assert_same_recipe(quantized(tmp_path, words, recipe, layout), recipe_on_one_device(recipe))
+
+
+def modulations_are_rounded_too() -> None:
+    """Their inputs are one vector for each sequence."""
+
+    def make(original: Callable[..., Iterator[tuple[str, object]]]) -> object:
+        def chosen(model: torch.nn.Module, config: object, layers: int) -> Iterator[tuple[str, object]]:
+            from titan_exp.models.blocks.linear import Linear
+
+            yield from original(model, config, layers)
+            for name, module in model.named_modules():
+                if isinstance(module, Linear) and name.startswith("blocks.") and name.endswith("modulation"):
+                    yield name, module
+
+        return chosen
+
+    patch("titan_exp.quantization.quantize._quantized_linears", make)
+
+
+def one_linear_stays_in_high_precision() -> None:
+    def make(original: Callable[..., Iterator[tuple[str, object]]]) -> object:
+        def chosen(*given: object) -> Iterator[tuple[str, object]]:
+            return ((name, linear) for name, linear in original(*given) if name != "blocks.3.out")
+
+        return chosen
+
+    patch("titan_exp.quantization.quantize._quantized_linears", make)
+
+
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "mutate", [None, modulations_are_rounded_too, one_linear_stays_in_high_precision, scales_are_of_a_rank_s_part]
+)
+@pytest.mark.night
+def test_mutations_of_recipes_are_noticed(
+    recipe: str,
+    mutate: Callable[[], None] | None,
+    words: str,
+    recipe_on_one_device: Callable[[str], Curve],
+    tmp_path: Path,
+):
+    """Without one, the curve without a recipe is another."""
+    if mutate is scales_are_of_a_rank_s_part and recipe == "mxfp8":
+        pytest.skip("its scales are those of blocks within a rank")
+    layout = "parallelism.tp=2" if mutate is not None else "quantization=none"
+    found = quantized(tmp_path, words, recipe, layout, mutate)
+    with pytest.raises(AssertionError):
+        assert_same_recipe(found, recipe_on_one_device(recipe))

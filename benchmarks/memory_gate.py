@@ -25,7 +25,7 @@ BATCH = "training.seq_len=128 training.global_batch_size=2 training.micro_batch_
 ROWS = "training.seq_len=512 training.global_batch_size=8 training.micro_batch_size=4"
 EXPERTS = "model=qwen3_moe_debug model.dim=1024 model.layers=6 model.moe.ffn_dim=1024 model.moe.experts=16"
 FLUX = (
-    "+experiment=flux_laptop data=images data.paths=[] weight_average=none tracking.images_every=0 model.dim=1024 "
+    "+experiment=flux_laptop data=images data.paths=[] tracking.images_every=0 model.dim=1024 "
     "model.heads=16 model.rope_axes=[16,24,24] training.global_batch_size=32 training.micro_batch_size=16"
 )
 CASES = {

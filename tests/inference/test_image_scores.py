@@ -122,6 +122,11 @@ def test_the_clip_score_is_the_mean_of_positive_cosines(clip: Path):
     assert score(IMAGES[:1], ["greek " * 30]) >= 0  # longer than the model reads
 
 
+def prompt_of(file: Path) -> str:
+    with Image.open(file) as image:
+        return str(image.info["prompt"])
+
+
 def test_a_run_is_scored_on_its_captions(
     drawn: Path, clip: Path, network: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -130,7 +135,7 @@ def test_a_run_is_scored_on_its_captions(
     printed = capsys.readouterr().out.splitlines()
     (score,) = (line for line in printed if line.startswith("CLIP score: "))
     files = sorted(tmp_path.glob("0*.png"))
-    images, prompts = [read(file) for file in files], [Image.open(file).info["prompt"] for file in files]
+    images, prompts = [read(file) for file in files], [prompt_of(file) for file in files]
     assert sorted(prompts) == sorted(map(Flags().caption, range(len(COLOURS))))
     assert score == f"CLIP score: {CLIPScore(str(clip))(images, prompts):.3f} over 4 images"
     features = inception_features(str(network))

@@ -4,6 +4,7 @@ Held-out samples, which are evaluated at several times, are kept once they are e
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,5 +62,6 @@ class EncodedImages(LatentSamples):
     def _keep(self, index: int, sample: Sample) -> None:
         size = sum(array.nbytes for array in sample if array is not None)
         if size <= self._room:
-            self._kept[index] = Sample(*(None if array is None else np.array(array) for array in sample))
+            arrays: list[Any] = [None if array is None else np.array(array) for array in sample]
+            self._kept[index] = Sample(*arrays)
             self._room -= size

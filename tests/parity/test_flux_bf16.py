@@ -65,11 +65,11 @@ def test_a_layout_stays_in_the_band(tmp_path: Path, bands: Bands, layout: str):
 
 
 @pytest.mark.night
-def test_the_band_is_narrow(tmp_path: Path, bands: Bands):
-    fp32 = train(tmp_path, *WORDS, "training.mixed_precision=fp32", mutate=begin)
-    print(bands.loss.width, bands.norm.width, fp32.loss, bands.used("fp32", fp32))
-    assert fp32.loss == pytest.approx(bands.loss.middle, rel=5e-3)
-    assert max(bands.used("one device, fp32", fp32)) > BANDS
+def test_the_band_is_narrow(bands: Bands):
+    """The norm's is wider than a language model's: gradients that are wrong by less than 3 % are left to fp32."""
+    print(bands.loss.width, bands.norm.width)
+    assert FLOOR["loss"] < bands.loss.width[-1] < 1e-3
+    assert FLOOR["norm"] < bands.norm.width[-1] < 4e-3
     assert bands.loss.middle[-1] < bands.loss.middle[0] - 0.1, "a curve that does not move stays in any band"
 
 
@@ -82,10 +82,24 @@ def times_are_rounded() -> None:
     )
 
 
+def norms_of_queries_and_keys_have_the_epsilon_of_bf16() -> None:
+    patch(
+        "titan_exp.models.blocks.diffusion.norm",
+        lambda original: lambda layer, name, _: original(layer, name, torch.finfo(torch.bfloat16).eps),
+    )
+
+
 @pytest.mark.night
-@pytest.mark.parametrize("broken", [partial(gradients_are_too_large, 1.005), times_are_rounded])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        partial(gradients_are_too_large, 1.04),
+        times_are_rounded,
+        norms_of_queries_and_keys_have_the_epsilon_of_bf16,
+    ],
+)
 def test_what_is_broken_leaves_the_band(tmp_path: Path, bands: Bands, broken: Callable[[], None]):
     curve = train(tmp_path, *WORDS, LAYOUTS[0], mutate=partial(begin, broken))
     found = bands.used("broken", curve)
-    print(broken, bands.table[-1])
+    print(bands.table[-1])
     assert max(found) > BANDS

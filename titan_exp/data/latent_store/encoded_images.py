@@ -14,7 +14,7 @@ from titan_exp.data.images.captioned_images import CaptionedImages
 from titan_exp.data.latent_store.encoders import Encoders
 from titan_exp.data.latent_store.samples import LatentSamples, Sample
 
-KEPT_BYTES = 2**30
+KEPT_BYTES = 2**28
 """Most bytes of samples that a split keeps."""
 
 

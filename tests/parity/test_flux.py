@@ -28,7 +28,6 @@ NIGHT = [
     "training.micro_batch_size=1 activation_checkpoint=full",
     "parallelism.dp_replicate=2 activation_checkpoint=selective",
     "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager",
-    "training.micro_batch_size=4 compile=blocks",
     "parallelism.dp_shard=4 parallelism.reshard_after_forward=always",
     "parallelism.tp=2 parallelism.sequence_parallel=false",
     "parallelism.tp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
@@ -76,6 +75,12 @@ def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device:
     assert len(losses) == 10
     assert [last[key] for key in losses] == pytest.approx([expected[key] for key in losses], rel=1e-5)
     assert "validation_perplexity" not in last
+
+
+@pytest.mark.night
+def test_blocks_compiled_by_inductor_give_the_curve_of_one_device(words: str, on_one_device: Curve, tmp_path: Path):
+    found = train(tmp_path, *words.split(), "training.micro_batch_size=4", "compile=blocks", timeout=600)
+    assert_same_curve(found, on_one_device)
 
 
 def weights_begin_with_noise() -> None:
@@ -260,6 +265,7 @@ def test_mutations_of_divided_models_are_noticed(
 
 
 RECIPES = {recipe: f"quantization={recipe}" for recipe in ("float8_tensorwise", "float8_rowwise", "mxfp8")}
+RECIPES["any scales"] = "quantization=float8_rowwise quantization.power_of_two_scales=false"
 RECIPES["float8_rowwise_gw_hp"] = "quantization=float8_rowwise_gw_hp quantization.filter=['*.text.*']"
 
 
@@ -282,6 +288,7 @@ def recipe_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -
         ("float8_rowwise", "parallelism.tp=2 training.micro_batch_size=4"),
         pytest.param("float8_tensorwise", "parallelism.dp_shard=2", marks=pytest.mark.night),
         pytest.param("float8_tensorwise", "parallelism.tp=2 activation_checkpoint=full", marks=pytest.mark.night),
+        pytest.param("any scales", "parallelism.tp=2", marks=pytest.mark.night),
         pytest.param("mxfp8", "parallelism.cp=2 training.micro_batch_size=8", marks=pytest.mark.night),
         pytest.param("float8_rowwise_gw_hp", "parallelism.pp=2 training.micro_batch_size=2", marks=pytest.mark.night),
         pytest.param("mxfp8", "parallelism.tp=2 compile=blocks compile.backend=aot_eager", marks=pytest.mark.night),
@@ -320,22 +327,27 @@ def one_linear_stays_in_high_precision() -> None:
     patch("titan_exp.quantization.quantize._quantized_linears", make)
 
 
-@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8"])
 @pytest.mark.parametrize(
-    "mutate", [None, modulations_are_rounded_too, one_linear_stays_in_high_precision, scales_are_of_a_rank_s_part]
+    ("recipe", "layout", "mutate"),
+    [
+        ("float8_rowwise", "quantization=none", None),
+        ("mxfp8", "quantization=none", None),
+        ("float8_rowwise", "parallelism.tp=2", modulations_are_rounded_too),
+        ("float8_rowwise", "parallelism.tp=2", one_linear_stays_in_high_precision),
+        ("mxfp8", "parallelism.tp=2", one_linear_stays_in_high_precision),
+        ("any scales", "parallelism.tp=2", scales_are_of_a_rank_s_part),
+    ],
 )
 @pytest.mark.night
 def test_mutations_of_recipes_are_noticed(
     recipe: str,
+    layout: str,
     mutate: Callable[[], None] | None,
     words: str,
     recipe_on_one_device: Callable[[str], Curve],
     tmp_path: Path,
 ):
-    """Without one, the curve without a recipe is another."""
-    if mutate is scales_are_of_a_rank_s_part and recipe == "mxfp8":
-        pytest.skip("its scales are those of blocks within a rank")
-    layout = "parallelism.tp=2" if mutate is not None else "quantization=none"
+    """Without a recipe the curve is another, so that the recipe does something."""
     found = quantized(tmp_path, words, recipe, layout, mutate)
     with pytest.raises(AssertionError):
         assert_same_recipe(found, recipe_on_one_device(recipe))

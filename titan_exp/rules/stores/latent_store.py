@@ -23,7 +23,7 @@ _OBJECTIVE = "rectified_flow"
 _EXAMPLES = {
     "folder": "data.images=folder data.paths='[photos]'",
     "huggingface": "data.images=huggingface data.paths='[OWNER/NAME]', or a local folder",
-    "webdataset": "data.images=webdataset data.paths=['shards/*.tar']",
+    "webdataset": "data.images=webdataset data.paths='[shards/*.tar]'",
 }
 
 

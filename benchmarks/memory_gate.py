@@ -24,6 +24,10 @@ DENSE = "model=llama_debug model.dim=1024 model.ffn_dim=4096 model.layers=6 mode
 BATCH = "training.seq_len=128 training.global_batch_size=2 training.micro_batch_size=1"
 ROWS = "training.seq_len=512 training.global_batch_size=8 training.micro_batch_size=4"
 EXPERTS = "model=qwen3_moe_debug model.dim=1024 model.layers=6 model.moe.ffn_dim=1024 model.moe.experts=16"
+FLUX = (
+    "+experiment=flux_laptop data=images data.paths=[] tracking.images_every=0 model.dim=1024 "
+    "model.heads=16 model.rope_axes=[16,24,24] training.global_batch_size=32 training.micro_batch_size=16"
+)
 CASES = {
     "fp32, async": f"{DENSE} {BATCH}",
     "fp32, async_process": f"{DENSE} {BATCH} checkpoint.mode=async_process",
@@ -35,6 +39,9 @@ CASES = {
     "dp_replicate=2, sync": f"{DENSE} {ROWS} parallelism.dp_replicate=2 checkpoint.mode=sync",
     "tp=2, async": f"{DENSE} {ROWS} parallelism.tp=2",
     "pp=2, 1F1B, async": f"{DENSE} {ROWS} parallelism.pp=2",
+    "flux, fp32, async": FLUX,
+    "flux, bf16, full, dp_shard=2": f"{FLUX} training.mixed_precision=bf16 activation_checkpoint=full "
+    "parallelism.dp_shard=2",
     "experts, ep=2, async": f"{EXPERTS} {ROWS} parallelism.dp_shard=2 parallelism.ep=2",
 }
 """Overrides by case."""

@@ -102,6 +102,9 @@ def test_buckets_have_equally_many_tokens_and_images_go_to_the_nearest():
     assert aspect_buckets(48, 1) == [Bucket(48, 48)]
     assert nearest_bucket(900, 1600, buckets) == Bucket(36, 64)
     assert nearest_bucket(1600, 900, buckets) == Bucket(64, 36)
+    # Between 4 x 9 and 3 x 12: nearer to the first as a factor, to the second as a difference.
+    assert nearest_bucket(335, 1000, aspect_buckets(6, 9)) == Bucket(4, 9)
+    assert nearest_bucket(1000, 335, aspect_buckets(6, 9)) == Bucket(9, 4)
 
 
 def test_images_are_scaled_to_cover_a_bucket_and_cropped_in_the_middle():

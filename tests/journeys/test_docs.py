@@ -28,6 +28,7 @@ ELSEWHERE = {
     "images=folder": "needs images; tests/data/test_captioned_images.py makes some",
     "images=webdataset": "needs shards; tests/data/test_captioned_images.py makes some",
     "images=huggingface": "needs a data set from the hub; tests/data/test_captioned_images.py makes a local one",
+    "captions=": "needs networks; tests/inference/test_image_scores.py makes tiny ones",
     "guidance=": "needs a diffusion run; tests/inference/test_generate_images.py trains one",
     "-f": "follows until interrupted",
     "-sc ": "prints shell code",

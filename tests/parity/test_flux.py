@@ -1,8 +1,8 @@
 """Flux in every layout: curve and weights of one device, with noise, times and dropped texts keyed by sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
+from tests.parity.test_quantized import assert_same_recipe, scales_are_of_a_rank_s_part
 from tests.patching import patch
 from tests.proofs import proves
 
@@ -74,6 +75,12 @@ def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device:
     assert len(losses) == 10
     assert [last[key] for key in losses] == pytest.approx([expected[key] for key in losses], rel=1e-5)
     assert "validation_perplexity" not in last
+
+
+@pytest.mark.night
+def test_blocks_compiled_by_inductor_give_the_curve_of_one_device(words: str, on_one_device: Curve, tmp_path: Path):
+    found = train(tmp_path, *words.split(), "training.micro_batch_size=4", "compile=blocks", timeout=600)
+    assert_same_curve(found, on_one_device)
 
 
 def weights_begin_with_noise() -> None:
@@ -258,19 +265,21 @@ def test_mutations_of_divided_models_are_noticed(
 
 
 RECIPES = {recipe: f"quantization={recipe}" for recipe in ("float8_tensorwise", "float8_rowwise", "mxfp8")}
+RECIPES["any scales"] = "quantization=float8_rowwise quantization.power_of_two_scales=false"
 RECIPES["float8_rowwise_gw_hp"] = "quantization=float8_rowwise_gw_hp quantization.filter=['*.text.*']"
+
+
+def quantized(path: Path, words: str, recipe: str, layout: str = "", mutate: Callable[[], None] | None = None) -> Curve:
+    """Three steps; initial weights are drawn, since blocks whose gates are zero round nothing that anyone sees."""
+    few = ["training.steps=3", "training.evaluate_every=0", "optimizer.lr=1e-3"]
+    given = [word for word in words.split() if word.partition("=")[0] not in {key.partition("=")[0] for key in few}]
+    chosen = [] if "quantization=none" in layout else RECIPES[recipe].split()
+    return train(path, *given, *few, *chosen, *layout.split(), mutate=partial(broken, mutate))
 
 
 @pytest.fixture(scope="session")
 def recipe_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
-    few = f"{words} training.steps=3 training.evaluate_every=0 optimizer.lr=1e-3"
-    return remembered(lambda: tmp_path_factory.mktemp("one"), {name: f"{few} {word}" for name, word in RECIPES.items()})
-
-
-def quantized(path: Path, words: str, recipe: str, layout: str, mutate: Callable[[], None] | None = None) -> Curve:
-    few = ["training.steps=3", "training.evaluate_every=0", "optimizer.lr=1e-3"]
-    given = [word for word in words.split() if word.partition("=")[0] not in {key.partition("=")[0] for key in few}]
-    return train(path, *given, *few, *RECIPES[recipe].split(), *layout.split(), mutate=mutate)
+    return cache(lambda recipe: quantized(tmp_path_factory.mktemp("one"), words, recipe))
 
 
 @pytest.mark.parametrize(
@@ -279,6 +288,7 @@ def quantized(path: Path, words: str, recipe: str, layout: str, mutate: Callable
         ("float8_rowwise", "parallelism.tp=2 training.micro_batch_size=4"),
         pytest.param("float8_tensorwise", "parallelism.dp_shard=2", marks=pytest.mark.night),
         pytest.param("float8_tensorwise", "parallelism.tp=2 activation_checkpoint=full", marks=pytest.mark.night),
+        pytest.param("any scales", "parallelism.tp=2", marks=pytest.mark.night),
         pytest.param("mxfp8", "parallelism.cp=2 training.micro_batch_size=8", marks=pytest.mark.night),
         pytest.param("float8_rowwise_gw_hp", "parallelism.pp=2 training.micro_batch_size=2", marks=pytest.mark.night),
         pytest.param("mxfp8", "parallelism.tp=2 compile=blocks compile.backend=aot_eager", marks=pytest.mark.night),
@@ -287,6 +297,57 @@ def quantized(path: Path, words: str, recipe: str, layout: str, mutate: Callable
 def test_recipes_give_the_curve_of_one_device(
     recipe: str, layout: str, words: str, recipe_on_one_device: Callable[[str], Curve], tmp_path: Path
 ):
-    from tests.parity.test_quantized import assert_same_recipe
-
     assert_same_recipe(quantized(tmp_path, words, recipe, layout), recipe_on_one_device(recipe))
+
+
+def modulations_are_rounded_too() -> None:
+    """Their inputs are one vector for each sequence."""
+
+    def make(original: Callable[..., Iterator[tuple[str, object]]]) -> object:
+        def chosen(model: torch.nn.Module, config: object, layers: int) -> Iterator[tuple[str, object]]:
+            from titan_exp.models.blocks.linear import Linear
+
+            yield from original(model, config, layers)
+            for name, module in model.named_modules():
+                if isinstance(module, Linear) and name.startswith("blocks.") and name.endswith("modulation"):
+                    yield name, module
+
+        return chosen
+
+    patch("titan_exp.quantization.quantize._quantized_linears", make)
+
+
+def one_linear_stays_in_high_precision() -> None:
+    def make(original: Callable[..., Iterator[tuple[str, object]]]) -> object:
+        def chosen(*given: object) -> Iterator[tuple[str, object]]:
+            return ((name, linear) for name, linear in original(*given) if name != "blocks.3.out")
+
+        return chosen
+
+    patch("titan_exp.quantization.quantize._quantized_linears", make)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mutate"),
+    [
+        ("float8_rowwise", None),
+        ("mxfp8", None),
+        ("float8_rowwise", modulations_are_rounded_too),
+        ("float8_rowwise", one_linear_stays_in_high_precision),
+        ("mxfp8", one_linear_stays_in_high_precision),
+        ("any scales", scales_are_of_a_rank_s_part),
+    ],
+)
+@pytest.mark.night
+def test_mutations_of_recipes_are_noticed(
+    recipe: str,
+    mutate: Callable[[], None] | None,
+    words: str,
+    recipe_on_one_device: Callable[[str], Curve],
+    tmp_path: Path,
+):
+    """Without a recipe the curve is another, so that the recipe does something."""
+    layout = "quantization=none" if mutate is None else "parallelism.tp=2"
+    found = quantized(tmp_path, words, recipe, layout, mutate)
+    with pytest.raises(AssertionError):
+        assert_same_recipe(found, recipe_on_one_device(recipe))

@@ -9,8 +9,7 @@ from titan_exp.config.command_line.verb_options import EncodeOptions
 from titan_exp.config.errors.user_error import UserError, Violation
 
 if TYPE_CHECKING:
-    from titan_exp.data.images.captioned_images import CaptionedImages
-    from titan_exp.data.latent_store.writer import Encoders, StoreOptions
+    from titan_exp.data.latent_store.writer import StoreOptions
 
 USAGE = """\
 titan-exp encode images=KIND out=STORE [paths=...] [size=...]
@@ -32,17 +31,13 @@ def run(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from titan_exp.config.images.latent_format import latent_format
+    from titan_exp.data.images.open_images import open_images
+    from titan_exp.data.latent_store.encoders import Encoders
     from titan_exp.data.latent_store.writer import write_latent_store
 
-    encoders = _encoders(options)
-    token_size = encoders.images.token_size
-    if options.size % token_size:
-        near = max(1, round(options.size / token_size)) * token_size
-        violation = Violation(
-            "size", options.size, f"image tokens are {token_size} pixels wide", f"nearest: size={near}"
-        )
-        raise UserError("This cannot be encoded.", [violation])
-    images = _images(options)
+    encoders = Encoders.build(latent_format(options))
+    images = open_images(options, options)
     out, console = Path(options.out).expanduser(), Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("images", total=len(images))
@@ -56,46 +51,6 @@ def run(argv: Sequence[str]) -> int:
     )
     print(f"To train from it: titan-exp train +experiment=flux_laptop data.paths='[{options.out}]'")
     return 0
-
-
-def _images(options: EncodeOptions) -> "CaptionedImages":
-    match options.images:
-        case "emoji":
-            from titan_exp.data.images.emoji import EmojiImages
-
-            return EmojiImages(options.size)
-        case "glyphs":
-            from titan_exp.data.images.glyphs import GlyphImages
-
-            return GlyphImages(options.size)
-        case "folder":
-            from titan_exp.data.images.folder import FolderImages
-
-            return FolderImages(options.paths, options.caption_key)
-        case "webdataset":
-            from titan_exp.data.images.webdataset import WebDatasetImages
-
-            return WebDatasetImages(options.paths, options.caption_key)
-        case "huggingface":
-            from titan_exp.data.images.huggingface import HuggingFaceImages
-
-            return HuggingFaceImages(options.paths, options.split, options.image_key, options.caption_key)
-
-
-def _encoders(options: EncodeOptions) -> "Encoders":
-    from titan_exp.data.latent_store.autoencoder import Autoencoder
-    from titan_exp.data.latent_store.hashed_words import HashedWords
-    from titan_exp.data.latent_store.pixels import Pixels
-    from titan_exp.data.latent_store.t5_and_clip import T5AndCLIP
-    from titan_exp.data.latent_store.writer import Encoders
-
-    hashed, tokens = options.texts == "hashed_words", options.text_tokens
-    return Encoders(
-        Pixels(options.patch) if options.latents == "pixels" else Autoencoder(options.latents),
-        HashedWords(tokens, options.text_dim, options.pooled_dim, options.seed)
-        if hashed
-        else T5AndCLIP(options.texts, tokens),
-    )
 
 
 def _store_options(options: EncodeOptions) -> "StoreOptions":

@@ -1,4 +1,4 @@
-"""Evaluation: loss and perplexity of a checkpoint on any data, in any layout without pipeline stages."""
+"""Evaluation: loss of a checkpoint on any data, in any layout without pipeline stages."""
 
 import dataclasses
 import json
@@ -44,12 +44,14 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
+from titan_exp.rules.stores import latent_store
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of
+from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, serve
-from titan_exp.trainer.validate import ValidationResult, evaluate_sources
+from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
 
 USAGE = f"""\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
@@ -61,6 +63,7 @@ titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.K
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
   process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
   need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
+  A diffusion model is evaluated at eight fixed times, with and without its texts.
   --averaged evaluates the averaged weights of a run with weight_average.
   --experts also prints what each expert specialises in: which classes of tokens are routed to it. --positions also
   prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or
@@ -114,7 +117,8 @@ def evaluate_command(
         evaluation = Evaluation.from_json(run_on_ranks(f"{__name__}.rank_main", experiment, request))
     found = evaluation.result
     numbers: dict[str, Any] = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
-    numbers |= {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    numbers |= {"tokens": found.tokens, "loss": found.loss}
+    numbers |= evaluation.parts or {"perplexity": found.perplexity}
     if options.experts:
         numbers["experts"] = [dataclasses.asdict(layer) for layer in evaluation.layers]
     if options.positions:
@@ -122,11 +126,13 @@ def evaluate_command(
     if options.json:
         print(json.dumps(numbers))
         return 0
-    described = describe(path, source)
-    table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
-    table.add_row(
-        described, experiment.data.source, f"{found.tokens:,}", f"{found.loss:.4f}", f"{found.perplexity:.4g}"
-    )
+    cells = {"weights": describe(path, source), "data": experiment.data.source, "tokens": f"{found.tokens:,}"}
+    if evaluation.parts:
+        cells |= {"loss": f"{found.loss:.4f}"} | {name: f"{value:.4f}" for name, value in evaluation.parts.items()}
+    else:
+        cells |= {"loss (nats)": f"{found.loss:.4f}", "perplexity": f"{found.perplexity:.4g}"}
+    table = Table(*cells)
+    table.add_row(*cells.values())
     Console(highlight=False).print(table)
     for line in expert_classes.lines(evaluation.layers, found.tokens) if evaluation.layers else ():
         print(line)
@@ -154,13 +160,15 @@ class Evaluation:
     """Specialization of the experts, if observed."""
     octaves: list[PositionLoss] = dataclasses.field(default_factory=list)
     """Loss by octave of positions, if observed."""
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Losses of a diffusion model at fixed times and without texts, and the gain of texts."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
         """Read the dictionary of `dataclasses.asdict`."""
         layers = [LayerSpecialization.from_json(layer) for layer in values["layers"]]
         octaves = [PositionLoss(**octave) for octave in values["octaves"]]
-        return Evaluation(ValidationResult(**values["result"]), layers, octaves)
+        return Evaluation(ValidationResult(**values["result"]), layers, octaves, values["parts"])
 
 
 def evaluate_source(
@@ -206,6 +214,12 @@ def evaluate_source(
         computes = computes_loss(model, model_spec(source.model))
         chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
     by_position = LossByPosition(chunk, vocab_shard=vocab) if observed.positions else None
+    spec = model_spec(source.model)
+    if spec is not None and spec.latents is not None:
+        flow = build_objective(experiment.training, experiment.compile, None, spec=spec)
+        row = evaluate_split(EagerModel(model, flow, mesh), loader, mesh)
+        result = ValidationResult(row.pop("validation_loss"), int(row.pop("validation_tokens")))
+        return Evaluation(result, parts={re.sub("validation_(loss[/_])?", "", name): row[name] for name in row})
     eager = EagerModel(model, by_position or LanguageModeling(chunk, vocab_shard=vocab), mesh)
     classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device) if observed.experts else None
     watched = nullcontext(loader.sources) if classes is None else classes.observe(loader.sources, most_tokens)
@@ -218,6 +232,8 @@ def evaluate_source(
 
 def check_observed(experiment: Experiment, source: OpenCheckpoint, observed: Observed) -> None:
     """Raise UserError if the model has no experts, or if a rank would not see whole sequences or all their tokens."""
+    if observed.positions and not source.model.vocab_size:
+        raise UserError(f"--positions: {source.model.name} reads no tokens. Leave the flag out for its loss.")
     if observed.experts and not has_experts(source.model):
         raise UserError(f"--experts: {source.model.name} has no experts. Leave the flag out for its loss.")
     refused = [("tp", "--experts", observed.experts), ("cp", "--experts", observed.experts)]
@@ -273,7 +289,9 @@ def evaluation_experiment(
     experiment = to_experiment(base)
     every = 0 if all_documents else experiment.training.evaluate_every
     checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = find_violations((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked)
+    violations = find_violations(
+        (*data.RULES, *latent_store.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked
+    )
     if experiment.parallelism.pp > 1:
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"
@@ -312,9 +330,10 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
             # Evaluation runs neither the run's optimizer, nor its objective, nor its executor.
             defaults = to_dict(experiment)
             config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
+            flow = config.get("training", {}).get("objective") == "rectified_flow"
             for key in ("training.objective", "training.objective_options", "cluster.kind"):
                 group, _, name = key.partition(".")
-                if isinstance(config.get(group), dict):  # else reported below
+                if isinstance(config.get(group), dict) and not (flow and group == "training"):  # else reported below
                     config[group] |= {name: defaults[group][name]}
             return _literal(config)
     if not source.model.vocab_size:

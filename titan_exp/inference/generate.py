@@ -22,10 +22,11 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.inference.generate_images import (
+    captions_of,
+    encoders_of,
     generate_images,
     makes_images,
     require_even_shares,
-    store_manifest,
 )
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
@@ -64,9 +65,10 @@ def generate_command(
     source = _open(path, options)
     _require_kind(options, source)
     if makes_images(source):  # fail before ranks start
-        manifest = store_manifest(source, options)
+        encoded = encoders_of(source, options)
+        prompts = captions_of(source, options) if options.captions else prompts
         if not options.height and not options.width:
-            require_even_shares(manifest.text_tokens, manifest.rows * manifest.columns, options.cp)
+            require_even_shares(encoded.text_tokens, encoded.rows * encoded.columns, options.cp)
     else:
         tokenizer_of(source)
     if options.tp * options.cp == 1:
@@ -217,9 +219,9 @@ def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
 def _answer(
     path: Path, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], mesh: Mesh | None = None
 ) -> list[str]:
-    """Lines to print: files of images, or texts with an empty line behind each."""
+    """Lines to print: files and scores of images, or texts with an empty line behind each."""
     if makes_images(source):
-        return list(map(str, generate_images(source, options, prompts, mesh=mesh)))
+        return generate_images(source, options, prompts, mesh=mesh)
     texts = generate(source, options, prompts, window=training_length(path, source), mesh=mesh)
     return [f"{prompt}{text}\n" for prompt, text in zip(prompts, texts, strict=True)]
 

@@ -16,12 +16,17 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.images.latent_format import LatentFormat
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
-from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_latent_manifest
+from titan_exp.config.paths.latent_data import format_of
+from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.data.latent_store.image_codec import ImageCodec, image_codec
+from titan_exp.data.latent_store.latent_data import LatentData, open_latents, open_store
 from titan_exp.data.latent_store.text_encoder import TextEncoder, text_encoder
+from titan_exp.inference.image_scores import ImageScores, real_images
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec
@@ -54,12 +59,14 @@ class SamplingSetup:
 
 def generate_images(
     source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, mesh: Mesh | None = None
-) -> list[Path]:
-    """Draw images and write them, each in a file, and the grid of all in the last one; returns the files.
+) -> list[str]:
+    """Draw images and write them, each in a file, and the grid of all in the last one; returns lines to print, the
+    files and the scores.
 
     All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
     latent store, or an encoder of it, is missing.
     """
+    scores = ImageScores(options)
     setup = sampling_setup(source, options)
     tokens = setup.encoder.tokens + setup.rows * setup.columns
     require_even_shares(setup.encoder.tokens, setup.rows * setup.columns, options.cp)
@@ -78,7 +85,9 @@ def generate_images(
         save_image(written[-1], image, {**facts, "steps": options.steps, "guidance": options.guidance})
     columns = options.samples if options.samples > 1 else min(GRID_COLUMNS, len(images))
     save_image(folder / "grid.png", image_grid(images, texts, columns), {"weights": source.path})
-    return [*written, folder / "grid.png"]
+    splits = {"": "validation", "held_out": "validation", "training": "train"}
+    real = partial(_real_images, source, options, splits[options.captions], setup.codec)
+    return [*map(str, (*written, folder / "grid.png")), *scores.lines(images, texts, real)]
 
 
 def draw(
@@ -89,20 +98,22 @@ def draw(
     mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
-    that is a function of the seed and the sample's number alone."""
+    that is a function of the seed and the sample's number alone; captions of a split have noise of their own."""
     latents, device = _latent_inputs(model.spec), next(model.parameters()).device
     image_tokens = setup.rows * setup.columns
     scale = options.model_guidance if latents.guidance else None
     times = sampling_times(options.steps, image_tokens, shift=setup.shift)
-    noise = sampling_noise(options.seed, range(options.samples), image_tokens, latents.patch_dim)
     outputs = partial(whole_outputs, model, mesh=mesh)
     empty = conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
     jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
+    if options.captions:
+        jobs = [(prompt, number) for number, (prompt, _) in enumerate(jobs)]
     for first in range(0, len(jobs), ROWS):
         texts, samples = zip(*jobs[first : first + ROWS], strict=True)
         given = conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
         predict = guided_velocity(outputs, given, empty, options.guidance)
-        found = euler(predict, noise[list(samples)].to(device), times)
+        noise = sampling_noise(options.seed, samples, image_tokens, latents.patch_dim)
+        found = euler(predict, noise.to(device), times)
         yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
 
 
@@ -131,21 +142,21 @@ def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> Sampling
     Raises:
         UserError: there is no store, or its sizes or those of the images do not fit.
     """
-    run, manifest = _run_of(source), store_manifest(source, options)
+    run, encoded = _run_of(source), encoders_of(source, options)
     latents, violations = _latent_inputs(model_spec(source.model)), list[Violation]()
     sizes = {
-        "patch_dim": (latents.patch_dim, manifest.channels),
-        "text_dim": (latents.text_dim, manifest.text_dim),
-        "pooled_dim": (latents.pooled_dim, manifest.pooled_dim),
+        "patch_dim": (latents.patch_dim, encoded.channels),
+        "text_dim": (latents.text_dim, encoded.text_dim),
+        "pooled_dim": (latents.pooled_dim, encoded.pooled_dim),
     }
     for key, (own, stored) in sizes.items():
         if own != stored:
             reason, remedy = f"it has {key}={stored}, and {source.model.name} {own}", "the store of its training"
-            violations.append(Violation("store", str(manifest.path), reason, remedy))
+            violations.append(Violation("store", options.store, reason, remedy))
     if violations:
         raise UserError("The images cannot be drawn.", violations)
-    codec = image_codec(manifest.latents)
-    grid = [manifest.rows, manifest.columns]
+    codec = image_codec(encoded.latents)
+    grid = [encoded.rows, encoded.columns]
     for place, (key, pixels) in enumerate((("height", options.height), ("width", options.width))):
         if pixels % codec.token_size:
             near = max(1, round(pixels / codec.token_size)) * codec.token_size
@@ -156,14 +167,14 @@ def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> Sampling
     if violations:
         raise UserError("The images cannot be drawn.", violations)
     shift = options.shift == "on" or (options.shift == "training" and _trained_shift(run))
-    return SamplingSetup(text_encoder(manifest), codec, grid[0], grid[1], shift)
+    return SamplingSetup(text_encoder(encoded), codec, grid[0], grid[1], shift)
 
 
-def store_manifest(source: OpenCheckpoint, options: GenerateOptions) -> LatentManifest:
-    """Manifest of `options.store`, or of the store that the source's run was trained on.
+def encoders_of(source: OpenCheckpoint, options: GenerateOptions) -> LatentFormat:
+    """Encoders of `options.store`, or of the data that the source's run was trained on.
 
     Raises:
-        UserError: there is no such store.
+        UserError: there is no such store, or an encoder's folder is missing.
     """
     if options.store:
         return read_latent_manifest(options.store)
@@ -171,14 +182,44 @@ def store_manifest(source: OpenCheckpoint, options: GenerateOptions) -> LatentMa
     if run is None:
         reason, remedy = "these weights are of no run", "store=FOLDER, a latent store of the encoders that they go with"
         raise UserError("The prompts cannot be encoded.", [Violation("store", "", reason, remedy)])
-    paths = load_group(run / "config.yaml", "data", imports=()).paths
+    data = _data_of(run)
     try:
-        return read_latent_manifest(paths[0])
+        return format_of(data)
     except UserError as error:
+        if data.source == "images":
+            raise
         reason, remedy = f"the store of {run}, which names its encoders, is not there", "store=FOLDER, where it is now"
         raise UserError(
-            "The prompts cannot be encoded.", [Violation("store", str(paths[0]), reason, remedy)]
+            "The prompts cannot be encoded.", [Violation("store", str(data.paths[0]), reason, remedy)]
         ) from error
+
+
+def captions_of(source: OpenCheckpoint, options: GenerateOptions) -> list[str]:
+    """Captions of `options.captions`, of `options.store` or the data that the source's run was trained on.
+
+    Raises:
+        UserError: there are none.
+    """
+    split = "train" if options.captions == "training" else "validation"
+    captions = _latents_of(source, options).splits[split].captions()
+    if not captions:
+        reason, remedy = "no image was held out", "captions=training"
+        raise UserError("There is nothing to draw.", [Violation("captions", options.captions, reason, remedy)])
+    return captions[: options.limit or None]
+
+
+def _real_images(source: OpenCheckpoint, options: GenerateOptions, split: str, codec: ImageCodec) -> list[np.ndarray]:
+    return real_images(_latents_of(source, options).splits[split], codec)
+
+
+def _latents_of(source: OpenCheckpoint, options: GenerateOptions) -> LatentData:
+    encoders_of(source, options)  # its errors say what is missing
+    run = _run_of(source)
+    return open_store(options.store) if options.store or run is None else open_latents(_data_of(run))
+
+
+def _data_of(run: Path) -> DataConfig:
+    return load_group(run / "config.yaml", "data", imports=())
 
 
 def _trained_shift(run: Path | None) -> bool:

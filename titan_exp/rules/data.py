@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, shown
-from titan_exp.config.groups.builtins import BYTES_VOCABULARY, SOURCES, STORES, TOKENIZERS
+from titan_exp.config.groups.builtins import BYTES_VOCABULARY, LATENTS, SOURCES, STORES, TOKENIZERS
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
@@ -36,7 +36,7 @@ def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
     """The source reads every given input. A user-defined source may read any of them."""
     if data.source not in SOURCES:
         return
-    if data.source not in ("text", *STORES) and data.paths:
+    if data.source not in ("text", *STORES, *LATENTS) and data.paths:
         yield _ignored("paths", data.paths, data.source, "text")
     if data.source != "text" and data.document != "file":
         yield _ignored("document", data.document, data.source, "text")

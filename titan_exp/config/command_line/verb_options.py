@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval, Predicate
 
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Share
+from titan_exp.config.images.image_options import ImageOptions, ImageSource
 
 
 def entity_and_project(path: str) -> bool:
@@ -67,6 +68,15 @@ class GenerateOptions:
     """Images: times shifted towards noise by the number of image tokens, or as in the run's training."""
     store: str = ""
     """Images: latent store whose encoders read the prompt and decode the image; empty is that of the run."""
+    captions: Literal["", "held_out", "training"] = ""
+    """Images: draw the captions of the run's held-out images, or of those it was trained on, beside prompts."""
+    limit: Count = 0
+    """Images: at most this many of `captions`, the first; 0 is all."""
+    clip: str = ""
+    """Images: folder of a CLIPModel of transformers, with its tokenizer and image processor: prints the CLIP score."""
+    fid: str = ""
+    """Images: file of a TorchScript Inception, such as inception-2015-12-05.pt: prints the Fréchet inception distance
+    to the images of `captions` (all of its split; held-out ones without it), decoded from their latents."""
     out: str = ""
     """Images: folder to write them to; empty is `generated/step-…` of the run, `generated` here for other weights."""
     cache: bool = True
@@ -86,6 +96,7 @@ TEXT_OPTIONS = frozenset({"tokens", "temperature", "top_k", "top_p", "cache"})
 """Options of `generate` that language models alone have."""
 IMAGE_OPTIONS = frozenset(
     {"steps", "guidance", "model_guidance", "samples", "height", "width", "shift", "store", "out", "cp"}
+    | {"captions", "limit", "clip", "fid"}
 )
 """Options of `generate` that diffusion models alone have."""
 
@@ -156,50 +167,17 @@ class TokenizeOptions:
 
 
 @dataclass(frozen=True)
-class EncodeOptions:
+class EncodeOptions(ImageOptions, ImageSource):
     """Options of `titan-exp encode`."""
 
-    images: Literal["emoji", "folder", "glyphs", "huggingface", "webdataset"] = "glyphs"
-    """`emoji` are those of the Debian package fonts-noto-color-emoji, with captions such as "Thumbs up sign, dark skin
-    tone". `glyphs` are characters in the faces of the fonts that matplotlib brings along, with captions such as "Latin
-    small letter a, DejaVu Sans Bold Oblique". The others are read from `paths`."""
     out: str = ""
     """Folder of the store to make, such as stores/glyphs."""
-    paths: str = ""
-    """Folder of images, whose captions are in NAME.txt or in a file of JSON lines or CSV with `file_name`; WebDataset
-    shards, as in 'shards/*.tar'; or OWNER/NAME or the local folder of a Hugging Face data set."""
-    caption_key: str = "text"
-    """Key or column of captions in JSON lines, CSV, KEY.json of WebDataset, or a Hugging Face data set."""
-    image_key: str = "image"
-    """Column of images in a Hugging Face data set."""
-    split: str = "train"
-    """Split of a Hugging Face data set."""
-    size: PositiveInt = 32
-    """Height and width of square images in pixels."""
-    max_aspect: Annotated[float, Interval(ge=1)] = 1.0
-    """Images go to the nearest of the shapes with as many tokens as a square, up to this ratio of their sides; 1 crops
-    all to squares. Sides of many divisors have many shapes: 48 tokens also have 36 x 64 and 32 x 72."""
-    latents: str = "pixels"
-    """`pixels`, or the folder of an AutoencoderKL as diffusers saves it."""
-    patch: PositiveInt = 4
-    """Height and width of an image token in pixels; `model.patch_dim` is 3 · patch². Autoencoders have their own."""
-    texts: str = "hashed_words"
-    """`hashed_words`, a frozen random vector for each word, or the folder of a FLUX.1 pipeline with its T5 and CLIP as
-    diffusers saves it."""
-    text_tokens: PositiveInt = 16
-    """Words of a caption, or tokens of T5; `model.text_tokens` of the model that is trained."""
-    text_dim: PositiveInt = 64
-    """Width of a word's state; `model.text_dim`."""
-    pooled_dim: PositiveInt = 64
-    """Width of a caption's pooled embedding; `model.pooled_dim`."""
     dtype: Literal["fp16", "fp32"] = "fp32"
     """Type of the store's arrays; fp16 takes half the disk."""
     validation_fraction: Share = 0.05
     """Share of the images held out for evaluation, chosen by caption."""
     shard_samples: PositiveInt = 4096
     """Samples after which a shard is full and safe: the same command resumes after an interruption."""
-    seed: Count = 0
-    """Seed of the words' vectors and of the order of samples."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ OBJECTIVES = ("language_modeling", "rectified_flow")
 DECAYS = ("linear", "cosine", "sqrt", "square", "exponential")
 """Built-in values of `lr_schedule.decay`."""
 
-SOURCES = ("python_stdlib", "text", "huggingface", "tokens", "latents")
+SOURCES = ("python_stdlib", "text", "huggingface", "tokens", "latents", "images")
 """Built-in values of `data.source`."""
 
 STORES = ("tokens", "latents")
 """Values of `data.source` that read stores, whose validation split was fixed when they were made."""
+
+LATENTS = ("latents", "images")
+"""Values of `data.source` with latents of images and states of their captions, from a store or encoded in training."""
 
 TOKENIZERS = ("bytes", "store")
 """Built-in values of `data.tokenizer`; anything else is a path."""

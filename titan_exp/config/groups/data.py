@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt, Share
+from titan_exp.config.images.image_options import ImageKind
 
 
 @dataclass(frozen=True)
@@ -11,9 +12,12 @@ class DataConfig:
     """A source of documents, a tokenizer, and a fixed order over virtual shards."""
 
     source: str
-    """`python_stdlib`, `text`, `huggingface`, `tokens`, or the import path of a source class in your own package."""
+    """`python_stdlib`, `text`, `huggingface`, `tokens`, `latents`, `images`, or the import path of a source class in
+    your own package."""
     paths: tuple[str, ...]
-    """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote."""
+    """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote. Source
+    `latents`: one that `titan-exp encode` wrote. Source `images`: a folder, a pattern of tar files, or a Hugging Face
+    data set, as `titan-exp encode` reads it."""
     weights: tuple[PositiveFloat, ...]
     """Source `tokens`: share of the tokens to take from each of `paths`, in any unit; empty is by their sizes, so that
     their epochs end together. Each store has its own epochs."""
@@ -58,4 +62,8 @@ class DataConfig:
     preview: PositiveInt | None
     """Print the batch that the model sees at this step, decoded, and train nothing; null trains."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for a source of your own."""
+    """Extra keyword arguments for a source of your own. Source `images`: captions, sizes and encoders, as options of
+    `titan-exp encode`."""
+    images: ImageKind | None = None
+    """Source `images`, which are encoded while training: `emoji`, `folder`, `glyphs`, `huggingface` or `webdataset`;
+    null for other sources."""

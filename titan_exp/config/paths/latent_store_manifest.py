@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.images.latent_format import LatentFormat
 
 FORMAT, VERSION = "titan_exp latent store", 1
 MANIFEST = "manifest.json"
@@ -37,32 +38,16 @@ class LatentShard:
     """16-byte blake2b digest of each file, by its ending."""
 
 
-@dataclass(frozen=True)
-class LatentManifest:
+@dataclass(frozen=True, kw_only=True)
+class LatentManifest(LatentFormat):
     """Manifest of a complete store."""
 
     path: Path
     """Folder of the store."""
     images: str
     """Source of the images, and their size in pixels."""
-    latents: Mapping[str, Any]
-    """Encoder of images: its name and arguments."""
-    texts: Mapping[str, Any]
-    """Encoder of texts: its name and arguments."""
     options: Mapping[str, Any]
     """Options of shapes, of the split, of the shards and of the order of samples."""
-    rows: int
-    """Rows of image tokens of a square image."""
-    columns: int
-    """Columns of image tokens of a square image."""
-    channels: int
-    """Features of an image token."""
-    text_tokens: int
-    """Text tokens of a sample."""
-    text_dim: int
-    """Width of their states."""
-    pooled_dim: int
-    """Width of a pooled embedding."""
     fingerprint: str
     """Checksum of the whole store."""
     splits: Mapping[str, Sequence[LatentShard]]
@@ -72,11 +57,6 @@ class LatentManifest:
     def samples(self) -> dict[str, int]:
         """Number of samples of each split."""
         return {split: sum(shard.samples for shard in shards) for split, shards in self.splits.items()}
-
-    @property
-    def tokens(self) -> int:
-        """Text and image tokens of a sample."""
-        return self.text_tokens + self.rows * self.columns
 
 
 def read_latent_manifest(folder: str | Path) -> LatentManifest:

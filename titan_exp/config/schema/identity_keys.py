@@ -68,6 +68,7 @@ COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
     "parallelism.cp_method": ("parallelism.cp", (1,)),
     "parallelism.cp_ulysses": ("parallelism.cp", (1,)),
     "parallelism.token_exchange": ("parallelism.ep", (1,)),
+    "data.images": ("data.source", ("python_stdlib", "text", "huggingface", "tokens", "latents")),
 }
 """Keys or groups without effect while another key has one of the given values. A new default of an idle key changes no
 id: a mode's own keys belong here, as `activation_checkpoint.budget` does."""

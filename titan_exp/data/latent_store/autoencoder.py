@@ -8,12 +8,8 @@ import numpy as np
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.images.latent_format import LATENT_PATCH, autoencoder_config, autoencoder_description
 from titan_exp.data.latent_store.pixels import from_tokens, to_tokens, to_uint8
-
-NAME = "autoencoder_kl"
-"""Name in a store's manifest."""
-PATCH = 2
-"""Height and width of a token in latent pixels."""
 
 
 class Autoencoder:
@@ -29,26 +25,17 @@ class Autoencoder:
         except ImportError as error:
             reason, remedy = "it is read by diffusers, which is not installed", "pip install 'titan_exp[diffusion]'"
             raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)]) from error
-        path = Path(folder).expanduser()
-        if not (path / "config.json").is_file():
-            reason, remedy = "it has no config.json", "the folder vae of a FLUX.1 pipeline, or latents=pixels"
-            raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
-        self._folder = folder
+        self.description: Mapping[str, Any] = autoencoder_description(folder, autoencoder_config(folder))
+        """Entry of the manifest."""
+        self._shift, self._scale = self.description["shift"], self.description["scale"]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoencoderKL.from_pretrained(path, local_files_only=True)
+        model: Any = AutoencoderKL.from_pretrained(Path(folder).expanduser(), local_files_only=True)
         self._model = model.eval().to(self._device)
         config = self._model.config
-        self._shift, self._scale = float(config.shift_factor or 0), float(config.scaling_factor)
-        self.token_size = PATCH * 2 ** (len(config.block_out_channels) - 1)
+        self.token_size = LATENT_PATCH * 2 ** (len(config.block_out_channels) - 1)
         """Height and width of a token in pixels."""
-        self.channels = config.latent_channels * PATCH**2
+        self.channels = config.latent_channels * LATENT_PATCH**2
         """Features of a token."""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Entry of the manifest."""
-        own = {"folder": self._folder, "shift": self._shift, "scale": self._scale}
-        return {"name": NAME, **own, "posterior": True}
 
     @torch.no_grad()
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -56,11 +43,13 @@ class Autoencoder:
         pixels = torch.from_numpy(images / np.float32(127.5) - 1).permute(0, 3, 1, 2).to(self._device)
         posterior = self._model.encode(pixels).latent_dist
         moments = ((posterior.mean - self._shift) * self._scale, posterior.std * self._scale)
-        return tuple(to_tokens(moment.float().permute(0, 2, 3, 1).cpu().numpy(), PATCH) for moment in moments)
+        return tuple(to_tokens(moment.float().permute(0, 2, 3, 1).cpu().numpy(), LATENT_PATCH) for moment in moments)
 
     @torch.no_grad()
     def decode(self, tokens: np.ndarray, rows: int, columns: int) -> np.ndarray:
         """Tokens [n, rows · columns, channels] to images [n, height, width, 3] in uint8."""
-        latents = torch.from_numpy(np.ascontiguousarray(from_tokens(tokens, rows, columns, PATCH))).permute(0, 3, 1, 2)
+        latents = torch.from_numpy(np.ascontiguousarray(from_tokens(tokens, rows, columns, LATENT_PATCH))).permute(
+            0, 3, 1, 2
+        )
         pixels = self._model.decode(latents.to(self._device) / self._scale + self._shift).sample
         return to_uint8(pixels.float().permute(0, 2, 3, 1).cpu().numpy())

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from titan_exp.config.images.latent_format import HASHED_WORDS
 from titan_exp.data.keyed_random import keyed_generator
-
-NAME = "hashed_words"
-"""Name in a store's manifest."""
 
 
 class HashedWords:
@@ -27,7 +25,7 @@ class HashedWords:
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry of the manifest."""
-        return {"name": NAME, "seed": self.seed}
+        return {"name": HASHED_WORDS, "seed": self.seed}
 
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:
         """States [tokens, dim] of the first words, zeros behind the last one, and the sum of all words' vectors over

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from titan_exp.config.images.latent_format import AUTOENCODER
 from titan_exp.data.latent_store import autoencoder, pixels
 
 
@@ -40,6 +41,6 @@ def image_codec(description: Mapping[str, Any]) -> ImageCodec:
     Raises:
         UserError: its package or files are missing.
     """
-    if description["name"] == autoencoder.NAME:
+    if description["name"] == AUTOENCODER:
         return autoencoder.Autoencoder(description["folder"])
     return pixels.Pixels(description["patch"])

@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 
-NAME = "pixels"
-"""Name in a store's manifest."""
-CHANNELS = 3
-"""Red, green and blue."""
+from titan_exp.config.images.latent_format import COLOURS, PIXELS
 
 
 class Pixels:
@@ -20,13 +17,13 @@ class Pixels:
     def __init__(self, patch: int) -> None:
         self.token_size = patch
         """Height and width of a token in pixels."""
-        self.channels = CHANNELS * patch**2
+        self.channels = COLOURS * patch**2
         """Features of a token."""
 
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry of the manifest."""
-        return {"name": NAME, "patch": self.token_size}
+        return {"name": PIXELS, "patch": self.token_size}
 
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
         """Images [n, height, width, 3] in uint8 to tokens [n, rows · columns, channels] in fp32."""

@@ -1,4 +1,4 @@
-"""Latent sampler: shuffled samples of a latent store, a pure function of seed and row number.
+"""Latent sampler: shuffled samples of a latent store or of images, a pure function of seed and row number.
 
 The sampler's state is a number of rows: any dp degree resumes from it without reading.
 """
@@ -9,9 +9,9 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.data.latent_batch import LatentBatch
-from titan_exp.data.latent_store.reader import LatentSplit
+from titan_exp.data.latent_store.latent_data import open_latents
+from titan_exp.data.latent_store.samples import LatentSamples
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sampler import NextRow, SamplerState
 
@@ -19,18 +19,20 @@ _STATE = "latents"
 
 
 class LatentSampler:
-    """`Sampler` over the store of `data.paths`, whose samples are permuted anew in every epoch.
+    """`Sampler` over the training samples of the data group, which are permuted anew in every epoch.
 
     Raises:
-        UserError: the store cannot be used.
+        UserError: the store or the images cannot be used, or there is nothing to train on.
     """
 
     def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        manifest = read_latent_manifest(data.paths[0])
-        self._split = LatentSplit(manifest, "train")
+        found = open_latents(data)
+        self._split = found.splits["train"]
+        if not len(self._split):
+            raise UserError("There is nothing to train on: every image is held out. A smaller validation_fraction.")
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(len(self._split), "latents", seed, epoch))
-        self.corpus: dict[str, Any] = {"data.paths": [manifest.fingerprint], "experiment.seed": seed}
+        self.corpus: dict[str, Any] = {**found.identity, "experiment.seed": seed}
         self.initial_state: SamplerState = {_STATE: {"rows": 0}}
 
     def rows(self, count: int) -> "LatentRows":
@@ -76,7 +78,7 @@ class LatentSampler:
 class LatentRows:
     """Rows of a micro-batch: iterating yields functions that fill them, from an index in the split and a number."""
 
-    def __init__(self, split: LatentSplit, count: int) -> None:
+    def __init__(self, split: LatentSamples, count: int) -> None:
         self._split, self._count = split, count
         self._indices, self._samples = list[int](), list[int]()
 

@@ -1,18 +1,13 @@
 """Text encoders of FLUX.1 from a local folder, through transformers: states of T5, and the pooled embedding of CLIP."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
-
-NAME = "t5_and_clip"
-"""Name in a store's manifest."""
-FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-"""Subfolders of a FLUX.1 pipeline, as diffusers saves it: CLIP, then T5."""
+from titan_exp.config.images.latent_format import T5_AND_CLIP, text_folders
 
 
 class T5AndCLIP:
@@ -28,10 +23,7 @@ class T5AndCLIP:
         except ImportError as error:
             reason, remedy = "it is read by transformers, which is not installed", "pip install 'titan_exp[diffusion]'"
             raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)]) from error
-        clip, clip_tokenizer, t5, t5_tokenizer = (Path(folder).expanduser() / name for name in FOLDERS)
-        if not all(path.is_dir() for path in (clip, clip_tokenizer, t5, t5_tokenizer)):
-            reason, remedy = f"it lacks one of {', '.join(FOLDERS)}", "the folder of a FLUX.1 pipeline of diffusers"
-            raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
+        clip, clip_tokenizer, t5, t5_tokenizer = text_folders(folder)
         self._folder = folder
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._tokenizers: list[Any] = [
@@ -47,7 +39,7 @@ class T5AndCLIP:
     @property
     def description(self) -> Mapping[str, Any]:
         """Entry of the manifest."""
-        return {"name": NAME, "folder": self._folder}
+        return {"name": T5_AND_CLIP, "folder": self._folder}
 
     @torch.no_grad()
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titan_exp.config.paths.latent_store_manifest import LatentManifest
+from titan_exp.config.images.latent_format import T5_AND_CLIP, LatentFormat
 from titan_exp.data.latent_store import hashed_words, t5_and_clip
 
 
@@ -29,13 +29,13 @@ class TextEncoder(Protocol):
         ...
 
 
-def text_encoder(manifest: LatentManifest) -> TextEncoder:
-    """Encoder of a store.
+def text_encoder(encoded: LatentFormat) -> TextEncoder:
+    """Encoder of a store, or of images encoded in training.
 
     Raises:
         UserError: its package or files are missing.
     """
-    texts = manifest.texts
-    if texts["name"] == t5_and_clip.NAME:
-        return t5_and_clip.T5AndCLIP(texts["folder"], manifest.text_tokens)
-    return hashed_words.HashedWords(manifest.text_tokens, manifest.text_dim, manifest.pooled_dim, texts["seed"])
+    texts = encoded.texts
+    if texts["name"] == T5_AND_CLIP:
+        return t5_and_clip.T5AndCLIP(texts["folder"], encoded.text_tokens)
+    return hashed_words.HashedWords(encoded.text_tokens, encoded.text_dim, encoded.pooled_dim, texts["seed"])

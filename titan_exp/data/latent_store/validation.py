@@ -12,10 +12,10 @@ import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.data.latent_batch import LatentBatch
-from titan_exp.data.latent_store.reader import LatentSplit
+from titan_exp.data.latent_store.latent_data import open_latents
+from titan_exp.data.latent_store.samples import LatentSamples
 
 TIMES = tuple((index + 0.5) / 8 for index in range(8))
 """Times of evaluation."""
@@ -26,7 +26,7 @@ _SEED = 0
 class FixedTimeBatches:
     """Batches of one data rank at one time; every rank has as many, and each sample is on exactly one."""
 
-    split: LatentSplit
+    split: LatentSamples
     samples: int
     time: float
     dp_rank: int
@@ -85,15 +85,20 @@ def validation_batches(
     """Batches by time. With `all_documents` the samples are those of the training split.
 
     Raises:
-        UserError: the store has no validation samples.
+        UserError: there are no validation samples.
     """
-    manifest = read_latent_manifest(data.paths[0])
-    split = LatentSplit(manifest, "train" if all_documents else "validation")
+    split = open_latents(data).splits["train" if all_documents else "validation"]
     samples = min(len(split), data.validation_documents or len(split))
     if not samples:
-        reason = "this store was made without validation samples"
-        violation = Violation("data.paths", data.paths[0], reason, "training.evaluate_every=0, or another store")
-        raise UserError("There is nothing to evaluate on.", [violation])
+        raise UserError("There is nothing to evaluate on.", [_none_held_out(data)])
     return {
         f"t={time:g}": FixedTimeBatches(split, samples, time, dp_rank, dp_degree, micro_batch_size) for time in TIMES
     }
+
+
+def _none_held_out(data: DataConfig) -> Violation:
+    if data.source == "images":
+        reason, remedy = "no image is held out", "a larger data.validation_fraction, or training.evaluate_every=0"
+        return Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
+    reason = "this store was made without validation samples"
+    return Violation("data.paths", data.paths[0], reason, "training.evaluate_every=0, or another store")

@@ -18,37 +18,23 @@ import numpy as np
 from titan_exp.config.paths.latent_store_manifest import (
     FORMAT,
     MANIFEST,
-    SPLITS,
     VERSION,
     LatentManifest,
     read_latent_manifest,
 )
 from titan_exp.config.paths.token_store_manifest import UNFINISHED
-from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets, fit, nearest_bucket
+from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets
 from titan_exp.data.images.captioned_images import CaptionedImages
-from titan_exp.data.latent_store.image_codec import ImageCodec
+from titan_exp.data.latent_store.encoders import Encoders, order_samples
 from titan_exp.data.latent_store.reader import ARRAYS, DEVIATIONS
-from titan_exp.data.latent_store.text_encoder import TextEncoder
-from titan_exp.data.permutation import Permutation
 from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, store_lock
 from titan_exp.data.token_store.shard_writer import write_json
 from titan_exp.data.token_store.verify import file_checksum
-from titan_exp.data.validation_split import unit_hash
 
 ENCODED_TOGETHER = 16
 """Images in a call of the codec."""
 DTYPES: dict[str, type] = {"fp16": np.float16, "fp32": np.float32}
 """Types of arrays by option."""
-
-
-@dataclass(frozen=True)
-class Encoders:
-    """Frozen encoders of a store."""
-
-    images: ImageCodec
-    """Codec of images."""
-    texts: TextEncoder
-    """Encoder of captions."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +115,7 @@ def _write_splits(
     """Write the shards that are missing; returns the entries of all in the manifest, by split."""
     buckets = aspect_buckets(options.size // encoders.images.token_size, options.max_aspect)
     encoded, splits = 0, dict[str, list[dict[str, Any]]]()
-    for split, groups in _grouped(images, buckets, options).items():
+    for split, groups in order_samples(images, buckets, options.validation_fraction, options.seed).items():
         chunks = [(bucket, chunk) for bucket, group in groups for chunk in _chunks(group, options.shard_samples)]
         splits[split] = []
         for number, (bucket, chunk) in enumerate(chunks):
@@ -142,19 +128,6 @@ def _write_splits(
 
 def _advanced(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
     progress(before + done, total)
-
-
-def _grouped(
-    images: CaptionedImages, buckets: list[Bucket], options: StoreOptions
-) -> dict[str, list[tuple[Bucket, list[int]]]]:
-    """Shuffled images of each split by bucket."""
-    order = Permutation(len(images), "images", options.seed)
-    groups = {split: {bucket: list[int]() for bucket in buckets} for split in SPLITS}
-    for index in (order[rank] for rank in range(len(images))):
-        held_out = unit_hash(images.caption(index)) < options.validation_fraction
-        bucket = nearest_bucket(*images.size(index), buckets) if len(buckets) > 1 else buckets[0]
-        groups["validation" if held_out else "train"][bucket].append(index)
-    return {split: list(by_bucket.items()) for split, by_bucket in groups.items()}
 
 
 def _begin(out: Path, journal: dict[str, Any]) -> None:
@@ -205,11 +178,7 @@ class _Shard:
             for kind, shape in zip(kinds, shapes, strict=False)
         ]
         for first, chunk in zip(count(0, ENCODED_TOGETHER), _chunks(indices, ENCODED_TOGETHER), strict=False):
-            pixels = np.stack([fit(images.image(index), self.bucket, codec.token_size) for index in chunk])
-            states, pooled = zip(*(texts(images.caption(index)) for index in chunk), strict=True)
-            encoded, *deviations = codec.encode(pixels)
-            values = (encoded, np.stack(states), np.stack(pooled), *deviations)
-            for array, found in zip(arrays, values, strict=True):
+            for array, found in zip(arrays, encoders.encode(images, chunk, self.bucket), strict=True):
                 array[first : first + len(chunk)] = found
             progress(first + len(chunk))
         for array in arrays:

@@ -2,19 +2,29 @@
 
 import math
 from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.builtins import LATENTS, SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.images.image_options import READ_FROM_PATHS
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
+from titan_exp.config.paths.latent_data import format_of
+from titan_exp.config.paths.latent_store_manifest import LatentManifest
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
 
 _OBJECTIVE = "rectified_flow"
+_EXAMPLES = {
+    "folder": "data.images=folder data.paths='[photos]'",
+    "huggingface": "data.images=huggingface data.paths='[OWNER/NAME]', or a local folder",
+    "webdataset": "data.images=webdataset data.paths='[shards/*.tar]'",
+}
 
 
 def options_are_known(training: TrainingConfig) -> Iterator[Violation]:
@@ -26,36 +36,59 @@ def options_are_known(training: TrainingConfig) -> Iterator[Violation]:
 
 
 def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """The store is complete, its samples have the sizes that the model takes, and it has a validation split if the run
-    evaluates."""
+    """The store is complete, or the encoders' folders are; samples have the sizes that the model takes, and a store has
+    a validation split if the run evaluates."""
     if spec.latents is None:
         yield Violation("data.source", data.source, "the model takes tokens", "data=tokens, or model=flux_laptop")
         return
-    if len(data.paths) != 1:
+    if data.source == "latents" and len(data.paths) != 1:
         yield Violation("data.paths", data.paths, "one latent store is read", "data.paths='[stores/glyphs]'")
         return
     try:
-        store = read_latent_manifest(data.paths[0])
+        encoded = format_of(data)
     except UserError as error:
         yield from error.violations
         return
     sizes = {
-        "patch_dim": (spec.latents.patch_dim, store.channels),
-        "text_tokens": (spec.latents.text_tokens, store.text_tokens),
-        "text_dim": (spec.latents.text_dim, store.text_dim),
-        "pooled_dim": (spec.latents.pooled_dim, store.pooled_dim),
+        "patch_dim": (spec.latents.patch_dim, encoded.channels),
+        "text_tokens": (spec.latents.text_tokens, encoded.text_tokens),
+        "text_dim": (spec.latents.text_dim, encoded.text_dim),
+        "pooled_dim": (spec.latents.pooled_dim, encoded.pooled_dim),
     }
+    name = f"the store {data.paths[0]}" if data.source == "latents" else f"data.images={data.images}"
     for key, (own, stored) in sizes.items():
         if own != stored:
-            yield Violation(f"model.{key}", own, f"the store {data.paths[0]} has {stored}", f"model.{key}={stored}")
-    if training.seq_len != store.tokens:
-        reason = (
-            f"a sample of {data.paths[0]} has {store.text_tokens} text and {store.rows}x{store.columns} image tokens"
-        )
-        yield Violation("training.seq_len", training.seq_len, reason, f"training.seq_len={store.tokens}")
-    if training.evaluate_every and not store.samples["validation"]:
+            yield Violation(f"model.{key}", own, f"{name} has {stored}", f"model.{key}={stored}")
+    if training.seq_len != encoded.tokens:
+        reason = f"a sample of {name} has {encoded.text_tokens} text and {encoded.rows}x{encoded.columns} image tokens"
+        yield Violation("training.seq_len", training.seq_len, reason, f"training.seq_len={encoded.tokens}")
+    if isinstance(encoded, LatentManifest) and training.evaluate_every and not encoded.samples["validation"]:
         reason = f"{data.paths[0]} was made without validation samples"
         yield Violation("training.evaluate_every", training.evaluate_every, reason, "training.evaluate_every=0")
+
+
+def images_are_given(data: DataConfig) -> Iterator[Violation]:
+    """Images have a kind, and a path if they are read from one."""
+    if data.source != "images":
+        if data.images is not None and data.source in SOURCES:
+            reason = f"source {data.source} reads no images"
+            yield Violation("data.images", data.images, reason, f"data=images data.images={data.images}")
+        return
+    example = _EXAMPLES.get(data.images or "", "")
+    if data.images is None:
+        yield Violation("data.images", None, "source images reads some", "data.images=folder data.paths='[photos]'")
+    elif data.images not in READ_FROM_PATHS and data.paths:
+        remedy = f"leave it out, or {_EXAMPLES['folder']}"
+        yield Violation("data.paths", data.paths, f"{data.images} are rendered, not read", remedy)
+    elif data.images in READ_FROM_PATHS and len(data.paths) != 1:
+        yield Violation("data.paths", data.paths, f"data.images={data.images} is read from one", example)
+    elif data.images in READ_FROM_PATHS and not _may_exist(data.images, data.paths[0]):
+        yield Violation("data.paths", data.paths[0], "no file or folder has this name", example)
+
+
+def _may_exist(images: str, path: str) -> bool:
+    on_the_hub = images == "huggingface" and not path.startswith((".", "/", "~"))
+    return on_the_hub or bool(glob(str(Path(path).expanduser())))
 
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -79,16 +112,17 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
 RULES = (
     *rules(tokens_divide),
     *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
-    *rules(store_fits, when=lambda data: data.source == "latents"),
+    *rules(images_are_given),
+    *rules(store_fits, when=lambda data: data.source in LATENTS),
     *rules(
         Refuse(
             "data.source",
             # Language modeling is refused with the same remedy.
             lambda data, spec, training: (
-                spec.latents is not None and data.source != "latents" and training.objective == _OBJECTIVE
+                spec.latents is not None and data.source not in LATENTS and training.objective == _OBJECTIVE
             ),
             "it has documents, and {model.name} takes latents",
-            "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes",
+            "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes, or data=images",
         ),
         Refuse(
             "training.objective",

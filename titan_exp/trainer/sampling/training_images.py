@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_paths import step_name
-from titan_exp.config.paths.latent_store_manifest import SPLITS, read_latent_manifest
+from titan_exp.config.paths.latent_store_manifest import SPLITS
 from titan_exp.data.latent_store.image_codec import image_codec
-from titan_exp.data.latent_store.reader import LatentSplit
+from titan_exp.data.latent_store.latent_data import open_latents
 from titan_exp.ops.attention.axial_rope import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.tracking.image_grid import image_grid, save_image
@@ -31,22 +31,22 @@ STEPS, GUIDANCE = 25, 4.0
 class TrainingImages:
     """Images of the first captions of training and of the held-out ones, whose noise is the same each time.
 
-    Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the store or the packages of its
-    decoder are missing.
+    Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the samples or the packages of
+    their decoder are missing.
     """
 
     def __init__(self, experiment: Experiment, model: Model) -> None:
         assert isinstance(model.objective, RectifiedFlow), "checked by the rules"
         self._every, options = experiment.tracking.images_every, model.objective.options
-        manifest = read_latent_manifest(experiment.data.paths[0])
-        self._shape = manifest.rows, manifest.columns
-        splits = [LatentSplit(manifest, split) for split in SPLITS]
+        data = open_latents(experiment.data)
+        encoded, splits = data.format, [data.splits[split] for split in SPLITS]
+        self._shape = encoded.rows, encoded.columns
         counts = [min(SAMPLES, len(split)) for split in splits]
         self._captions = [
             text for split, count in zip(splits, counts, strict=True) for text in split.captions()[:count]
         ]
         samples = [split[index] for split, count in zip(splits, counts, strict=True) for index in range(count)]
-        positions = grid_positions(manifest.text_tokens, *self._shape)
+        positions = grid_positions(encoded.text_tokens, *self._shape)
         guidance = sum(options.guidance) / 2 if model.objective.guided else None
         states, pooled = (
             torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])) for name in ("text", "pooled")
@@ -54,10 +54,10 @@ class TrainingImages:
         empty = splits[0].batch([0], [0], [1.0])
         self._given = Conditions(states, pooled, positions, guidance)
         self._empty = Conditions(empty.empty_text, empty.empty_pooled, positions, guidance)
-        tokens = manifest.rows * manifest.columns
-        self._noise = sampling_noise(0, range(len(samples)), tokens, manifest.channels)
+        tokens = encoded.rows * encoded.columns
+        self._noise = sampling_noise(0, range(len(samples)), tokens, encoded.channels)
         self._times = sampling_times(STEPS, tokens, shift=options.shift)
-        self._codec = image_codec(manifest.latents) if dist.get_rank() == 0 else None
+        self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
 
     def due(self, step: int, *, last: bool) -> bool:
         """True if images are drawn after this step."""

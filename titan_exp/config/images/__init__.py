@@ -1,0 +1,1 @@
+"""Options of captioned images and their encoders."""

@@ -1,0 +1,58 @@
+"""Options of captioned images and their encoders: of `titan-exp encode`, and `data.options` of `data.source=images`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from titan_exp.config.groups.types import Count, PositiveInt
+
+ImageKind = Literal["emoji", "folder", "glyphs", "huggingface", "webdataset"]
+"""Kind of captioned images."""
+READ_FROM_PATHS = ("folder", "huggingface", "webdataset")
+"""Kinds that are read from files or the hub; the others are rendered."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Kind and place of captioned images."""
+
+    images: ImageKind = "glyphs"
+    """`emoji` are those of the Debian package fonts-noto-color-emoji, with captions such as "Thumbs up sign, dark skin
+    tone". `glyphs` are characters in the faces of the fonts that matplotlib brings along, with captions such as "Latin
+    small letter a, DejaVu Sans Bold Oblique". The others are read from `paths`."""
+    paths: str = ""
+    """Folder of images, whose captions are in NAME.txt or in a file of JSON lines or CSV with `file_name`; WebDataset
+    shards, as in 'shards/*.tar'; or OWNER/NAME or the local folder of a Hugging Face data set."""
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Captions, shapes, encoders and order of images."""
+
+    caption_key: str = "text"
+    """Key or column of captions in JSON lines, CSV, KEY.json of WebDataset, or a Hugging Face data set."""
+    image_key: str = "image"
+    """Column of images in a Hugging Face data set."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    size: PositiveInt = 32
+    """Height and width of square images in pixels."""
+    max_aspect: Annotated[float, Interval(ge=1)] = 1.0
+    """Images go to the nearest of the shapes with as many tokens as a square, up to this ratio of their sides; 1 crops
+    all to squares. Sides of many divisors have many shapes: 48 tokens also have 36 x 64 and 32 x 72."""
+    latents: str = "pixels"
+    """`pixels`, or the folder of an AutoencoderKL as diffusers saves it."""
+    patch: PositiveInt = 4
+    """Height and width of an image token in pixels; `model.patch_dim` is 3 · patch². Autoencoders have their own."""
+    texts: str = "hashed_words"
+    """`hashed_words`, a frozen random vector for each word, or the folder of a FLUX.1 pipeline with its T5 and CLIP as
+    diffusers saves it."""
+    text_tokens: PositiveInt = 16
+    """Words of a caption, or tokens of T5; `model.text_tokens` of the model that is trained."""
+    text_dim: PositiveInt = 64
+    """Width of a word's state; `model.text_dim`."""
+    pooled_dim: PositiveInt = 64
+    """Width of a caption's pooled embedding; `model.pooled_dim`."""
+    seed: Count = 0
+    """Seed of the words' vectors and of the order of samples."""

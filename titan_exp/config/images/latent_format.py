@@ -1,0 +1,125 @@
+"""Latent format: encoders and sizes of samples, from a store's manifest or from options, without loading an encoder."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.images.image_options import ImageOptions
+
+PIXELS, AUTOENCODER, HASHED_WORDS, T5_AND_CLIP = "pixels", "autoencoder_kl", "hashed_words", "t5_and_clip"
+"""Names of encoders."""
+COLOURS = 3
+"""Red, green and blue."""
+LATENT_PATCH = 2
+"""Height and width of a token in latent pixels of an autoencoder."""
+TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+"""Subfolders of a FLUX.1 pipeline, as diffusers saves it: CLIP, then T5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentFormat:
+    """Encoders of images and texts, and the sizes of a sample."""
+
+    latents: Mapping[str, Any]
+    """Encoder of images: its name and arguments."""
+    texts: Mapping[str, Any]
+    """Encoder of texts: its name and arguments."""
+    rows: int
+    """Rows of image tokens of a square image."""
+    columns: int
+    """Columns of image tokens of a square image."""
+    channels: int
+    """Features of an image token."""
+    text_tokens: int
+    """Text tokens of a sample."""
+    text_dim: int
+    """Width of their states."""
+    pooled_dim: int
+    """Width of a pooled embedding."""
+
+    @property
+    def tokens(self) -> int:
+        """Text and image tokens of a sample."""
+        return self.text_tokens + self.rows * self.columns
+
+
+def latent_format(options: ImageOptions) -> LatentFormat:
+    """Format of samples of these options.
+
+    Raises:
+        UserError: the folder of an encoder lacks files, or the size is no multiple of a token's.
+    """
+    if options.latents == PIXELS:
+        token_size, channels = options.patch, COLOURS * options.patch**2
+        latents: Mapping[str, Any] = {"name": PIXELS, "patch": options.patch}
+    else:
+        config = autoencoder_config(options.latents)
+        token_size = LATENT_PATCH * 2 ** (len(config.get("block_out_channels", (64,))) - 1)
+        channels = config.get("latent_channels", 4) * LATENT_PATCH**2
+        latents = autoencoder_description(options.latents, config)
+    if options.size % token_size:
+        near = max(1, round(options.size / token_size)) * token_size
+        reason = f"image tokens are {token_size} pixels wide"
+        violation = Violation("size", options.size, reason, f"nearest: size={near}")
+        raise UserError("This cannot be encoded.", [violation])
+    text_dim, pooled_dim = options.text_dim, options.pooled_dim
+    texts: Mapping[str, Any] = {"name": HASHED_WORDS, "seed": options.seed}
+    if options.texts != HASHED_WORDS:
+        clip, _, t5, _ = text_folders(options.texts)
+        texts = {"name": T5_AND_CLIP, "folder": options.texts}
+        text_dim = _config(t5, "texts", options.texts).get("d_model", 512)
+        pooled_dim = _config(clip, "texts", options.texts).get("hidden_size", 512)
+    side = options.size // token_size
+    return LatentFormat(
+        latents=latents,
+        texts=texts,
+        rows=side,
+        columns=side,
+        channels=channels,
+        text_tokens=options.text_tokens,
+        text_dim=text_dim,
+        pooled_dim=pooled_dim,
+    )
+
+
+def autoencoder_config(folder: str) -> Mapping[str, Any]:
+    """Configuration of the AutoencoderKL in a folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(folder).expanduser()
+    if not (path / "config.json").is_file():
+        reason, remedy = "it has no config.json", "the folder vae of a FLUX.1 pipeline, or latents=pixels"
+        raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
+    return _config(path, "latents", folder)
+
+
+def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entry `latents` of a manifest, with the shift and scale of the configuration."""
+    shift, scale = float(config.get("shift_factor") or 0), float(config.get("scaling_factor", 0.18215))
+    return {"name": AUTOENCODER, "folder": folder, "shift": shift, "scale": scale, "posterior": True}
+
+
+def text_folders(folder: str) -> list[Path]:
+    """Subfolders of a FLUX.1 pipeline: CLIP, its tokenizer, T5, and its tokenizer.
+
+    Raises:
+        UserError: one is missing.
+    """
+    found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
+    if not all(path.is_dir() for path in found):
+        reason, remedy = f"it lacks one of {', '.join(TEXT_FOLDERS)}", "the folder of a FLUX.1 pipeline of diffusers"
+        raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
+    return found
+
+
+def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason, remedy = f"{path.name}/config.json cannot be read: {error}", "the folder as diffusers saves it"
+        raise UserError("The images cannot be coded.", [Violation(field, folder, reason, remedy)]) from error

@@ -1,0 +1,63 @@
+"""CLIP score (Hessel et al. 2021): agreement of images with their prompts, by a CLIP model in a local folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titan_exp.config.errors.user_error import UserError, Violation
+
+BATCH = 32
+"""Pairs in a call of the model."""
+
+
+class CLIPScore:
+    """Mean of max(0, 100 · cosine) over images and their prompts; texts beyond CLIP's length are cut.
+
+    Raises:
+        UserError: the package or files are missing.
+    """
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+        except ImportError as error:
+            reason, remedy = "it is read by transformers, which is not installed", "pip install 'titan_exp[diffusion]'"
+            raise _refusal(folder, reason, remedy) from error
+        path = Path(folder).expanduser()
+        if not (path / "config.json").is_file():
+            raise _refusal(folder, "there is no config.json in it", "a folder of CLIPModel as transformers saves it")
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._processor: Any = CLIPImageProcessor.from_pretrained(path, local_files_only=True)
+            model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = f"it cannot be loaded: {str(error).strip().partition(chr(10))[0]}"
+            raise _refusal(folder, reason, "CLIPModel with its tokenizer and image processor") from error
+        self._model = model.eval().to(self._device)
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[np.ndarray], prompts: Sequence[str]) -> float:
+        """Score of images [height, width, 3] in uint8."""
+        total = 0.0
+        for first in range(0, len(images), BATCH):
+            chunk = slice(first, first + BATCH)
+            pixels = self._processor(list(images[chunk]), input_data_format="channels_last", return_tensors="pt").to(
+                self._device
+            )
+            length = self._model.config.text_config.max_position_embeddings
+            options = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
+            texts = self._tokenizer(list(prompts[chunk]), **options).to(self._device)
+            found = self._model(
+                input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pixels.pixel_values
+            )
+            cosines = torch.nn.functional.cosine_similarity(found.image_embeds, found.text_embeds)
+            total += float((100 * cosines.double()).clamp(min=0).sum())
+        return total / len(images)
+
+
+def _refusal(folder: str, reason: str, remedy: str) -> UserError:
+    return UserError("The CLIP score cannot be computed.", [Violation("clip", folder, reason, remedy)])

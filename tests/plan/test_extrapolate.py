@@ -82,6 +82,16 @@ WHOLE = {
     + ACCUMULATED
     + "model.layers=14 parallelism.dp_shard=2 compile=blocks "
     "+optimizer.groups.frozen.match=['blocks.*[13579].feed_forward.*'] +optimizer.groups.frozen.frozen=true",
+    "offloaded alone, moments in 8 bits on CUDA": CUDA
+    + "model.layers=7 parallelism.dp_shard=1 parallelism.cpu_offload=true optimizer.state_precision=int8",
+    "offloaded, accumulated, every third recomputed on CUDA": CUDA
+    + ACCUMULATED
+    + "model.layers=8 parallelism.dp_shard=2 parallelism.cpu_offload=true activation_checkpoint=every_n "
+    "activation_checkpoint.every=3",
+    "offloaded, compiled, experts x ep, average of weights on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=7 parallelism.dp_shard=4 parallelism.ep=2 parallelism.cpu_offload=true compile=blocks "
+    "weight_average=ema",
     "experts": EXPERTS + "model.layers=7 parallelism.dp_shard=2 training.micro_batch_size=1",
     "experts x ep on CUDA, full": CUDA
     + EXPERTS
@@ -119,6 +129,9 @@ PIPELINES = {
     + "model.layers=18 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=Interleaved1F1B "
     "parallelism.pp_microbatches=2 parallelism.prefetch_blocks=2 quantization=float8_rowwise_gw_hp "
     "quantization.high_precision_first=1 training.fp32_modules=[blocks.1.attention_norm]",
+    "offloaded, 1F1B x fsdp x tp, AdaGC on CUDA": CUDA
+    + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_microbatches=4 "
+    "parallelism.cpu_offload=true grad_clip=adagc",
     "compiled windows in every second layer, 1F1B on CUDA": MASKED
     + "model=gpt_oss_debug model.layers=12 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=2 "
     "compile=blocks",
@@ -214,6 +227,9 @@ RESHARDED = {
     "interleaved, resharded but for last blocks": BF16
     + "model.layers=22 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=Interleaved1F1B "
     "parallelism.pp_microbatches=4 parallelism.reshard_after_forward=all_but_last",
+    "offloaded, 1F1B, always resharded on CUDA": CUDA
+    + "model.layers=14 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=4 "
+    "parallelism.reshard_after_forward=always parallelism.cpu_offload=true",
     "GPipe x hsdp, always resharded": BF16
     + "model.layers=14 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
     "parallelism.dp_replicate=2 parallelism.pp_schedule=GPipe parallelism.pp_microbatches=4 "
@@ -276,11 +292,10 @@ def totals(kept: dict[str, int], step: object) -> dict[str, object]:
     costs, peak = step.costs, step.peak  # type: ignore[attr-defined]
     return {
         **kept,
-        "gradients": step.gradients,  # type: ignore[attr-defined]
         "messages": dict(costs.messages),
         "calls": dict(costs.calls),
         "flops": costs.flops,
-        "bytes moved": costs.bytes_moved,
+        "bytes moved": (costs.bytes_moved, costs.host_bytes),
         "kernels": dict(costs.kernels),
         "peak": peak.bytes,
         "categories": peak.by_category,

@@ -43,6 +43,7 @@ MANY = {
 QUICK = (
     "experts x ep on CUDA, full",
     "compiled, accumulated",
+    "offloaded, 1F1B x fsdp x tp, AdaGC on CUDA",
     "tied, document mask, embedding alone in a stage, in passes",
     "DualPipeV",
 )
@@ -98,10 +99,12 @@ def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
     found = {
         "peak": trace.peak,
         "kept": trace.persistent,
+        "host": trace.host,
         "gradients": trace.gradients,
         "costs": (
             costs.flops,
             costs.bytes_moved,
+            costs.host_bytes,
             costs.operators,
             dict(costs.kernels),
             dict(costs.messages),

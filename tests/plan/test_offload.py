@@ -15,7 +15,6 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.trace_step import Trace
 from titan_exp.rules import check
 
@@ -207,12 +206,14 @@ def test_copies_take_time_and_host_operators_do_not(capsys: pytest.CaptureFixtur
     assert rank.time is not None
     assert other.time is not None
     copied = sum(rank.trace.costs.messages["host", way] for way in ("to the GPU", "to the host"))
-    assert rank.time.behind - other.time.behind == pytest.approx(copied / (64e9 * 0.75))
+    seconds = copied / (64e9 * device_named("h100").link_efficiency)
+    assert rank.time.behind - other.time.behind == pytest.approx(seconds)
     # A lone rank gathers nothing, and waits for its parameters.
     alone = planned("parallelism.dp_shard=1", OFFLOADED).ranks[0]
     assert alone.time is not None
     assert alone.time.exposed > 0
-    assert isinstance(rank.trace.host and rank.trace.host.costs, OpCosts)
+    # Clipping and AdamW read weights, gradients and two moments.
+    assert rank.trace.costs.host_bytes > 16 * rank.trace.gradients // 4 > other.trace.costs.host_bytes == 0
     assert rank.trace.costs.bytes_moved < other.trace.costs.bytes_moved
     print_plan(plan)
     said = capsys.readouterr().out

@@ -10,13 +10,13 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
+from titan_exp.plan.trace.trace_step import Trace
 from titan_exp.quantization.hardware_support import MIN_CAPABILITY
 from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
@@ -113,7 +113,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "saved_bytes": rank.saved,
         "allocation_retries": 0 if rank.allocator is None else rank.allocator.retries,
         "saved_calls": list(trace.saved_calls),
-        "host": None if trace.host is None else _host_json(trace.host),
+        "host": _host_json(trace),
         "flops": trace.costs.flops,
         "operators": trace.costs.operators,
         "messages": messages,
@@ -122,11 +122,11 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
     }
 
 
-def _host_json(host: HostUsage) -> dict[str, Any]:
-    return {
-        "peak_bytes": host.peak.bytes,
-        "peak_by_category": host.peak.by_category,
-        "update_bytes_moved": host.costs.bytes_moved,
+def _host_json(trace: Trace) -> dict[str, Any] | None:
+    return trace.host and {
+        "peak_bytes": trace.host.peak.bytes,
+        "peak_by_category": trace.host.peak.by_category,
+        "update_bytes_moved": trace.costs.host_bytes,
     }
 
 
@@ -208,9 +208,10 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
         "Parameters and gradients are pinned, in blocks of powers of two."
     )
     if plan.step_seconds is not None:
+        reading = format_si(largest.trace.costs.host_bytes, "B")
         yield (
-            f"The host clips and updates: it reads {format_si(host.costs.bytes_moved, 'B')} for each rank while the "
-            "GPU waits. The estimates below leave that out, since the host's speed is not known."
+            f"The host clips and updates: it reads {reading} for each rank while the GPU waits. The estimates "
+            "below leave that out, since the host's speed is not known."
         )
 
 

@@ -6,15 +6,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
-from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.device_memory import process_groups
@@ -25,7 +22,7 @@ from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.replay_processes import ReplayProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
-from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
+from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.received_rows import assume_expert_load
 from titan_exp.plan.trace.trace_step import Trace, trace_step
@@ -186,11 +183,10 @@ def predict(
         check_supported_on(experiment, device)
         device = with_run_kernels(device, experiment)
     traced = on_cpu(experiment) if cuda else experiment
-    where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = layout.node_size if cuda else layout.world_size
     numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     workspace = device.matmul_workspace if cuda and device is not None else 0
-    tracer = _Tracer(traced, layout, on_rank, cuda, workspace, where)
+    tracer = _Tracer(traced, layout, on_rank, cuda, workspace)
     deterministic = device.multiprocessors if device is not None and experiment.training.deterministic else None
     capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
@@ -240,8 +236,6 @@ class _Tracer:
     cuda: bool
     workspace: int
     """Bytes kept by the matmul library per thread."""
-    where: torch.device
-    """Device of the fake tensors."""
     parameters: int = 0
     flops_per_token: float = 0.0
     why_full: str = ""
@@ -293,7 +287,7 @@ class _Tracer:
     @contextmanager
     def _rank(self, number: int) -> Iterator[FakeRank]:
         rank = pipeline_ranks(self.layout)[number]
-        with fake_rank(self.experiment, rank, self.where) as fake:
+        with fake_rank(self.experiment, rank) as fake:
             if self.on_rank is not None:
                 self.on_rank(number, fake)
             yield fake

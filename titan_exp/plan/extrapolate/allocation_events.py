@@ -12,7 +12,7 @@ from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import Sample, StorageKey
 from titan_exp.plan.extrapolate.stages import NOWHERE, ExtrapolationError, StepPosition
-from titan_exp.plan.trace.memory_tracker import MemoryTracker
+from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import GradientKey, Segment
 
 
@@ -89,9 +89,10 @@ class EventComposer:
         )
 
     def allocate(self, size: int, category: str, stage: int = NOWHERE, role: int = 0) -> int:
-        """Allocate a storage; returns its number."""
-        self._stream = self._streams.setdefault((stage, role), len(self._streams) + 1) if role else 0
-        return self.tracker.allocate(size, category or self.tracker.category)
+        """Allocate a storage; returns its number. `role` is as in `Sample.roles`."""
+        on_host = role == HOST
+        self._stream = self._streams.setdefault((stage, role), len(self._streams) + 1) if role > 0 else 0
+        return self.tracker.allocate(size, category or self.tracker.category, on_host=on_host)
 
     def release(self, number: int) -> None:
         """Release a storage.
@@ -141,9 +142,9 @@ class EventComposer:
             if event.allocation < 0:
                 self._matmul(event.allocation)
             elif event.size:
-                if event.stream:
+                if event.stream > 0:
                     raise ExtrapolationError("the optimizer step uses a second stream")
-                self._step_allocations[event.allocation] = self.allocate(event.size, event.category)
+                self._step_allocations[event.allocation] = self.allocate(event.size, event.category, role=event.stream)
             elif event.allocation in self._step_allocations:
                 self.release(self._step_allocations[event.allocation])
             elif event.allocation in inputs and shares is not None:

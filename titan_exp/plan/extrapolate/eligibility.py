@@ -38,7 +38,6 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         f"quantization.filter, training.fp32_modules or optimizer.groups; the last {MAX_LAST_LAYERS} may differ too": (
             distinct > MAX_DISTINCT_LAYERS or period > MAX_PERIOD
         ),
-        "parallelism.cpu_offload": parallelism.cpu_offload,
     }
     if distinct or last or period > 1 or parallelism.prefetch_blocks > 1:
         few = sampled_layers(experiment) if parallelism.pp == 1 else distinct

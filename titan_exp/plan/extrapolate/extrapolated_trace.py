@@ -16,7 +16,7 @@ from titan_exp.plan.extrapolate.step_cost import Samples, simulate_rank, sum_pas
 from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.segments import sum_costs
-from titan_exp.plan.trace.trace_step import Trace
+from titan_exp.plan.trace.trace_step import HostUsage, Trace
 
 MAX_MICRO_BATCHES = 8
 """Maximum number of composed micro-batches without a pipeline; further ones repeat."""
@@ -54,8 +54,10 @@ class TraceExtrapolator:
         saved = tuple(
             dict.fromkeys(line for each in samples.values() for sample in each for line in sample.saved_calls)
         )
-        timeline = tracker.timeline()
-        return Trace(tracker.peak(), tracker.allocated(), gradients, costs, axes, timeline, *events, saved_calls=saved)
+        kept = optimizer_step.on_host
+        host = None if kept is None else HostUsage(tracker.peak(on_host=True), kept)
+        peak, timeline = tracker.peak(), tracker.timeline()
+        return Trace(peak, tracker.allocated(), gradients, costs, axes, timeline, *events, host, saved)
 
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
         """Setup and optimizer steps, shared by ranks with equal layer counts."""

@@ -56,6 +56,8 @@ class OptimizerStepTrace:
     """Parameters of the whole model."""
     flops_per_token: float
     """FLOPs of a training step per token, of the whole model."""
+    on_host: dict[str, int] | None
+    """Bytes of tensors on the host between steps, by category, with offloaded parameters."""
 
     @property
     def totals(self) -> "OptimizerStepTotals":
@@ -190,7 +192,8 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
     setup = [segment for segment in segments if segment.step < 0]
     kept = category_bytes({name: trace.persistent[name] for name in KEPT})
     other = category_bytes({"other": trace.persistent["other"] - rounded})
-    return OptimizerStepTrace(setup, ends, names, others, kept, other, size, built.parameters, built.flops_per_token)
+    model = built.parameters, built.flops_per_token, trace.host and trace.host.persistent
+    return OptimizerStepTrace(setup, ends, names, others, kept, other, size, *model)
 
 
 def _check_linear(experiment: Experiment, one: OptimizerStepTotals, another: OptimizerStepTotals) -> None:

@@ -160,14 +160,16 @@ class Sample:
 
     @cached_property
     def roles(self) -> dict[tuple[int, int], int]:
-        """Index of each stream within its stage, by stage and stream number, in order of first use."""
+        """Index of each stream within its stage, by stage and stream number, in order of first use; host memory is
+        `HOST`, too."""
         roles: dict[tuple[int, int], int] = {}
         used: Counter[int] = Counter()
         for position, segments in self.segments.items():
             for event in (event for segment in segments for event in segment.events):
                 if event.size and (position.stage, event.stream) not in roles:
-                    roles[position.stage, event.stream] = used[position.stage] + 1 if event.stream else 0
-                    used[position.stage] += bool(event.stream)
+                    is_other = event.stream > 0
+                    roles[position.stage, event.stream] = used[position.stage] + 1 if is_other else event.stream
+                    used[position.stage] += is_other
         return roles
 
     @cached_property
@@ -228,7 +230,8 @@ def take_sample(
                 segments=tracker,
             )
             segments, micro_batches = tracker.segments(), len(fake.batches)
-            batch = category_bytes({"other": tracker.tracked_bytes(fake.preallocated) // micro_batches})
+            batches = [tensor for tensor in fake.preallocated if not tracker.is_on_host(tensor)]
+            batch = category_bytes({"other": tracker.tracked_bytes(batches) // micro_batches})
             outside = [
                 buffer for name, buffer in fake.state.model.parts[0].named_buffers() if "blocks" not in name.split(".")
             ]

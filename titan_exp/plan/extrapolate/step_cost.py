@@ -42,8 +42,6 @@ class StepCost:
     """Peak memory."""
     persistent: dict[str, int]
     """Bytes of parameters and optimizer state, by category."""
-    gradients: int
-    """Bytes of this rank's reduced gradients."""
     costs: OpCosts
     """FLOPs, memory traffic and messages of the step."""
 
@@ -91,7 +89,6 @@ def step_cost(
     return StepCost(
         Moment(int(peak.sum()), _by_category(peak), where),
         _by_category(optimizer_step.persistent),
-        _by_category(held)["gradients"],
         sum_costs([passes.costs, optimizer_step.costs]),
     )
 

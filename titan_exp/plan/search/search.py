@@ -362,7 +362,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _key(candidate: Candidate) -> Key:
-    """Cache key of a profile; the number of shards only divides persistent bytes."""
+    """Cache key of a profile; the number of shards only divides persistent bytes, which are copied if offloaded."""
     parallelism, layout = candidate.parallelism, candidate.layout
     pipeline = parallelism.pp > 1
     return (
@@ -375,7 +375,7 @@ def _key(candidate: Candidate) -> Key:
         pipeline,
         frozenset(sample_keys(candidate.experiment)),
         None if pipeline else min(layout.gradient_accumulation, 3),
-        parallelism.dp_shard > 1,
+        candidate.shards if parallelism.cpu_offload else parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,
     )
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.ops.matmul_flops import GROUPED
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_groups import group_named
+from titan_exp.plan.cuda.cpu_offload import AXIS, TO_GPU, TO_HOST, WAITED_FOR
 from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.op_cache import CachedOp, OpCache
@@ -56,6 +57,9 @@ class OpCosts:
     """FLOPs of float8 matmuls, included in `flops`."""
     bytes_moved: int = 0
     """Bytes read and written by all other operators."""
+    host_bytes: int = 0
+    """Bytes read and written by operators on the host, with offloaded parameters: gradient clipping and the optimizer.
+    """
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Message bytes by mesh axis and kind."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -87,8 +91,6 @@ class CostMode(TorchDispatchMode):
         super().__init__()
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
         self.tracker, self.costs, self._workspace = tracker, OpCosts(), workspace
-        self.host_costs = OpCosts()
-        """Costs of operators on host memory, with offloaded parameters."""
         self._axes, self._paused = axes_by_group(mesh), 0
         self._sole_owner: tuple[int, ...] | None = None
         self._stack, self._depth = ExitStack(), 0
@@ -148,15 +150,14 @@ class CostMode(TorchDispatchMode):
         try:
             # Without a dispatch mode, autograd accumulates in place into a gradient that only it holds.
             alone = self._sole_owner is not None and _summand_counts(func, args) == self._sole_owner
-            # With two memories (offload), the device of every call matters, so nothing is cached.
-            key = None if alone or not self.tracker.alone else _OP_CACHE.key(func, args, kwargs)
+            key = None if alone else _OP_CACHE.key(func, args, kwargs)
             if key is not None and (known := _OP_CACHE.get(key)) is not None:
                 return self._replay(func, args, known)
             out = args[0].add_(args[1]) if alone else _call(func, args, kwargs) if exchanged is None else exchanged
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise unknown_operator(str(func)) from error
-        flops, bytes_moved = self._record(func, args, kwargs, out)
-        if key is not None:
+        flops, bytes_moved, is_copy = self._record(func, args, kwargs, out)
+        if key is not None and not is_copy:
             _OP_CACHE.put(key, args, out, flops, bytes_moved)
         self._add_workspace(func, args)
         return out
@@ -173,7 +174,7 @@ class CostMode(TorchDispatchMode):
         for tensor, alias in made:
             self.tracker.track(tensor, "other" if alias else None)
         self._first_matmul(func)
-        self._count(self.costs, func, known.flops, known.bytes_moved)
+        self._count(func, known.flops, known.bytes_moved, on_host=self._is_on_host(args, out))
         self._add_workspace(func, args)
         return out
 
@@ -192,14 +193,33 @@ class CostMode(TorchDispatchMode):
                 self._threads.add(thread)
                 self.tracker.allocate(self._matmul_workspace, "workspaces")
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
-        """Record an operator's results and messages; returns its FLOPs and the bytes that it moved."""
+    def _is_on_host(self, *values: Any) -> bool:
+        """True if all tensors among arguments and results are in host memory beside a device's."""
+        if self.tracker.device is None:
+            return False
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return bool(tensors) and all(map(self.tracker.is_on_host, tensors))
+
+    def _copy(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, int] | None:
+        """Direction and bytes of a copy between host and device, else None."""
+        tracker = self.tracker
+        if tracker.device is None or not inputs or len(outputs) != 1:
+            return None
+        to_host = tracker.is_on_host(outputs[0])
+        if tracker.is_on_host(inputs[-1]) is to_host:
+            return None
+        kind = TO_HOST if to_host else TO_GPU if tracker.stream() else WAITED_FOR
+        return kind, outputs[0].numel() * outputs[0].element_size()
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, bool]:
+        """Record an operator's results and messages.
+
+        Returns its FLOPs, the bytes that it moved, and True if it copies between host and device.
+        """
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
-        copied = self.tracker.copy_between(inputs, outputs)
-        both = [*inputs, *outputs]
-        costs = self.host_costs if both and all(self.tracker.is_elsewhere(tensor) for tensor in both) else self.costs
+        copied, on_host = self._copy(inputs, outputs), self._is_on_host(inputs, outputs)
         new = False
         for tensor in outputs:
             alias = tensor.untyped_storage()._cdata in before
@@ -207,12 +227,12 @@ class CostMode(TorchDispatchMode):
             # Python numbers become constants, not activations.
             category = "other" if alias or func is torch.ops.aten.lift_fresh.default else None
             # Only gradients are copied to the host.
-            offloaded = copied is not None and self.tracker.is_elsewhere(tensor) and not alias
+            offloaded = copied is not None and copied[0] == TO_HOST and not alias
             self.tracker.track(tensor, "gradients" if offloaded else category)
         if copied is not None:
-            axis, kind, size = copied
-            self.costs.messages[axis, kind] += size
-            self.costs.calls[axis, kind] += 1
+            kind, size = copied
+            self.costs.messages[AXIS, kind] += size
+            self.costs.calls[AXIS, kind] += 1
         sent = exchange_message(func, args) or parse_message(func, args, out)
         if sent is not None:
             kind, group, size = sent
@@ -231,11 +251,15 @@ class CostMode(TorchDispatchMode):
         unbound = not flops and not sent and not copied and not func.is_view
         if grouped or (unbound and (new or func._schema.is_mutable)):
             bytes_moved = count_bytes(func, args, kwargs, outputs)
-        costs.operators += sent is not None or copied is not None
-        self._count(costs, func, flops, bytes_moved)
-        return flops, bytes_moved
+        self.costs.operators += sent is not None or copied is not None
+        self._count(func, flops, bytes_moved, on_host=on_host)
+        return flops, bytes_moved, copied is not None
 
-    def _count(self, costs: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
+    def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool) -> None:
+        costs = self.costs
+        if on_host:
+            costs.host_bytes += 0 if flops else bytes_moved
+            return
         fp8 = flops if str(func._overloadpacket) in SCALED_MATMULS else 0
         costs.flops += flops
         costs.fp8_flops += fp8

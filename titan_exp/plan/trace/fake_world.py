@@ -105,24 +105,23 @@ class _CopiedBatch(Batch):
 
 
 @contextmanager
-def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[FakeRank]:
+def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
     """Build a global rank of a resolved layout on fake tensors, for the `with` block.
-
-    `device` is `cpu_offload.GPU` with offloaded parameters.
 
     Raises:
         UserError: from the trainer's build.
     """
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
     layout = ResolvedLayout.of(experiment)
+    beside_host = layout.device_type == "cuda" and experiment.parallelism.cpu_offload
     experiment = replace(experiment, optimizer=experiment.optimizer.costliest)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()
-        with restored_compiler_settings(), _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
-            state = assemble(experiment, layout, device, fake_mode=mode)
+        with restored_compiler_settings(), _readable_meshes(), gpu_beside_host() if beside_host else nullcontext():
+            state = assemble(experiment, layout, GPU if beside_host else DEVICE, fake_mode=mode)
             with mode:
-                yield FakeRank(experiment, state, fake_batches(experiment, copied=device != GPU))
+                yield FakeRank(experiment, state, fake_batches(experiment, copied=not beside_host))
     finally:
         dist.destroy_process_group()
         # Cached shardings refer to this rank's process groups.

@@ -1,20 +1,22 @@
 """Memory tracker: allocation and release of every storage, by category, in order.
 
-A storage's category may change later (a sum that becomes a gradient), so it is read when the trace is evaluated.
+A storage's category may change later (a sum that becomes a gradient), so it is read when the trace is evaluated. With
+offloaded parameters, a device's memory and the host's are tracked side by side.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_exp.plan.cuda.caching_allocator import Event
+from titan_exp.plan.cuda.cpu_offload import PINNED, power_of_two
 
 CATEGORIES = (
     "parameters",
@@ -34,6 +36,8 @@ MOMENTS = 400
 """Default maximum number of moments in a timeline."""
 SETTLED = ("parameters", "optimizer")
 """Final categories: `set_category` keeps them."""
+HOST = -1
+"""Stream number of allocations in host memory."""
 
 
 @dataclass(eq=False)
@@ -46,6 +50,8 @@ class Storage:
     """Number in order of allocation; its name in allocator events."""
     size: int = 0
     """Bytes, rounded up as by the allocator."""
+    on_host: bool = False
+    """True if it is in host memory beside a device's."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,11 @@ class MemoryTracker:
     """Live storages and every change of their sizes, in order."""
 
     granularity: int = 1
-    """Bytes to which sizes are rounded up: 512 for torch's allocator on CUDA, 1 for exact sizes."""
-    current: int = 0
-    """Bytes allocated now."""
+    """Bytes to which sizes are rounded up: 512 for torch's allocator on CUDA, 1 for exact sizes. Pinned host memory is
+    rounded up to powers of two: CachingHostAllocatorImpl::allocate in ATen/core/CachingHostAllocator.h, torch 2.11 to
+    2.15."""
+    device: torch.device | None = None
+    """Device of tensors in device memory, if others are in host memory; None if there is one memory."""
     category: str = "other"
     """Category of new storages, unless another is given."""
     where: str = "before the first step"
@@ -77,29 +85,23 @@ class MemoryTracker:
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
     events: list[Event] = field(default_factory=list)
-    """Allocations and releases of all storages, in order."""
+    """Allocations and releases in device memory, in order."""
     begun: int = 0
     """Number of events before `begin_step`."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _changes: list[tuple[Storage, int, str]] = field(default_factory=list)
+    _host_changes: list[tuple[Storage, int, str]] = field(default_factory=list)
     _allocated_before: int = 0
     _made: int = 0
     _named: dict[int, Storage] = field(default_factory=dict)
 
-    alone: ClassVar[bool] = True
-    """False if host memory is tracked too."""
-
-    def is_elsewhere(self, tensor: Tensor) -> bool:
-        """True if a tensor is in the second memory (host)."""
-        return False
-
-    def copy_between(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, str, int] | None:
-        """Axis, direction and bytes of a copy between the two memories, else None."""
-        return None
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """True if a tensor, or its local shard, is in host memory beside a device's."""
+        return self.device is not None and local(tensor).device != self.device
 
     def track(self, tensor: Tensor, category: str | None = None) -> None:
         """Add a tensor's storage, unless it is tracked already, as `category` or the current one."""
-        self._add(tensor.untyped_storage(), category)
+        self._add(tensor.untyped_storage(), category, on_host=self.is_on_host(tensor))
 
     def is_tracked(self, tensor: Tensor) -> bool:
         """True if a tensor's storage is tracked."""
@@ -124,22 +126,22 @@ class MemoryTracker:
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Record the new size of a storage."""
         if storage._cdata not in self._alive:
-            self._add(storage, None)
+            self._add(storage, None, on_host=False)
             return
         entry, _ = self._alive[storage._cdata]
-        self._change(entry, self._rounded(storage.nbytes()) - entry.size)
+        self._change(entry, self._rounded(storage.nbytes(), entry, None) - entry.size)
 
     def add_transient(self, size: int, category: str) -> None:
         """Record memory that an operator allocates and frees before it returns."""
-        workspace = self._storage(category)
-        self._change(workspace, self._rounded(size))
-        self._change(workspace, -self._rounded(size))
+        workspace = self._storage(category, on_host=False)
+        self._change(workspace, self._rounded(size, workspace, None))
+        self._change(workspace, -workspace.size)
 
-    def allocate(self, size: int, category: str) -> int:
+    def allocate(self, size: int, category: str, *, on_host: bool = False) -> int:
         """Record memory that no tensor owns; returns its number, for `free`."""
-        storage = self._storage(category)
+        storage = self._storage(category, on_host=on_host)
         self._named[storage.number] = storage
-        self._change(storage, self._rounded(size))
+        self._change(storage, self._rounded(size, storage, None))
         return storage.number
 
     def allocated_bytes(self, number: int) -> int:
@@ -159,28 +161,40 @@ class MemoryTracker:
 
     def begin_step(self) -> None:
         """Begin the evaluated step; of earlier ones, keep only `events` and live storages."""
-        self._changes = [(storage, storage.size, self.where) for storage in self._present()]
+        self._changes, self._host_changes = (
+            [(storage, storage.size, self.where) for storage in self._present() if storage.on_host is on_host]
+            for on_host in (False, True)
+        )
         self._allocated_before = len(self._changes)
         self.begun = len(self.events)
 
-    def peak(self) -> Moment:
-        """First moment of the step with peak allocated memory."""
+    def peak(self, *, on_host: bool = False) -> Moment:
+        """First moment of the step with peak allocated memory, on the device or on the host."""
         total, highest, at = 0, -1, 0
-        for number, (_, delta, _) in enumerate(self._changes):
+        changes = self._host_changes if on_host else self._changes
+        for number, (_, delta, _) in enumerate(changes):
             total += delta
             if total > highest:
                 highest, at = total, number
         by_category: dict[str, int] = defaultdict(int)
-        for storage, delta, _ in self._changes[: at + 1]:
+        for storage, delta, _ in changes[: at + 1]:
             by_category[storage.category] += delta
-        where = self._changes[at][2] if self._changes else self.where
+        where = changes[at][2] if changes else self.where
         return Moment(max(highest, 0), {name: by_category[name] for name in CATEGORIES}, where)
 
     def allocated(self) -> dict[str, int]:
-        """Bytes allocated now, by category."""
+        """Bytes allocated on the device now, by category."""
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for storage in self._present():
-            found[storage.category] += storage.size
+            found[storage.category] += 0 if storage.on_host else storage.size
+        return found
+
+    def tensors_on_host(self) -> dict[str, int]:
+        """Bytes of live tensors on the host, by category, without rounding."""
+        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        for entry, reference in self._alive.values():
+            storage = reference()
+            found[entry.category] += storage.nbytes() if entry.on_host and storage is not None else 0
         return found
 
     def timeline(self, limit: int = MOMENTS) -> list[Moment]:
@@ -206,17 +220,17 @@ class MemoryTracker:
     def _present(self) -> list[Storage]:
         return [*(storage for storage, _ in self._alive.values()), *self._named.values()]
 
-    def _storage(self, category: str) -> Storage:
+    def _storage(self, category: str, *, on_host: bool) -> Storage:
         self._made += 1
-        return Storage(category, self._made)
+        return Storage(category, self._made, on_host=on_host)
 
-    def _add(self, storage: torch.UntypedStorage, category: str | None) -> None:
+    def _add(self, storage: torch.UntypedStorage, category: str | None, *, on_host: bool) -> None:
         key = storage._cdata
         if key in self._alive:
             return
-        entry = self._storage(category or self.category)
+        entry = self._storage(category or self.category, on_host=on_host)
         self._alive[key] = (entry, weakref.ref(storage, partial(self._release, key, entry)))
-        self._change(entry, self._rounded(storage.nbytes()))
+        self._change(entry, self._rounded(storage.nbytes(), entry, category))
 
     def _release(self, key: int, entry: Storage, _: object) -> None:
         # Another storage may have reused its address.
@@ -227,14 +241,19 @@ class MemoryTracker:
     def _change(self, storage: Storage, delta: int) -> None:
         if delta:
             if storage.size:
-                self.events.append(Event(storage.number, 0, 0))
+                self._record(storage, 0, 0)
             storage.size += delta
             if storage.size:
-                self.events.append(Event(storage.number, storage.size, self.stream()))
-            self.current += delta
-            self._changes.append((storage, delta, self.where))
+                self._record(storage, storage.size, HOST if storage.on_host else self.stream())
+            (self._host_changes if storage.on_host else self._changes).append((storage, delta, self.where))
 
-    def _rounded(self, size: int) -> int:
+    def _record(self, storage: Storage, size: int, stream: int) -> None:
+        if not storage.on_host:
+            self.events.append(Event(storage.number, size, stream))
+
+    def _rounded(self, size: int, storage: Storage, category: str | None) -> int:
+        if storage.on_host:
+            return power_of_two(size) if category in PINNED and size else size
         return -(-size // self.granularity) * self.granularity
 
 

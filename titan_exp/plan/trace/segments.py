@@ -46,7 +46,7 @@ class AllocationEvent(NamedTuple):
     size: int = 0
     """Bytes allocated; 0 for a release."""
     stream: int = 0
-    """Stream of an allocation."""
+    """Stream of an allocation; `HOST` for one in host memory."""
     category: str = ""
     """Final category of an allocation; empty for the phase's default."""
     output: bool = False
@@ -79,9 +79,9 @@ class Segment:
     step: int
     """-1 for the build, 0 for the first step, 1 for the second."""
     net: CategoryBytes
-    """Net allocated bytes."""
+    """Net allocated bytes, without those on the host."""
     peak: CategoryBytes
-    """Bytes added at its first peak; zeros if it only frees."""
+    """Bytes added at its first peak, without those on the host; zeros if it only frees."""
     where: str
     """Phase of the step."""
     begins_phase: bool
@@ -169,7 +169,7 @@ class SegmentTracker(MemoryTracker):
         peak, total, highest, events = dict(net), 0, 0, list[AllocationEvent]()
         for storage, event in self._recorded[cut.start : following.start]:
             events.append(self._with_category(storage, event))
-            if storage is None:
+            if storage is None or storage.on_host:
                 continue
             delta = event.size or -self._sizes[event.allocation]
             net[storage.category] += delta
@@ -188,9 +188,9 @@ class SegmentTracker(MemoryTracker):
         category = "" if is_default else storage.category
         return event._replace(category=category, output=event.allocation in self.block_outputs)
 
-    def _add(self, storage: UntypedStorage, category: str | None) -> None:
+    def _add(self, storage: UntypedStorage, category: str | None, *, on_host: bool) -> None:
         known = len(self._sizes)
-        super()._add(storage, category)
+        super()._add(storage, category, on_host=on_host)
         if category is None and len(self._sizes) > known:
             self._default_category.add(known)
 
@@ -201,15 +201,13 @@ class SegmentTracker(MemoryTracker):
             held[storage.category] += size
         return category_bytes(held)
 
-    def _change(self, storage: Storage, delta: int) -> None:
-        known = len(self.events)
-        super()._change(storage, delta)
-        for event in self.events[known:]:
-            if event.size:
-                self._last_allocation[event.storage] = len(self._sizes)
-                self._sizes.append(event.size)
-            allocation = self._last_allocation[event.storage]
-            self._recorded.append((storage, AllocationEvent(allocation, event.size, event.stream, storage.category)))
+    def _record(self, storage: Storage, size: int, stream: int) -> None:
+        super()._record(storage, size, stream)
+        if size:
+            self._last_allocation[storage.number] = len(self._sizes)
+            self._sizes.append(size)
+        event = AllocationEvent(self._last_allocation[storage.number], size, stream, storage.category)
+        self._recorded.append((storage, event))
 
 
 class _Cut(NamedTuple):
@@ -336,6 +334,7 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
         total.flops += times * costs.flops
         total.fp8_flops += times * costs.fp8_flops
         total.bytes_moved += times * costs.bytes_moved
+        total.host_bytes += times * costs.host_bytes
         total.operators += times * costs.operators
         for key, calls in costs.calls.items():
             # A difference of two runs may have bytes without calls: one more layer enlarges a message.

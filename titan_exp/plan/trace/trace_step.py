@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
-from titan_exp.plan.cuda.cpu_offload import GPU, HostAndGpuTracker, HostUsage
+from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
 from titan_exp.plan.garbage_collection import no_garbage_collection
@@ -21,6 +21,16 @@ from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
 from titan_exp.plan.trace.phases import track_phases
 from titan_exp.plan.trace.segments import PhaseObserver, SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class HostUsage:
+    """Host memory of a rank with offloaded parameters."""
+
+    peak: Moment
+    """Peak host memory, pinned blocks rounded up."""
+    persistent: dict[str, int]
+    """Bytes of tensors on the host between steps, by category."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Trace:
     step_events: list[Event]
     """Allocations and releases in the step."""
     host: HostUsage | None = None
-    """Memory and costs on the host, with offloaded parameters."""
+    """Memory of the host, with offloaded parameters."""
     saved_calls: tuple[str, ...] = ()
     """Automatic lists of selective activation checkpointing, in words."""
 
@@ -70,8 +80,8 @@ def trace_step(
     Raises:
         UserError: the step calls an unknown operator.
     """
-    host = HostAndGpuTracker() if state.mesh.device == GPU else None
-    tracker = host or (MemoryTracker() if segments is None else segments)
+    tracker, offloaded = MemoryTracker() if segments is None else segments, state.mesh.device == GPU
+    tracker.device = GPU if offloaded else None
     tracker.granularity = MIN_BLOCK if cuda else 1
     if cuda:
         tracker.stream = _Streams()
@@ -82,9 +92,9 @@ def trace_step(
         no_garbage_collection(),
         track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()) as phases,
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
-        fake_cuda_kernels(beside=host is not None) if cuda else nullcontext(),
+        fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
-        reset_dynamo() if host is not None else nullcontext(),
+        reset_dynamo() if offloaded else nullcontext(),
         skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
         observe_steps(PhaseObserver(tracker) if segments is None else SegmentObserver(segments)),
     ):
@@ -94,7 +104,7 @@ def trace_step(
             segments.read_costs_of(mode)
             segments.next_step()
         (warmup_step or step)()
-        mode.costs, mode.host_costs = OpCosts(), OpCosts()
+        mode.costs = OpCosts()
         tracker.outside_passes = EMBEDDING
         tracker.begin_step()
         step()
@@ -109,7 +119,7 @@ def trace_step(
             tracker.timeline(),
             tracker.events[: tracker.begun],
             tracker.events[tracker.begun :],
-            None if host is None else HostUsage(host.host.peak(), host.host.tensors(), mode.host_costs),
+            HostUsage(tracker.peak(on_host=True), tracker.tensors_on_host()) if offloaded else None,
             tuple(dict.fromkeys(str(saved) for part in state.model.parts for saved in saved_calls(part))),
         )
 

@@ -1,0 +1,122 @@
+"""Groups of semi-synchronous training that die or stop: others lose no step, and a resumed run is bitwise the same."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.runs import Curve
+from tests.trainer.fleet import Dies, Fleet, Mutation
+from tests.trainer.semi_sync_reference import reference
+from tests.trainer.test_semi_sync import DILOCO, assert_same, train_groups
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.tracking.run_folder.group_events import read_events
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+
+pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
+LONG = [*DILOCO, "training.steps=10"]
+SAVED = [*DILOCO, "training.steps=8", "checkpoint=sync", "checkpoint.every=4"]
+
+
+class _DiesTraining(Dies):
+    """The first start of group 1 dies after its third step, between two synchronizations."""
+
+    def __init__(self) -> None:
+        super().__init__(4, "receive_state")
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+        super().__call__(group)
+        add, steps = SemiSync.add_step, [0]
+
+        def adding(sync: SemiSync, *arguments: Any, **named: Any) -> None:
+            add(sync, *arguments, **named)
+            steps[0] += 1
+            if group.start == 1 and steps[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        SemiSync.add_step = adding  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("mutate", "away"),
+    [
+        (Dies(4, "all_reduce"), [4, 6]),
+        pytest.param(_DiesTraining(), [4, 6], marks=pytest.mark.night),
+        pytest.param(Dies(4, "commit"), [6], marks=pytest.mark.night),  # after all have its sums
+        pytest.param(Dies(4, "join"), [4, 6], marks=pytest.mark.night),
+    ],
+    ids=["all-reduce", "training", "commit", "quorum"],
+)
+def test_the_others_lose_no_step(tmp_path, mutate, away):
+    """Group 1 adds nothing to some synchronizations, and heals at that after step 6."""
+    fleet = Fleet(tmp_path / "run", *LONG)
+    try:
+        first, dead = [fleet.start(number, mutate) for number in range(2)]
+        with pytest.raises(AssertionError, match="died without a word"):
+            dead.results(60)
+        dead.kill()
+        found = fleet.curve([first, fleet.start(1, mutate)])
+    finally:
+        fleet.close()
+    expected = reference(tmp_path / "reference", *LONG, absent={step: [1] for step in away})
+    assert_same(found, expected)
+    assert [row["participants"] for row in found.rows[::2]] == [2, 1 if 4 in away else 2, 1, 2, 2]
+    assert max(row["stall"] for row in found.rows) < 15
+    assert [1] in [event["joined"] for event in read_events(fleet.folder) if event["event"] == "quorum"]
+
+
+def resumed(path: Path, *words: str, mutate: Mutation | None = None) -> Curve:
+    """A run that ends after step 4 and continues from its checkpoint."""
+    train_groups(path, [*SAVED, "training.stop_after=4"])
+    return train_groups(path, [*SAVED, *words], mutate)
+
+
+def assert_bitwise(found: Curve, expected: Curve) -> None:
+    for name in ("step", "tokens", "loss", "grad_norm", "lr", "participants"):
+        assert [row[name] for row in found.rows] == [row[name] for row in expected.rows], name
+    assert found.disputed == expected.disputed == []
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
+def _outer_state_is_lost(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import MOMENTUM, OuterOptimizer
+
+    keep = OuterOptimizer.keep
+
+    def forgetful(outer: OuterOptimizer) -> None:
+        keep(outer)
+        if outer.parameters:
+            torch._foreach_zero_(outer._state(MOMENTUM))
+
+    OuterOptimizer.keep = forgetful  # type: ignore[method-assign]
+
+
+def _own_state_is_lost(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups import semi_sync_trainer
+
+    semi_sync_trainer.load_inner_state = lambda *_: False
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):
+    expected = train_groups(tmp_path / "whole", SAVED)
+    assert_bitwise(resumed(tmp_path / "resumed", "training.steps=8"), expected)
+    with pytest.raises(AssertionError):
+        assert_bitwise(resumed(tmp_path / "own", "training.steps=8", mutate=_own_state_is_lost), expected)
+
+
+@pytest.mark.night
+def test_a_lost_outer_state_is_noticed(tmp_path):
+    expected = train_groups(tmp_path / "whole", SAVED)
+    with pytest.raises(AssertionError):
+        assert_bitwise(resumed(tmp_path / "outer", "training.steps=8", mutate=_outer_state_is_lost), expected)
+
+
+@pytest.mark.night
+def test_a_run_resumed_in_another_layout_is_the_reference(tmp_path):
+    found = resumed(tmp_path / "run", "parallelism.dp_shard=2")
+    assert_same(found, reference(tmp_path / "reference", *SAVED))

@@ -26,7 +26,7 @@ class SemiSyncConfig:
     outer_momentum: Share = 0.9
     """Mode `diloco`: decay rate of its momentum; 0 keeps none."""
     outer_nesterov: bool = True
-    """Mode `diloco`: Nesterov momentum."""
+    """Mode `diloco`: Nesterov momentum; without effect if there is none."""
 
     @property
     def enabled(self) -> bool:
@@ -38,4 +38,4 @@ class SemiSyncConfig:
         """Learning rate, momentum and Nesterov of the outer SGD. A step of 1 without momentum is the average."""
         if self.mode == "local_sgd":
             return 1.0, 0.0, False
-        return self.outer_lr, self.outer_momentum, self.outer_nesterov
+        return self.outer_lr, self.outer_momentum, self.outer_nesterov and self.outer_momentum > 0

@@ -79,6 +79,8 @@ class SemiSyncTrainer(Trainer):
         if save and config.mode != "off" and not (self._is_over and config.last == "weights"):
             semi_sync.collect_states(self.model.parts, self.optimizer)
         self._finish_step(save=save)
+        if not self._is_over:
+            semi_sync.states = {}  # the save has copies
         return agreement.stop
 
     @property
@@ -107,10 +109,9 @@ class SemiSyncTrainer(Trainer):
         """Load this group's own state from the checkpoint after a step, if there is one; else it has another's."""
         groups, path = self.groups, self.checkpointer.folder.path_of(step)
         assert groups is not None
-        if self.checkpointer.from_leader(step in self.checkpointer.folder.complete_steps()):
-            if load_inner_state(path, groups.group.number, self.model.parts, self.optimizer):
-                return
-            get_logger().warning("the checkpoint of step %d has no optimizer state of this group", step)
+        number, saved = groups.group.number, self.checkpointer.from_leader(path.exists())
+        if not saved or not load_inner_state(path, number, self.model.parts, self.optimizer):
+            get_logger().warning("group %d begins after step %d with the optimizer state of another", number, step)
 
 
 def build_trainer(experiment: Experiment, folder: RunFolder, device: torch.device) -> Trainer:

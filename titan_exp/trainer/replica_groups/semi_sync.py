@@ -73,6 +73,8 @@ class SemiSync:
         """False if this group has healed since the last synchronization: it has nothing to average."""
         self._sent, self._sent_for = 0.0, 0
         """Bytes sent by all groups, and tokens of these rounds, since the last row."""
+        self._participants = 0
+        """Groups that the last synchronization is a mean of."""
         self._attempted = 0.0
         """Bytes sent by this rank since then, repeated synchronizations included."""
         self._waiting_since: float | None = None
@@ -130,7 +132,7 @@ class SemiSync:
         groups.all_reduce([table])
         if not groups.commit(step, "the synchronization after step"):
             return None
-        participants = int(table[:, 0].sum())
+        participants = self._participants = int(table[:, 0].sum())
         if participants < self._config.groups:
             get_logger().warning("step %d: averaged over %d of %s", step, participants, self._present())
         torch._foreach_div_(gradients, participants)
@@ -145,7 +147,7 @@ class SemiSync:
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
         """Take the rows of the last round; the last of them gets what is known of the synchronization, and `also`."""
         rows, self.rows = self.rows, []
-        groups = self._groups.row() if rows else {}
+        groups = {**self._groups.row(), "participants": self._participants} if rows else {}
         for row in rows:
             if row.row is not None:
                 row.row |= {**groups, "stall": 0.0, "attempt": attempt}

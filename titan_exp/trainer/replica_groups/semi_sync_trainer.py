@@ -34,10 +34,15 @@ class SemiSyncTrainer(Trainer):
         if self.step:
             self._load_own_state(self.step)
 
-    def _begin_step(self) -> bool:
-        """Meet all groups before the first step; later ones begin at once."""
+    def _one_step(self) -> bool:
+        """Train one step as in `Trainer`; before the first, meet the other groups."""
         if self.groups is not None and self.groups.quorum is None:
-            return not self._synchronize() and not self._is_over
+            stop = self._synchronize()
+            if stop or self._is_over:
+                return stop
+        return super()._one_step()
+
+    def _begin_step(self) -> bool:
         return True
 
     def _own(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:

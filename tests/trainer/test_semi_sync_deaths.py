@@ -12,9 +12,14 @@ from tests.parity.runs import Curve
 from tests.trainer.fleet import Dies, Fleet, Mutation
 from tests.trainer.semi_sync_reference import reference
 from tests.trainer.test_semi_sync import DILOCO, assert_same, train_groups
+from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.plan.predict import predict
 from titan_exp.tracking.run_folder.group_events import read_events
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 LONG = [*DILOCO, "training.steps=10"]
@@ -122,6 +127,11 @@ def _own_state_is_lost(_: ReplicaGroup) -> None:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):
     expected = train_groups(tmp_path / "whole", SAVED)
     assert_bitwise(resumed(tmp_path / "resumed"), expected)
+    folder = RunFolder(tmp_path / "whole")
+    shapes = tensor_shapes(CheckpointFolder(folder.checkpoints).path_of(8)).items()
+    saved = sum(4 * shape.numel() for key, shape in shapes if key.startswith(("model.", "optimizer.", "group.")))
+    planned = predict(load_experiment(folder.config, trust=True), None).checkpoint_bytes
+    assert saved == pytest.approx(planned, rel=1e-4)  # numbers of steps
 
 
 @pytest.mark.night

@@ -225,8 +225,12 @@ class ReplicaGroups:
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
 
     def vote_to_begin(self, ready: bool) -> bool:
-        """True if all ranks of this group are ready to begin a step, and connected to the other groups."""
-        return self._client.vote(0, ready and self._error is None)
+        """True if all ranks of this group are ready to begin training, and connected to the other groups. Else the next
+        quorum is the first: those who join it have not healed."""
+        begins = self._client.vote(0, ready and self._error is None)
+        if not begins:
+            self.quorum = None
+        return begins
 
     def commit(self, step: int, what: str = "step") -> bool:
         """True if the step is committed: every rank of this group holds the sums of all groups."""

@@ -60,9 +60,9 @@ def rank_main(path: str) -> None:
     victim = _Victim(Path(os.environ[ORDERS]))
     join = ReplicaGroups.join
 
-    def joined(groups: Any, step: int) -> Any:
+    def joined(groups: Any, step: int, *position: int | None) -> Any:
         victim.groups, victim.step = groups, step + 1
-        return join(groups, step)
+        return join(groups, step, *position)
 
     ReplicaGroups.join = joined  # type: ignore[method-assign]
     for owner, name, phase in (

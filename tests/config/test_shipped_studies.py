@@ -53,5 +53,5 @@ def test_the_studies_there_are():
         *("activation_checkpointing", "adamw_settings", "context_extension", "context_parallel_methods"),
         "diffusion_times",
         *("expert_balance", "halving", "learning_rate_batch_size", "optimizers", "parallelism_degrees"),
-        *("pipeline_schedules", "quantization_recipes", "width_transfer"),
+        *("pipeline_schedules", "quantization_recipes", "semi_synchronous", "width_transfer"),
     }

@@ -81,6 +81,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_study(folder / "runs", losses, study="rates")
     make_study(folder / "runs", losses, study="optimizers")
     make_study(folder / "runs", losses, study="halving")
+    make_study(folder / "runs", losses, study="semi_synchronous")
     for out in ("glyphs", "emoji"):
         assert titan_exp("encode", "images=glyphs", f"out=stores/{out}", folder=folder).returncode == 0
     for out in ("mine", "mixed"):

@@ -152,11 +152,11 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
 def trained_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Train the run of a folder as one of its ranks; returns the whole weights of this rank's modules."""
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.trainer import Trainer
+    from titan_exp.trainer.replica_groups.semi_sync_trainer import build_trainer
 
     experiment = load_experiment(folder.config, trust=True)
     with joined(experiment.cluster) as device:
-        trainer = Trainer(experiment, folder, device)
+        trainer = build_trainer(experiment, folder, device)
         trainer.restore()
         trainer.run()
         trainer.report.close("done")

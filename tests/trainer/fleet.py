@@ -80,14 +80,14 @@ class Dies:
 
         join, committed = ReplicaGroups.join, [0]
 
-        def joined(groups: ReplicaGroups, step: int) -> Any:
+        def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
             committed[0], marker = step, groups._folder.path / "newcomer"
             if group.number == 1 and group.start > 1:
                 marker.touch()
             elif step == self.step + 2:
                 wait_for(marker)
                 time.sleep(0.5)  # so that the newcomer is in the next quorum
-            return join(groups, step)
+            return join(groups, step, *position)
 
         ReplicaGroups.join = joined  # type: ignore[method-assign]  # on purpose
         method = getattr(ReplicaGroups, self.where)

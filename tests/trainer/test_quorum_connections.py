@@ -22,7 +22,7 @@ def client(*members: str) -> Any:
     """Client of a group that is connected to the members of quorum 2, without servers."""
     made: Any = object.__new__(QuorumClient)
     made._rank, made._timeout, made._configured = 0, timedelta(seconds=300), (2, members, len(members))
-    made.process_group, made.first_groups = KEPT, None
+    made.process_group, made.first_groups, made._by_number = KEPT, None, False
     return made
 
 

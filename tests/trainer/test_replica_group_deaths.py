@@ -29,14 +29,14 @@ def _dies_healing(group: ReplicaGroup) -> None:
     Dies(3, "sum_gradients")(group)
     join = ReplicaGroups.join
 
-    def joined(groups: ReplicaGroups, step: int) -> Any:
+    def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
         marker = groups._folder.path / "third start"
         if group.start > 2:
             marker.touch()
         elif step == 7:
             wait_for(marker)
             time.sleep(0.5)
-        return join(groups, step)
+        return join(groups, step, *position)
 
     def dying(groups: ReplicaGroups, _: Any) -> None:
         assert groups.quorum is not None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from titan_exp.checkpoint.dcp.async_save import AsyncSaver
 from titan_exp.checkpoint.dcp.checksums import find_damage_on_ranks, has_checksums, require_intact
@@ -130,6 +130,7 @@ class Checkpointer:
         progress: Mapping[str, Any],
         *,
         weights_only: bool = False,
+        group_states: Mapping[str, Tensor] = {},
     ) -> None:
         """Save the state after a step, unless already saved. In async modes training may continue on return.
 
@@ -155,7 +156,7 @@ class Checkpointer:
             weights = {**model_state_dict(parts), **average_state_dict(parts, optimizer)}
             state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
-            state = training_state_dict(parts, optimizer, data, progress)
+            state = {**training_state_dict(parts, optimizer, data, progress), **group_states}
         writer = PublishingWriter(self.folder, step)
         save = self._pending = _PendingSave(step, begin, self._clock())
         self._newest = step

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
 from titan_exp.optim.clipping.adagc import AVERAGE_NORM
+from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM
 from titan_exp.optim.weight_average import AVERAGE
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
@@ -29,7 +30,8 @@ def training_state_dict(
     """
     return {
         **model_state_dict(parts),
-        **optimizer_state_dict(parts, optimizer),
+        # At a synchronization the weights are the kept ones.
+        **{key: value for key, value in optimizer_state_dict(parts, optimizer).items() if not key.endswith(f".{KEPT}")},
         **{f"{DATA_PREFIX}{shard}": encode_json(state) for shard, state in data.items()},
         PROGRESS_KEY: encode_json(progress),
     }
@@ -64,8 +66,14 @@ def is_average(key: str) -> bool:
 
 
 def is_optional(key: str) -> bool:
-    """True for optimizer state that a continued run may begin without: of an average, of clipping."""
-    return key.endswith((f".{AVERAGE}", f".{AVERAGE_NORM}"))
+    """True for optimizer state that a continued run may begin without: of an average, of clipping, of an outer
+    optimizer."""
+    return is_outer(key) or key.endswith((f".{AVERAGE}", f".{AVERAGE_NORM}"))
+
+
+def is_outer(key: str) -> bool:
+    """True for the key of an outer optimizer's state, which is equal in all groups of semi-synchronous training."""
+    return key.endswith((f".{KEPT}", f".{MOMENTUM}"))
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.builtins import executor_names
 from titan_exp.config.groups.cluster import LOCAL
+from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.rank.rank_env import RankInfo

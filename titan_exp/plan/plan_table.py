@@ -84,6 +84,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "mfu": plan.mfu,
         "gpu_hours": plan.gpu_hours,
         "tokens": plan.tokens,
+        "sent_bytes_per_token": plan.sent_bytes_per_token,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "host_bytes_per_node": plan.host_bytes_per_node,
@@ -275,6 +276,7 @@ def _speed(plan: Plan) -> list[str]:
         f"{format_si(flops, 'FLOP')} per rank and step",
         f"checkpoint: {format_si(plan.checkpoint_bytes, 'B')}, "
         f"{plan.checkpoint_bytes_per_node / 1e9:.2g} s at 1 GB/s per node",
+        *_synchronizations(plan),
     ]
     slowest = max(
         (rank.time for rank in plan.ranks if rank.time is not None), key=lambda time: time.total, default=None
@@ -293,6 +295,17 @@ def _speed(plan: Plan) -> list[str]:
         f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines
+
+
+def _synchronizations(plan: Plan) -> Iterator[str]:
+    """Line about the messages of semi-synchronous training."""
+    config, rate = plan.experiment.semi_sync, plan.sent_bytes_per_token
+    if rate is not None:
+        rank = rate * config.interval * plan.tokens_per_step / config.groups / plan.layout.world_size
+        yield (
+            f"{config.groups} groups send {rate:,.6g} bytes per token: every {config.interval} steps each rank sends "
+            f"{format_bytes(rank)}"
+        )
 
 
 def _hours(hours: float | None) -> str:

@@ -21,6 +21,7 @@ from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.replay_processes import ReplayProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
+from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, synchronization_bytes
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -113,6 +114,16 @@ class Plan:
         """Tokens of the whole run."""
         training = self.experiment.training
         return training.sequences_after(training.last_step) * training.seq_len
+
+    @property
+    def sent_bytes_per_token(self) -> float | None:
+        """Bytes that replica groups send for every token; None in synchronous training. If weights do not divide evenly
+        over ranks, an upper bound."""
+        config = self.experiment.semi_sync
+        if not config.enabled:
+            return None
+        weights = self.layout.world_size * self.ranks[0].trace.persistent["parameters"]
+        return synchronization_bytes(config, weights) / (config.interval * self.tokens_per_step)
 
     @property
     def checkpoint_bytes_per_node(self) -> float:
@@ -219,7 +230,7 @@ def predict(
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     # Optimizer state is proportional to the weights of every rank.
-    checkpoint = round(tracer.parameters * 4 * (1 + state / held))
+    checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(experiment.semi_sync, state / held))
     took = time.perf_counter() - began
     return Plan(
         experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst

@@ -32,6 +32,7 @@ from titan_exp.rules.layout import (
     expert_parallel,
     pipeline_parallel,
     replica_groups,
+    semi_sync,
     tensor_parallel,
 )
 from titan_exp.rules.rule import Rule, find_violations
@@ -65,6 +66,7 @@ _MODULES += (
     degrees,
     cluster,
     replica_groups,
+    semi_sync,
 )
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, shown
-from titan_exp.config.groups.builtins import BYTES_VOCABULARY, LATENTS, SOURCES, STORES, TOKENIZERS
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
+from titan_exp.config.schema.builtins import BYTES_VOCABULARY, LATENTS, SOURCES, STORES, TOKENIZERS
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary

@@ -7,11 +7,11 @@ from typing import Any
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, SOURCES, executor_names
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.schema.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, SOURCES, executor_names
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
 

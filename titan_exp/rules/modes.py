@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.grad_clip import GradClipConfig
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.config.schema.schema import choices_of, hints
@@ -22,7 +23,14 @@ def average_has_its_own_keys(weight_average: WeightAverageConfig) -> Iterator[Vi
     return _keys_of_other_modes("weight_average", weight_average)
 
 
-def _keys_of_other_modes(group: str, config: GradClipConfig | WeightAverageConfig) -> Iterator[Violation]:
+def semi_synchronous_training_has_its_own_keys(semi_sync: SemiSyncConfig) -> Iterator[Violation]:
+    """Keys of the other modes of semi-synchronous training have their defaults."""
+    return _keys_of_other_modes("semi_sync", semi_sync)
+
+
+def _keys_of_other_modes(
+    group: str, config: GradClipConfig | WeightAverageConfig | SemiSyncConfig
+) -> Iterator[Violation]:
     modes = choices_of(hints(type(config))["mode"])
     for field in dataclasses.fields(config):
         key, value = f"{group}.{field.name}", getattr(config, field.name)
@@ -32,4 +40,4 @@ def _keys_of_other_modes(group: str, config: GradClipConfig | WeightAverageConfi
             yield Violation(key, value, f"{group}={config.mode} does not read this key", f"it comes with {others}")
 
 
-RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)
+RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys, semi_synchronous_training_has_its_own_keys)

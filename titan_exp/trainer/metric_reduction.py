@@ -42,7 +42,7 @@ class MetricReducer:
         for module in model.modules():
             model_metrics |= getattr(module, "metric_reductions", {})
         optimizer_metrics: Mapping[str, Reduction] = getattr(optimizer, "metric_reductions", {})
-        self._reductions: dict[str, Reduction] = {
+        self.reductions: dict[str, Reduction] = {
             "loss": "mean",
             **{f"objective/{name}": reduction for name, reduction in objective.metrics.items()},
             **{f"model/{name}": reduction for name, reduction in model_metrics.items()},
@@ -51,7 +51,7 @@ class MetricReducer:
         }
         self._counts = {
             name: f"count of {name}"
-            for name, kind in self._reductions.items()
+            for name, kind in self.reductions.items()
             if kind == "mean" and name.startswith(("model/", "experts/"))
         }
 
@@ -71,8 +71,8 @@ class MetricReducer:
         `metrics` are this rank's share, from `StepResult`. The numbers `own` of every rank are returned as rows.
         """
         values = self._on_cpu(metrics)
-        sums = [name for name, reduction in self._reductions.items() if reduction != "max"] + [*self._counts.values()]
-        maxima = [name for name, reduction in self._reductions.items() if reduction == "max"]
+        sums = [name for name, reduction in self.reductions.items() if reduction != "max"] + [*self._counts.values()]
+        maxima = [name for name, reduction in self.reductions.items() if reduction == "max"]
         rank, size = dist.get_rank(), dist.get_world_size()
         # Every rank fills its own row and leaves the others zero, so that one sum gathers them.
         row = [*own, *(values.get(name, -math.inf) for name in maxima)]
@@ -86,7 +86,7 @@ class MetricReducer:
         reduced = {name: total / self._copies(name) for name, total in totals.items()}
         reduced |= {name: totals[name] / max(totals[count], 1) for name, count in self._counts.items()}
         reduced |= dict(zip(maxima, rows[:, len(own) :].amax(0).tolist(), strict=True))
-        return {name: reduced[name] for name in self._reductions}, rows[:, : len(own)].tolist()
+        return {name: reduced[name] for name in self.reductions}, rows[:, : len(own)].tolist()
 
     def _copies(self, name: str) -> int:
         """Number of ranks that contribute the same value to a sum."""
@@ -94,13 +94,13 @@ class MetricReducer:
             return 1
         if not name.startswith("optimizer/"):
             return self._mesh.loss_replicas
-        return self._mesh.world.size() if self._reductions[name] == "mean" else 1
+        return self._mesh.world.size() if self.reductions[name] == "mean" else 1
 
     def _on_cpu(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
         found = {name if name == "loss" else f"objective/{name}": value for name, value in metrics.items()}
         for name, value in (item for module in self._modules for item in module.metrics().items()):  # type: ignore[operator]
             key = f"model/{name}"
-            combine = torch.maximum if self._reductions[key] == "max" else torch.add
+            combine = torch.maximum if self.reductions[key] == "max" else torch.add
             names = [key, self._counts[key]] if key in self._counts else [key]
             for part, scalar in zip(names, value.reshape(-1), strict=True):
                 found[part] = combine(found[part], scalar) if part in found else scalar

@@ -54,8 +54,8 @@ class Report:
         """The last finished step."""
         self.leader = dist.get_rank() == 0
         """True on the first rank of a group, which knows the whole row."""
-        self.last_row: dict[str, Any] | None = None
-        """Newest row, which another replica group may have died over; None before the first."""
+        self.last_rows: list[dict[str, Any]] = []
+        """Newest rows, which another replica group may have died over; empty before the first."""
         self._heartbeat_failed = False
         self._warning: str | None = None
         attempts = folder.read_attempts()
@@ -115,18 +115,23 @@ class Report:
                 groups=self._groups.numbers,
                 joined=self._groups.joined,
             )
-        if self.last_row is not None:
-            self._write(self.last_row)
+        self._write(self.last_rows)
 
     def _open_sinks(self) -> None:
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
 
-    def _write(self, row: dict[str, Any]) -> None:
-        if self._groups is not None and (not self._groups.leads or row["step"] <= self._written):
-            return  # another group writes the row, or has before it died
-        self._written = row["step"]
-        for sink in self.sinks:
-            sink.log(row)
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows of steps that are committed; on the first rank."""
+        self.last_rows = rows
+        self._write(rows)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            if self._groups is not None and (not self._groups.leads or row["step"] <= self._written):
+                continue  # another group writes the row, or has before it died
+            self._written = row["step"]
+            for sink in self.sinks:
+                sink.log(row)
 
     def warn(self, warning: str | None) -> None:
         """Show a warning in `status` and the progress display until it is None."""
@@ -152,32 +157,43 @@ class Report:
         """Reduce the metrics of a step and write its row; all ranks call it. Returns the mean loss."""
         if "validation_loss" in also:
             self.compilation.after("evaluation", step)
+        values, row = self.row(step, tokens, result, lr=lr, also=also)
+        if row is not None:
+            self.write([row | ({} if self._groups is None else self._groups.row()) | {"attempt": self.attempt}])
+        return values["loss"]
+
+    def row(
+        self, step: int, tokens: int, result: StepResult, *, lr: float, also: Mapping[str, float | int | None] = {}
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Reduce the metrics of a step; all ranks call it. Returns the numbers of the step's sequences, and the row on
+        the first rank."""
         own = dataclasses.astuple(self.times.take())
         reported, rows = self._reducer.reduce(result.metrics, own)
-        loss, times = reported.pop("loss"), [OwnTimes(*row) for row in rows]
-        if self.leader:
-            memory = self.memory.read()
-            row = {
-                "step": step,
-                "tokens": tokens,
-                "loss": loss,
-                "grad_norm": float(result.grad_norm),
-                **{name: float(value) for name, value in result.clipping.items()},
-                "lr": lr,
-                **self.throughput.read(),
-                **memory,
-                **self._step_times(step, times),
-                **also,
-                **{name: value for name, value in reported.items() if not name.startswith("experts/")},
-                **self._log_load(step, reported),
-                **({} if self._groups is None else self._groups.row()),
-                "attempt": self.attempt,
-            }
-            self.last_row = row
-            self._write(row)
-            self._spare_memory.check(memory["memory_reserved"])
-            self.memory.reset()
-        return loss
+        times = [OwnTimes(*row) for row in rows]
+        numbers = {
+            "loss": reported.pop("loss"),
+            "grad_norm": float(result.grad_norm),
+            **{name: float(value) for name, value in result.clipping.items()},
+        }
+        others = {name: value for name, value in reported.items() if not name.startswith("experts/")}
+        if not self.leader:
+            return {**numbers, **others}, None
+        memory = self.memory.read()
+        row = {
+            "step": step,
+            "tokens": tokens,
+            **numbers,
+            "lr": lr,
+            **self.throughput.read(),
+            **memory,
+            **self._step_times(step, times),
+            **also,
+            **others,
+            **self._log_load(step, reported),
+        }
+        self._spare_memory.check(memory["memory_reserved"])
+        self.memory.reset()
+        return {**numbers, **others}, row
 
     def _log_load(self, step: int, reported: Mapping[str, float]) -> Mapping[str, Value]:
         """Metrics of experts; their token counts go to the record."""

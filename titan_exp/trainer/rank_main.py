@@ -18,6 +18,7 @@ from titan_exp.trainer.log_head import log_head
 from titan_exp.trainer.profiling.compile_cache import set_compile_cache
 from titan_exp.trainer.profiling.oom_report import explain_oom
 from titan_exp.trainer.profiling.slow_option_warnings import log_slow_options
+from titan_exp.trainer.replica_groups.semi_sync_trainer import build_trainer
 from titan_exp.trainer.trainer import Trainer
 
 
@@ -39,7 +40,7 @@ def main(run_folder: str) -> None:
     with joined(experiment.cluster) as device:
         trainer: Trainer | None = None
         with explain_oom(experiment, folder.traces, device, lambda: trainer):
-            trainer = Trainer(experiment, folder, device)
+            trainer = build_trainer(experiment, folder, device)
             log_slow_options(experiment)
             trainer.restore()
             if dist.get_rank() == 0 and (trainer.groups is None or trainer.groups.restores):

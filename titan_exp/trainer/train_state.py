@@ -16,6 +16,7 @@ from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
 from titan_exp.optim.gradient_point import HasGradientPoint
+from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.parallel.compute_weights import ComputeWeights
@@ -53,6 +54,8 @@ class TrainState:
     """Clipping other than by the global norm alone."""
     average: WeightAverage | None = None
     """Average of the weights, which the optimizer's steps update."""
+    outer: OuterOptimizer | None = None
+    """Optimizer of semi-synchronous training, which steps at synchronizations."""
 
 
 def assemble(
@@ -106,7 +109,11 @@ def assemble(
     if experiment.weight_average.enabled:
         average = WeightAverage(optimizer, experiment.weight_average, last_step=experiment.training.last_step)
         average.after_move = lambda: (free_gathered(parts), weights.refresh(), quantize_weights())
-    return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average)
+    outer = None
+    if experiment.semi_sync.enabled:
+        outer = OuterOptimizer(optimizer, experiment.semi_sync)
+        outer.after_move = lambda: (free_gathered(parts), weights.refresh(), quantize_weights())
+    return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average, outer)
 
 
 def _clipper(

@@ -1,5 +1,6 @@
 """One optimizer step: the recipe of the algorithm."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,10 @@ from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.objective.base import Objective, token_counts
+
+
+class Diverged(RuntimeError):
+    """Loss or gradients are no longer finite."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +108,13 @@ def sync_step_flags(
     *counts, stops, saves = message.tolist()
     # Ranks that share rows count them all.
     return tuple(count // mesh.batch_replicas for count in counts), bool(stops), bool(saves)
+
+
+def require_finite(step: int, loss: float, grad_norm: float) -> None:
+    """Raise Diverged if the loss or the gradient norm of a step is not finite."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise Diverged(
+            f"step {step}: loss {loss}, gradient norm {grad_norm}. The last checkpoint is from before. "
+            "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
+            "training.stop_on_nonfinite=false trains on."
+        )

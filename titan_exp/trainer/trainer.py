@@ -1,14 +1,14 @@
 """Trainer: builds the train state of this rank, restores the newest checkpoint, and runs the training loop."""
 
 import contextlib
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
@@ -27,6 +27,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder
 from titan_exp.config.schema.config_diff import differences
 from titan_exp.config.schema.typed_config import to_dict
+from titan_exp.data.batch import MicroBatch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.models.spec.lookup import mtp_depth
@@ -34,11 +35,9 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.optim.weight_average import AVERAGE
 from titan_exp.parallel.fsdp.apply import free_gathered
-from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.lineage import Lineage
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
@@ -53,27 +52,11 @@ from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
 from titan_exp.trainer.replica_groups.group_commit import GroupCommit, StepRefused
-from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups, known_step
+from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups, build_replica_groups, known_step
 from titan_exp.trainer.sampling.training_images import TrainingImages
 from titan_exp.trainer.train_state import assemble
-from titan_exp.trainer.train_step import StepResult, sync_step_flags, train_step
+from titan_exp.trainer.train_step import StepResult, require_finite, sync_step_flags, train_step
 from titan_exp.trainer.validate import averaged_row, evaluate_split
-
-
-class Diverged(RuntimeError):
-    """Loss or gradients are no longer finite."""
-
-
-def _replica_groups(experiment: Experiment, mesh: Mesh, folder: RunFolder) -> ReplicaGroups | None:
-    if experiment.cluster.replica_groups == 1:
-        return None
-    group = ReplicaGroup.from_environment()
-    if group is None:
-        raise UserError(
-            f"cluster.replica_groups={experiment.cluster.replica_groups}: groups are started and supervised by "
-            "`titan-exp train`, not by torchrun or srun"
-        )
-    return ReplicaGroups(group, experiment.cluster, mesh, folder)
 
 
 class Trainer:
@@ -83,6 +66,15 @@ class Trainer:
         UserError: the data or an import path cannot be loaded.
     """
 
+    _commits_steps = True
+    """False if replica groups train alone between synchronizations (`SemiSyncTrainer`)."""
+    _shares = 1
+    """Groups that train alone, with as many tokens as this one."""
+    _position: int | None = None
+    """Progress in quorums, if it is not the step."""
+    _group_states: Mapping[str, Tensor] = {}
+    """Inner optimizer states of other groups, for the next checkpoint."""
+
     def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
         training, layout = experiment.training, ResolvedLayout.of(experiment)
         self.experiment, self.layout, self.folder = experiment, layout, folder
@@ -91,9 +83,9 @@ class Trainer:
         state = assemble(experiment, layout, device)
         self.mesh, self.built, self.optimizer = state.mesh, state.built, state.optimizer
         self.model: Model = state.model
-        self.groups = _replica_groups(experiment, self.mesh, folder)
+        self.groups = build_replica_groups(experiment.cluster, self.mesh, folder, by_number=not self._commits_steps)
         self.quantize_weights = state.quantize_weights
-        self.clipper, self.average = state.clipper, state.average
+        self.clipper, self.average, self.outer = state.clipper, state.average, state.outer
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shard: dict[str, Any] = {
             "dp_rank": self.mesh.dp_rank,
@@ -212,7 +204,7 @@ class Trainer:
 
     def _one_step(self) -> bool:
         """Train one step, then log, evaluate and save if due. Returns True if a stop was requested."""
-        if self.groups is not None and not self._join_groups(self.groups):
+        if not self._begin_step():
             return False
         experiment, step = self.experiment, self.step + 1
         times = self.report.times
@@ -227,9 +219,10 @@ class Trainer:
         if self.model.load is not None:
             self.model.load.set_sequences(experiment.training.batch_size_at(step))
         stop, save = self.folder.stop_requested(), self.checkpointer.interval_elapsed()
+        batches = self._own(batches)
         tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
         commit = None
-        if self.groups is not None:
+        if self.groups is not None and self._commits_steps:
             batches = self.groups.share(batches, self.layout.indivisible_microbatches)
             experts = [] if self.model.load is None else self.model.load.step_sums
             commit = GroupCommit(self.groups, step, self.model.objective.metrics, experts, self._seed, stop, save)
@@ -262,10 +255,17 @@ class Trainer:
         times.end()
         self.profile.after(step)
         self.memory.after(step, self.model.parts, self.optimizer, self.model.weights.copies, self.report.memory.read)
-        self.report.step(step, result.tokens)
+        self.report.step(step, result.tokens * self._shares)
         PROGRESS.step(step)
-        self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
-        return stop
+        return self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
+
+    def _begin_step(self) -> bool:
+        """Join the replica groups of the next step. Returns False if there is none."""
+        return self.groups is None or self._join_groups(self.groups)
+
+    def _own(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Micro-batches of a step that this group's loss is a mean of."""
+        return batches
 
     def _seed(self) -> None:
         seed_step(self.experiment.experiment.seed, self.step + 1, self.mesh.dp_rank, self.mesh.device)
@@ -273,7 +273,7 @@ class Trainer:
     def _join_groups(self, groups: ReplicaGroups) -> bool:
         """Wait for the groups of the next step, and heal from one or let others heal. Returns False if training is
         over."""
-        quorum = groups.join(self.step)
+        quorum = groups.join(self.step, self._position)
         if quorum.behind or quorum.source is not None:
             self._heal(groups, behind=quorum.source is not None)
         self.report.join_groups(self.step)
@@ -288,17 +288,21 @@ class Trainer:
         state = {**model_state_dict(parts), **optimizer_state_dict(parts, self.optimizer)}
         tensors = [local_tensor(state[name]) for name in sorted(state)]
         if not behind:
-            data = {"data": self.loader.state_dict(), "row": self.report.last_row}
+            data = {"data": self.loader.state_dict(), "rows": self.report.last_rows}
             groups.send_state({**self._progress(), **data}, tensors)
             return
         progress = groups.receive_state(tensors)
         self.step, self.tokens = progress["step"], progress["tokens"]
         self._restore_average(progress)
         self.loader.seek(progress["data"])
-        self.report.last_row = progress["row"]
+        self.report.last_rows = progress["rows"]
+        self._after_healing(groups, progress)
         self.model.weights.refresh()
         self.quantize_weights()
         get_logger().info("healed: continuing after step %d", self.step)
+
+    def _after_healing(self, groups: ReplicaGroups, progress: Mapping[str, Any]) -> None:
+        """Take over what else another group has sent."""
 
     def _finishes(self, groups: ReplicaGroups) -> bool:
         """True in the group that saves and exports the last state; in the others False, once that is done."""
@@ -309,21 +313,37 @@ class Trainer:
                 return False
         return True
 
-    def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> None:
-        """Evaluate, log and save, in this order: a checkpoint never exists without the rows before it."""
-        training, step = self.experiment.training, self.step
-        last = step == training.last_step
+    @property
+    def _evaluates(self) -> bool:
+        """True if an evaluation is due after this step."""
+        every = self.experiment.training.evaluate_every
+        return self.validation is not None and (self._is_over or self.step % every == 0)
+
+    def _evaluate(self) -> dict[str, float | int | None]:
+        """Metrics of an evaluation, if one is due."""
         numbers: dict[str, float | int | None] = {}
-        if self.validation is not None and (last or step % training.evaluate_every == 0):
+        if self.validation is not None and self._evaluates:
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_split(self.model, self.validation, self.mesh)
                 if self.average is not None and self.average.steps:
                     with self.average.in_use():
                         numbers |= averaged_row(evaluate_split(self.model, self.validation, self.mesh))
+        return numbers
+
+    def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> bool:
+        """Evaluate, log and save, in this order: a checkpoint never exists without the rows before it. Returns True if
+        a stop was requested."""
+        step, last, numbers = self.step, self._is_over, self._evaluate()
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
             numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
-            self._check_finite(loss, float(result.grad_norm))
+            if self.experiment.training.stop_on_nonfinite:
+                require_finite(step, loss, float(result.grad_norm))
+        self._finish_step(save=save)
+        return stop
+
+    def _finish_step(self, *, save: bool) -> None:
+        step, last = self.step, self._is_over
         if self.images is not None and self.images.due(step, last=last):
             with PROGRESS.phase("the images"), self.report.throughput.pause("images"):
                 self.images.write(self.folder, step, self.model, self.average, self.report.image)
@@ -349,6 +369,7 @@ class Trainer:
                 self.loader.state_dict(),
                 self._progress(),
                 weights_only=self._is_over and self.experiment.checkpoint.last == "weights",
+                group_states=self._group_states,
             )
 
     def _progress(self) -> dict[str, Any]:
@@ -425,11 +446,3 @@ class Trainer:
         for part in self.model.parts:
             load_hf_sharded(part, self.experiment.model, folder, exclude)
         get_logger().info("weights from %s", folder)
-
-    def _check_finite(self, loss: float, grad_norm: float) -> None:
-        if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise Diverged(
-                f"step {self.step}: loss {loss}, gradient norm {grad_norm}. The last checkpoint is from before. "
-                "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
-                "training.stop_on_nonfinite=false trains on."
-            )

@@ -5,9 +5,9 @@ from types import ModuleType
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.builtins import SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest
+from titan_exp.config.schema.builtins import SOURCES
 from titan_exp.config.schema.call_signature import Call, import_callable, require_members
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from titan_exp.config.groups.builtins import BYTES_VOCABULARY
+from titan_exp.config.schema.builtins import BYTES_VOCABULARY
 
 
 class ByteTokenizer:

@@ -30,13 +30,14 @@ IRRELEVANT_KEYS = {
     "optimizer": ("lr", "betas", "eps"),
     "grad_clip": ("max_value", "relative", "decay", "warmup_steps"),
     "weight_average": ("decay", "steps"),
+    "semi_sync": ("outer_lr", "outer_nesterov"),
 }
 """Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys compared only as set or unset."""
 RELEVANT_GROUPS = (
     *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
-    *("grad_clip", "weight_average", "activation_checkpoint", "compile"),
+    *("grad_clip", "weight_average", "semi_sync", "activation_checkpoint", "compile"),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.builtins import LATENTS, SOURCES
+from titan_exp.config.schema.builtins import LATENTS, SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
-from titan_exp.config.groups.builtins import LATENTS
+from titan_exp.config.schema.builtins import LATENTS
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig

@@ -18,7 +18,7 @@ from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, replica_id
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number, replica_id
 from titan_exp.trainer.distributed import TIMEOUT
 
 LOOPBACK = "127.0.0.1"
@@ -59,7 +59,7 @@ class Quorum:
 class QuorumClient:
     """This rank's side of the quorum; all ranks of a group construct it together."""
 
-    def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh) -> None:
+    def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh, *, by_number: bool = False) -> None:
         torchft = torchft_extension()
         get_logger().info(
             "replica group %d of %d; time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "
@@ -76,6 +76,9 @@ class QuorumClient:
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
         self._configured: tuple[int, tuple[str, ...], int] | None = None
         self._failures = 0
+        self._by_number = by_number
+        self.order: list[int] = []
+        """Rank in `process_group` of every member: by age, or by number, so that sums are the same in every start."""
         address: list[Any] = [None]
         if self._rank == 0:
             host, bind = group.host, LOOPBACK if group.host == LOOPBACK else "0.0.0.0"
@@ -156,12 +159,17 @@ class QuorumClient:
         # A restarted lighthouse counts from 1 again, and keys of an earlier quorum are still in the store.
         prefix = f"{quorum.id}-{quorum.step}-{uuid.uuid5(uuid.NAMESPACE_OID, ' '.join(quorum.members))}-{self._rank}"
         self.disconnect()
+        self.order = list(range(quorum.size))
+        if self._by_number:
+            # Two starts of one group may be members, if the first has died since it asked.
+            by_number = sorted(self.order, key=lambda rank: (group_number(quorum.members[rank]), rank))
+            self.order = [by_number.index(rank) for rank in self.order]
         host, _, port = store.rpartition(":")
         try:
             shared = dist.TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
             )
-            self.process_group = self._gloo(shared, prefix, quorum.rank, quorum.size)
+            self.process_group = self._gloo(shared, prefix, self.order[quorum.rank], quorum.size)
             if quorum.rank < quorum.shares < quorum.size:
                 self.first_groups = self._gloo(shared, f"{prefix}-first", quorum.rank, quorum.shares)
         except RuntimeError as error:

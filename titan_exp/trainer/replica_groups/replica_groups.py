@@ -28,6 +28,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.objective.base import Reduction
 from titan_exp.trainer.replica_groups.buckets import exchange
 from titan_exp.trainer.replica_groups.quorum import Quorum, QuorumClient
+from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
 T = TypeVar("T")
 
@@ -43,8 +44,11 @@ class HealingFailed(RuntimeError):
 class ReplicaGroups:
     """The groups of a run, as one rank sees them. All ranks of a group call the methods together."""
 
-    def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh, folder: RunFolder) -> None:
+    def __init__(
+        self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh, folder: RunFolder, *, by_number: bool = False
+    ) -> None:
         self.group, self._folder, self._cluster, self._mesh = group, folder, cluster, mesh
+        self._by_number = by_number
         self._error: Exception | None = None
         self._joined_at = time.monotonic()
         self.quorum: Quorum | None = None
@@ -59,7 +63,7 @@ class ReplicaGroups:
     @cached_property
     def _client(self) -> QuorumClient:
         """Connected at the first `join`: the others wait for every group that has a heartbeat."""
-        return QuorumClient(self.group, self._cluster, self._mesh)
+        return QuorumClient(self.group, self._cluster, self._mesh, by_number=self._by_number)
 
     @cached_property
     def restores(self) -> bool:
@@ -97,8 +101,9 @@ class ReplicaGroups:
         stall, self.stall = self.stall, 0.0
         return {"participants": self.size, "quorum": self.quorum_id, "stall": stall}
 
-    def join(self, step: int) -> Quorum:
-        """Wait for the quorum of the step after `step`, the last that this group has committed.
+    def join(self, step: int, position: int | None = None) -> Quorum:
+        """Wait for the quorum of the step after `step`, the last that this group has committed. Groups with a smaller
+        `position`, by default the step, are behind.
 
         Raises:
             UserError: the run knows a later step, and no living group has its state.
@@ -106,7 +111,7 @@ class ReplicaGroups:
         began, before = time.monotonic(), self.quorum
         while True:
             self._joined_at = time.monotonic()
-            quorum, self._error = self._client.ask(step)
+            quorum, self._error = self._client.ask(step if position is None else position)
             self.stall += quorum.seconds
             fresh = before is None and quorum.source is None
             known = self._from_first_rank(known_step(self._folder)) if fresh else 0
@@ -160,10 +165,11 @@ class ReplicaGroups:
             if self._error is not None:
                 raise self._error
             length = torch.zeros(1, dtype=torch.int64)
-            group.recv([length], source, 0).wait()
+            peer = self._client.order[source]
+            group.recv([length], peer, 0).wait()
             header = torch.zeros(int(length), dtype=torch.uint8)
-            group.recv([header], source, 0).wait()
-            exchange(tensors, lambda flat: group.recv([flat], source, 0).wait(), write_back=True)
+            group.recv([header], peer, 0).wait()
+            exchange(tensors, lambda flat: group.recv([flat], peer, 0).wait(), write_back=True)
         except RuntimeError as error:
             self._client.disconnect()
             raise HealingFailed(
@@ -180,6 +186,44 @@ class ReplicaGroups:
         """Sum local tensors over the groups, in place, as gradients are."""
         self._attempt(lambda: exchange(tensors, self._all_reduce, write_back=True))
 
+    def all_reduce(self, tensors: Sequence[Tensor]) -> float:
+        """Sum tensors over the groups, in place; returns the bytes that this rank has sent. A failure leaves them
+        undefined and refuses what they are for."""
+        sent = 0.0
+
+        def reduce(flat: Tensor) -> None:
+            nonlocal sent
+            self._all_reduce(flat)
+            sent += ring_bytes(flat.nbytes, self.size)
+
+        self._attempt(lambda: exchange(tensors, reduce, write_back=True))
+        return sent
+
+    def any(self, flag: bool) -> bool:
+        """True if the flag is true on the first rank of any group."""
+        flags = torch.tensor([self._from_first_rank(flag)], dtype=torch.float64)
+        self.all_reduce([flags])
+        return bool(flags > 0)
+
+    def send_tensors(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to a member, which calls `receive_tensors`. A failure is its to notice."""
+        peer = self._client.order[rank]
+        self._attempt(
+            lambda: exchange(
+                tensors, lambda flat: self._client.process_group.send([flat], peer, 0).wait(), write_back=False
+            )
+        )
+
+    def receive_tensors(self, rank: int, tensors: Sequence[Tensor]) -> bool:
+        """Receive tensors from a member; False if they did not arrive."""
+        peer = self._client.order[rank]
+        self._attempt(
+            lambda: exchange(
+                tensors, lambda flat: self._client.process_group.recv([flat], peer, 0).wait(), write_back=True
+            )
+        )
+        return self._error is None
+
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
         """Sums of scalars over the groups, maxima where `reductions` says `max`, in fp64, by the same names."""
         assert self.quorum is not None
@@ -191,14 +235,22 @@ class ReplicaGroups:
         columns = zip(values, rows.unbind(1), strict=True)
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
 
-    def commit(self, step: int) -> bool:
+    def vote_to_begin(self, ready: bool) -> bool:
+        """True if all ranks of this group are ready to begin training, and connected to the other groups. Else the next
+        quorum is the first: those who join it have not healed."""
+        begins = self._client.vote(0, ready and self._error is None)
+        if not begins:
+            self.quorum = None
+        return begins
+
+    def commit(self, step: int, what: str = "step") -> bool:
         """True if the step is committed: every rank of this group holds the sums of all groups."""
         assert self.quorum is not None
         ready = self._error is None and self.size >= max(self._cluster.min_groups, self.quorum.shares)
         committed = self._client.vote(step, ready)
         if not committed:
             reason = "another rank of this group" if self._error is None else _first_line(self._error)
-            get_logger().warning("step %d is repeated, among %d groups (%s)", step, self.size, reason)
+            get_logger().warning("%s %d is repeated, among %d groups (%s)", what, step, self.size, reason)
             self.stall += time.monotonic() - self._joined_at - self.quorum.seconds
         return committed
 
@@ -214,10 +266,10 @@ class ReplicaGroups:
         return values[0]
 
     def _send(self, rank: int, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        header, group = encode_json(progress), self._client.process_group
-        group.send([torch.tensor([header.numel()])], rank, 0).wait()
-        group.send([header], rank, 0).wait()
-        exchange(tensors, lambda flat: group.send([flat], rank, 0).wait(), write_back=False)
+        header, group, peer = encode_json(progress), self._client.process_group, self._client.order[rank]
+        group.send([torch.tensor([header.numel()])], peer, 0).wait()
+        group.send([header], peer, 0).wait()
+        exchange(tensors, lambda flat: group.send([flat], peer, 0).wait(), write_back=False)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         assert self.quorum is not None
@@ -240,6 +292,21 @@ class ReplicaGroups:
             except RuntimeError as error:
                 self._error = error
                 self._client.disconnect()
+
+
+def build_replica_groups(
+    cluster: ClusterConfig, mesh: Mesh, folder: RunFolder, *, by_number: bool
+) -> ReplicaGroups | None:
+    """Groups of a run, as this rank sees them; None if it has one. Raises UserError without the launcher of groups."""
+    if cluster.replica_groups == 1:
+        return None
+    group = ReplicaGroup.from_environment()
+    if group is None:
+        raise UserError(
+            f"cluster.replica_groups={cluster.replica_groups}: groups are started and supervised by "
+            "`titan-exp train`, not by torchrun or srun"
+        )
+    return ReplicaGroups(group, cluster, mesh, folder, by_number=by_number)
 
 
 def committed_step(folder: RunFolder) -> int:

@@ -1,0 +1,142 @@
+"""Semi-synchronous training: curve and weights of a plain reference in one process, in any layout of the groups."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import LINES, Curve
+from tests.trainer.fleet import Fleet, Mutation
+from tests.trainer.semi_sync_reference import Reference, reference
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.plan.predict import predict
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+
+pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
+# Rows hold several documents, so that groups predict different numbers of tokens. Three synchronizations.
+SETTINGS = [*LINES, "training.steps=6", "training.global_batch_size=4", "training.micro_batch_size=1"]
+SETTINGS += ["optimizer.weight_decay=0", "cluster.replica_groups=2", "semi_sync.interval=2"]
+DILOCO, LOCAL_SGD = [*SETTINGS, "semi_sync=diloco"], [*SETTINGS, "semi_sync=local_sgd"]
+PLAIN = [*DILOCO, "semi_sync.outer_nesterov=false", "semi_sync.outer_lr=0.3"]
+FOUR = [*DILOCO, "cluster.replica_groups=4", "semi_sync.groups=4"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    return cache(lambda *words: reference(tmp_path_factory.mktemp("reference") / "run", *words))
+
+
+def train_groups(path: Path, words: list[str], mutate: Mutation | None = None) -> Curve:
+    fleet = Fleet(path, *words)
+    try:
+        return fleet.curve([fleet.start(number, mutate) for number in range(fleet.experiment.cluster.replica_groups)])
+    finally:
+        fleet.close()
+
+
+def assert_same(found: Curve, expected: Reference) -> None:
+    assert found.disputed == []
+    assert found.loss == pytest.approx(expected.loss, rel=2e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        (DILOCO, ["parallelism.dp_shard=2"]),
+        (LOCAL_SGD, []),
+        pytest.param(DILOCO, [], marks=pytest.mark.night),
+        pytest.param(DILOCO, ["parallelism.tp=2"], marks=pytest.mark.night),
+        pytest.param(DILOCO, ["parallelism.dp_shard=2", "parallelism.tp=2"], marks=pytest.mark.night),
+        pytest.param(PLAIN, ["training.micro_batch_size=2"], marks=pytest.mark.night),
+        pytest.param(FOUR, [], marks=pytest.mark.night),
+    ],
+)
+def test_groups_are_the_reference(tmp_path, expected, words, layout):
+    found = train_groups(tmp_path / "run", [*words, *layout])
+    assert_same(found, expected(*words, *(word for word in layout if not word.startswith("parallelism"))))
+    assert len({row["participants"] for row in found.rows}) == 1
+    plan = predict(load_experiment(tmp_path / "run" / "config.yaml", trust=True), None)
+    assert plan.sent_bytes_per_token is not None
+    # Planned per token of whole sequences, of which some predict none here.
+    planned = plan.sent_bytes_per_token * 2 * plan.tokens_per_step
+    counts = [row["tokens"] for row in found.rows[1::2]]
+    sent = [
+        row["sent_bytes_per_token"] * (row["tokens"] - before)
+        for row, before in zip(found.rows[1::2], [0, *counts], strict=False)
+    ]
+    assert sent == pytest.approx([planned] * 3, rel=1e-12)
+
+
+def _wrong_sign(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+
+    found = OuterOptimizer.pseudo_gradients
+    OuterOptimizer.pseudo_gradients = lambda outer: [-gradient for gradient in found(outer)]  # type: ignore[method-assign]
+
+
+def _sum_in_place_of_the_mean(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+
+    step = OuterOptimizer.step
+    OuterOptimizer.step = lambda outer, gradients: step(outer, [2 * gradient for gradient in gradients])  # type: ignore[method-assign]
+
+
+def _momentum_is_not_carried(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import MOMENTUM, OuterOptimizer
+
+    step = OuterOptimizer.step
+
+    def forgetful(outer: OuterOptimizer, gradients: list[torch.Tensor]) -> None:
+        torch._foreach_zero_(outer._state(MOMENTUM))
+        step(outer, gradients)
+
+    OuterOptimizer.step = forgetful  # type: ignore[method-assign]
+
+
+def _inner_state_is_reset(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+
+    step = OuterOptimizer.step
+
+    def resetting(outer: OuterOptimizer, gradients: list[torch.Tensor]) -> None:
+        step(outer, gradients)
+        for state in outer._optimizer.state.values():
+            state["exp_avg"].zero_()
+
+    OuterOptimizer.step = resetting  # type: ignore[method-assign]
+
+
+def _local_weights_go_on(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+
+    OuterOptimizer.back_to_kept = lambda outer: None  # type: ignore[method-assign]
+
+
+def _groups_take_the_same_share(group: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+    SemiSync.share = lambda sync, items: items[: len(items) // 2]  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        _wrong_sign,
+        _sum_in_place_of_the_mean,
+        _momentum_is_not_carried,
+        _inner_state_is_reset,
+        _local_weights_go_on,
+        _groups_take_the_same_share,
+    ],
+)
+def test_a_mutation_is_noticed(tmp_path, expected, mutate):
+    found = train_groups(tmp_path / "run", [*DILOCO, "training.stop_on_nonfinite=false"], mutate)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected(*DILOCO))

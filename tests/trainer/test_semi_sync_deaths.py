@@ -1,0 +1,150 @@
+"""Groups of semi-synchronous training that die or stop: others lose no step, and a resumed run is bitwise the same."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.runs import Curve
+from tests.trainer.fleet import Dies, Fleet, Mutation
+from tests.trainer.semi_sync_reference import reference
+from tests.trainer.test_semi_sync import DILOCO, assert_same, train_groups
+from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.plan.predict import predict
+from titan_exp.tracking.run_folder.group_events import read_events
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
+LONG = [*DILOCO, "training.steps=10"]
+SAVED = [*DILOCO, "training.steps=8", "checkpoint=sync", "checkpoint.every=4"]
+
+
+class _DiesTraining(Dies):
+    """The first start of group 1 dies after its third step, between two synchronizations."""
+
+    def __init__(self) -> None:
+        super().__init__(4, "receive_state")
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+        super().__call__(group)
+        add, steps = SemiSync.add_step, [0]
+
+        def adding(sync: SemiSync, *arguments: Any, **named: Any) -> None:
+            add(sync, *arguments, **named)
+            steps[0] += 1
+            if group.start == 1 and steps[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        SemiSync.add_step = adding  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("mutate", "first"),
+    [
+        (Dies(4, "all_reduce"), 4),
+        pytest.param(_DiesTraining(), 4, marks=pytest.mark.night),
+        pytest.param(Dies(4, "commit"), 6, marks=pytest.mark.night),  # after the other has its sums
+        pytest.param(Dies(4, "join"), 4, marks=pytest.mark.night),
+    ],
+    ids=["all-reduce", "training", "commit", "quorum"],
+)
+def test_the_others_lose_no_step(tmp_path, mutate, first):
+    """Group 1 adds nothing to the `first` synchronization after its death, and heals at that or the next."""
+    fleet = Fleet(tmp_path / "run", *LONG)
+    try:
+        survivor, dead = [fleet.start(number, mutate) for number in range(2)]
+        with pytest.raises(AssertionError, match="died without a word"):
+            dead.results(60)
+        dead.kill()
+        found = fleet.curve([survivor, fleet.start(1, mutate)])
+    finally:
+        fleet.close()
+    participants = [row["participants"] for row in found.rows]
+    away = [step for step in (2, 4, 6, 8, 10) if participants[step - 1] == 1]
+    assert away in ([first], [4, 6])
+    assert participants[::2] == participants[1::2]
+    assert_same(found, reference(tmp_path / "reference", *LONG, absent={step: [1] for step in away}))
+    assert max(row["stall"] for row in found.rows) < 15
+    assert [1] in [event["joined"] for event in read_events(fleet.folder) if event["event"] == "quorum"]
+
+
+def _waits_briefly(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups import semi_sync
+
+    semi_sync.NEWCOMER_LIMIT = 2.0
+
+
+@pytest.mark.night
+def test_training_begins_without_a_group_that_does_not_come(tmp_path):
+    fleet = Fleet(tmp_path / "run", *DILOCO)
+    try:
+        found = fleet.curve([fleet.start(0, _waits_briefly)])
+    finally:
+        fleet.close()
+    assert_same(found, reference(tmp_path / "reference", *DILOCO, absent={2: [1], 4: [1], 6: [1]}))
+    assert {row["participants"] for row in found.rows} == {1}
+
+
+def resumed(path: Path, *words: str, mutate: Mutation | None = None) -> Curve:
+    """A run that ends after step 4 and continues from its checkpoint."""
+    train_groups(path, [*SAVED, "training.stop_after=4"])
+    return train_groups(path, [*SAVED, *words], mutate)
+
+
+def assert_bitwise(found: Curve, expected: Curve) -> None:
+    for name in ("step", "tokens", "loss", "grad_norm", "lr", "participants"):
+        assert [row[name] for row in found.rows] == [row[name] for row in expected.rows], name
+    assert found.disputed == expected.disputed == []
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
+def _outer_state_is_lost(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import MOMENTUM, OuterOptimizer
+
+    keep = OuterOptimizer.keep
+
+    def forgetful(outer: OuterOptimizer) -> None:
+        keep(outer)
+        if outer.parameters:
+            torch._foreach_zero_(outer._state(MOMENTUM))
+
+    OuterOptimizer.keep = forgetful  # type: ignore[method-assign]
+
+
+def _own_state_is_lost(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups import semi_sync_trainer
+
+    semi_sync_trainer.load_inner_state = lambda *_: False
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):
+    expected = train_groups(tmp_path / "whole", SAVED)
+    assert_bitwise(resumed(tmp_path / "resumed"), expected)
+    folder = RunFolder(tmp_path / "whole")
+    shapes = tensor_shapes(CheckpointFolder(folder.checkpoints).path_of(8)).items()
+    saved = sum(4 * shape.numel() for key, shape in shapes if key.startswith(("model.", "optimizer.", "group.")))
+    planned = predict(load_experiment(folder.config, trust=True), None).checkpoint_bytes
+    assert saved == pytest.approx(planned, rel=1e-4)  # numbers of steps
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("mutate", [_outer_state_is_lost, _own_state_is_lost])
+def test_a_lost_state_is_noticed(tmp_path, mutate):
+    expected = train_groups(tmp_path / "whole", SAVED)
+    with pytest.raises(AssertionError):
+        assert_bitwise(resumed(tmp_path / "resumed", mutate=mutate), expected)
+
+
+@pytest.mark.night
+def test_a_run_resumed_in_another_layout_is_the_reference(tmp_path):
+    found = resumed(tmp_path / "run", "parallelism.dp_shard=2")
+    assert_same(found, reference(tmp_path / "reference", *SAVED))

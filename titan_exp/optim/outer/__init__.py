@@ -1,0 +1,1 @@
+"""Outer optimizer of semi-synchronous training: LocalSGD and DiLoCo."""

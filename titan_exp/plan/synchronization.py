@@ -1,0 +1,21 @@
+"""Semi-synchronous training on paper: bytes that groups send for a token, and bytes of a checkpoint of all groups."""
+
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
+
+NUMBER = 4
+"""Bytes of an fp32 number."""
+
+
+def synchronization_bytes(config: SemiSyncConfig, weights: int) -> float:
+    """Bytes that all groups send in a synchronization; `weights` are the bytes of fp32 weights on a group's ranks."""
+    return config.groups * ring_bytes(weights, config.groups)
+
+
+def checkpoint_numbers(config: SemiSyncConfig, state: float) -> float:
+    """Numbers of a checkpoint per parameter, of which optimizers keep `state`: every group's inner state, and the outer
+    momentum; the kept weights are the weights."""
+    if not config.enabled:
+        return 1 + state
+    momentum = int(config.outer[1] > 0)
+    return 1 + momentum + config.groups * (state - 1 - momentum)

@@ -1,0 +1,103 @@
+"""Rules of semi-synchronous training: groups, their shares of a step, and what happens at synchronizations only."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.rules.rule import Refuse, check_multiple, rules
+
+
+def every_group_is_started(semi_sync: SemiSyncConfig, cluster: ClusterConfig) -> Iterator[Violation]:
+    """The launcher starts as many groups as the batch is divided among."""
+    groups, started = semi_sync.groups, cluster.replica_groups
+    if started != groups:
+        reason = f"semi_sync.groups={groups} divides every step's batch among that many groups"
+        other = f"semi_sync.groups={started}" if started > 1 else "semi_sync=none"
+        yield Violation("cluster.replica_groups", started, reason, f"cluster.replica_groups={groups}, or {other}")
+
+
+def training_ends_at_a_synchronization(
+    semi_sync: SemiSyncConfig, training: TrainingConfig, checkpoint: CheckpointConfig
+) -> Iterator[Violation]:
+    """Evaluations, checkpoints, exports and the end fall on synchronizations: in between there is no model."""
+    interval = semi_sync.interval
+    reason = (
+        f"semi_sync.interval={interval}: between synchronizations every group has weights of its own, "
+        "and there is none to evaluate or to keep"
+    )
+    steps = {
+        "training.steps": training.steps if training.stop_after is None else 0,
+        "training.stop_after": training.stop_after or 0,
+        "training.evaluate_every": training.evaluate_every,
+        "checkpoint.every": 0 if checkpoint.mode == "off" else checkpoint.every or 0,
+        "checkpoint.export_every": checkpoint.export_every or 0,
+    }
+    for key, value in steps.items():
+        yield from check_multiple(key, value, interval, reason, "; or another semi_sync.interval")
+
+
+def batch_is_divided_among_groups(
+    semi_sync: SemiSyncConfig, training: TrainingConfig, cluster: ClusterConfig, layout: ResolvedLayout
+) -> Iterator[Violation]:
+    """Every group computes the same number of whole micro-batches of every step."""
+    if cluster.replica_groups != semi_sync.groups:
+        return  # micro-batches are divided among the groups that are started
+    rows = semi_sync.groups * layout.dp_degree * max(1, layout.micro_batch_size)
+    for size in training.batch_sizes:
+        if size % rows:
+            least = semi_sync.groups * layout.dp_degree
+            reason = (
+                f"{semi_sync.groups} groups with {layout.dp_degree} data ranks each, in micro-batches of "
+                f"{layout.micro_batch_size}, compute multiples of {rows} sequences"
+            )
+            given = training.micro_batch_size is not None and size % least == 0
+            least_batch = f"training.global_batch_size={-(-size // least) * least}"
+            remedy = f"training.micro_batch_size={size // least}" if given else least_batch
+            yield Violation("training.global_batch_size", size, reason, remedy)
+            return
+
+
+def _enabled(semi_sync: SemiSyncConfig) -> bool:
+    return semi_sync.enabled
+
+
+RULES = rules(
+    Refuse(
+        "semi_sync.groups",
+        lambda semi_sync: semi_sync.groups == 1,
+        "one group has nothing to average with",
+        "semi_sync.groups=2 cluster.replica_groups=2, or semi_sync=none",
+    ),
+    every_group_is_started,
+    Refuse(
+        "cluster.group_history",
+        lambda cluster: cluster.group_history is not None,
+        "a history divides steps anew, and in semi-synchronous training every group has its own share",
+        "cluster.group_history=null, or semi_sync=none",
+    ),
+    Refuse(
+        "weight_average.mode",
+        lambda weight_average: weight_average.enabled,
+        "between synchronizations it would average the weights of one group",
+        "weight_average=none, or semi_sync=none",
+    ),
+    Refuse(
+        "parallelism.pp",
+        lambda parallelism: parallelism.pp > 1,
+        "the groups' shares of a step are not cut into passes of a pipeline yet",
+        "parallelism.pp=1, or semi_sync=none",
+    ),
+    Refuse(
+        "semi_sync.mode",
+        lambda spec: spec.has_experts,
+        "tokens and biases of experts are not averaged over groups yet",
+        "a dense model, or semi_sync=none",
+    ),
+    training_ends_at_a_synchronization,
+    when=_enabled,
+)
+LAYOUT_RULES = rules(batch_is_divided_among_groups, when=_enabled)

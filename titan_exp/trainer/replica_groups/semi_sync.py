@@ -1,0 +1,226 @@
+"""Semi-synchronous training: groups take steps of their own, and meet at synchronizations to step the outer optimizer.
+
+Every group has a fixed block of the sequences of each step. A synchronization is committed by all groups or repeated by
+those alive; until then every group keeps the weights that it has trained, so a death costs the others no step.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_exp.checkpoint.group_states import empty_states, inner_state
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
+
+T = TypeVar("T")
+
+
+@dataclass
+class PendingRow:
+    """Row of metrics that waits for the other groups' numbers."""
+
+    values: dict[str, float]
+    """Numbers of this group's share, and after the synchronization those of the step."""
+    tokens: int
+    """Predicted tokens of the step."""
+    total: int
+    """Predicted tokens since the last synchronization."""
+    row: dict[str, Any] | None
+    """The whole row, on the first rank of a group."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Flags of a synchronization: true if any group has them."""
+
+    stop: bool
+    save: bool
+
+
+class SemiSync:
+    """This group's rounds of steps and their synchronizations. All ranks of a group call the methods together."""
+
+    def __init__(
+        self,
+        config: SemiSyncConfig,
+        groups: ReplicaGroups,
+        outer: OuterOptimizer,
+        mesh: Mesh,
+        reductions: Mapping[str, Reduction],
+    ) -> None:
+        self._config, self._groups, self.outer, self._mesh = config, groups, outer, mesh
+        self._reductions = reductions
+        self.synchronized = 0
+        """Step of the last synchronization."""
+        self.tokens = 0
+        """Predicted tokens of all groups up to it."""
+        self.rows: list[PendingRow] = []
+        """Rows since the last synchronization, and after it until they are written."""
+        self.states: dict[str, Tensor] = {}
+        """Inner optimizer states of the other groups, for the next checkpoint."""
+        self._own_tokens, self._stop, self._save = 0, False, False
+        self._trained = True
+        """False if this group has healed since the last synchronization: it has nothing to average."""
+        self._sent, self._sent_for = 0.0, 0
+        """Bytes sent by all groups, and tokens of these rounds, since the last row."""
+        self._participants = 0
+        """Groups that the last synchronization is a mean of."""
+        self._attempted = 0.0
+        """Bytes sent by this rank since then, repeated synchronizations included."""
+        self._waiting_since: float | None = None
+
+    def begin(self, step: int, tokens: int) -> None:
+        """Begin with the state of a checkpoint after a step, or with initial weights."""
+        self.synchronized, self.tokens = step, tokens
+        self.outer.keep()
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This group's block of the micro-batches of a step: the same sequences in every layout of the groups."""
+        size = len(items) // self._config.groups
+        return items[self._groups.group.number * size :][:size]
+
+    def due(self, step: int) -> bool:
+        """True if groups synchronize after a step."""
+        return step % self._config.interval == 0
+
+    def position(self, step: int) -> int:
+        """Progress by which quorums tell who is behind: twice the step, less one until it is synchronized."""
+        return 2 * step - (step != self.synchronized)
+
+    def add_step(self, tokens: int, *, stop: bool, save: bool) -> None:
+        """Count a step; its flags wait for the synchronization."""
+        self._own_tokens += tokens
+        self._stop, self._save = self._stop or stop, self._save or save
+
+    def add_row(self, values: dict[str, float], row: dict[str, Any] | None, tokens: int) -> None:
+        """Keep a row until the synchronization."""
+        self.rows.append(PendingRow(values, tokens, self._own_tokens, row))
+
+    def complete(self) -> bool:
+        """True if training may begin: all groups are there, or the others have not come in time. Else wait a second."""
+        self._waiting_since = self._waiting_since or time.monotonic()
+        waited = time.monotonic() - self._waiting_since
+        late = self._groups.any(waited > max(NEWCOMER_LIMIT, self._groups.group.patience))  # one clock decides for all
+        begins = self._groups.vote_to_begin(late or self._groups.size == self._config.groups)
+        if not begins:
+            time.sleep(1.0)
+        elif self._groups.size < self._config.groups:
+            get_logger().warning("training begins without all of %s", self._present())
+        return begins
+
+    def exchange(self, step: int) -> Agreement | None:
+        """Synchronize the groups after a step; None if it must be repeated, with this group's weights untouched."""
+        gradients, groups = self.outer.pseudo_gradients(), self._groups
+        self._attempted += groups.all_reduce(gradients)
+        sent = self._sum_over_ranks(self._attempted)
+        own = [self._trained, self._stop, self._save and groups.leads, self._own_tokens, sent]
+        for row in self.rows:
+            own += [row.tokens, row.total, *row.values.values()]
+        # A row for each group, so that sums have the same order whoever is the oldest.
+        table = torch.zeros(self._config.groups, len(own), dtype=torch.float64)
+        table[groups.group.number] = torch.tensor(own, dtype=torch.float64)
+        groups.all_reduce([table])
+        if not groups.commit(step, "the synchronization after step"):
+            return None
+        participants = self._participants = int(table[:, 0].sum())
+        if participants < self._config.groups:
+            get_logger().warning("step %d: averaged over %d of %s", step, participants, self._present())
+        torch._foreach_div_(gradients, participants)
+        self.outer.step(gradients)
+        self._finish_rows(table, participants)
+        tokens = int((table[:, 3] * table[:, 0]).sum())
+        self.synchronized, self.tokens = step, self.tokens + tokens
+        self._sent, self._sent_for = self._sent + float(table[:, 4].sum()), self._sent_for + tokens
+        self._own_tokens, self._attempted, self._stop, self._save, self._trained = 0, 0.0, False, False, True
+        return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
+
+    def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
+        """Take the rows of the last round; the last of them gets what is known of the synchronization, and `also`."""
+        rows, self.rows = self.rows, []
+        groups = {**self._groups.row(), "participants": self._participants} if rows else {}
+        for row in rows:
+            if row.row is not None:
+                row.row |= {**groups, "stall": 0.0, "attempt": attempt}
+                if row is rows[-1]:
+                    row.row |= {**also, **groups, "sent_bytes_per_token": self._sent / max(1, self._sent_for)}
+        if rows:
+            self._sent, self._sent_for = 0.0, 0
+        return rows
+
+    def progress(self) -> dict[str, Any]:
+        """State beside tensors for a group that heals from this one."""
+        rows = [vars(row) for row in self.rows]
+        sent = {"sent": self._sent, "sent_for": self._sent_for}
+        return {"synchronized": self.synchronized, "tokens": self.tokens, "rows": rows, **sent}
+
+    def heal(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Take over another group's progress; its tensors have been received. Within a synchronization this group then
+        adds nothing to it."""
+        self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
+        self.rows = [PendingRow(**row) for row in progress["rows"]]
+        self._sent, self._sent_for = progress["sent"], progress["sent_for"]
+        self._own_tokens, self._trained = 0, step == self.synchronized
+        self.outer.back_to_kept()
+
+    def collect_states(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Send the inner optimizer's state to the group that writes the checkpoint, which keeps those that arrived."""
+        own, groups = inner_state(parts, optimizer), self._groups
+        self.states = {}
+        if not groups.leads:
+            groups.send_tensors(0, _local(own))
+            return
+        states = empty_states(own, groups.numbers[1:])
+        arrived = [
+            groups.receive_tensors(rank, _local(states[number])) for rank, number in enumerate(groups.numbers) if rank
+        ]
+        everywhere = torch.tensor([int(there) for there in arrived])
+        if arrived:
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.cpu_group)
+        for number, there in zip(states, everywhere.tolist(), strict=True):
+            if there:
+                self.states |= states[number]
+            else:
+                get_logger().warning("the checkpoint is without the optimizer state of group %d, which ended", number)
+
+    def _finish_rows(self, table: Tensor, participants: int) -> None:
+        """Replace this group's numbers by those of all participants."""
+        trained, column = table[:, 0], 5
+        for row in self.rows:
+            tokens, total = table[:, column] * trained, table[:, column + 1] * trained
+            column += 2
+            for name in row.values:
+                values, kind = table[:, column], self._reductions.get(name, "mean")
+                column += 1
+                if kind == "max":
+                    row.values[name] = float(values[trained > 0].amax())
+                elif kind == "sum":
+                    row.values[name] = float((values * trained).sum())
+                elif name == "loss" or name.startswith("objective/"):
+                    row.values[name] = float((values * tokens).sum() / tokens.sum().clamp(min=1))
+                else:
+                    row.values[name] = float((values * trained).sum() / participants)
+            row.tokens, row.total = int(tokens.sum()), int(total.sum())
+            if row.row is not None:
+                row.row |= {**row.values, "tokens": self.tokens + row.total}
+
+    def _sum_over_ranks(self, value: float) -> float:
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self._mesh.cpu_group)
+        return float(total)
+
+    def _present(self) -> str:
+        return f"{self._config.groups} groups (alive are {', '.join(map(str, sorted(self._groups.numbers)))})"
+
+
+def _local(state: Mapping[str, Tensor]) -> list[Tensor]:
+    return [local_tensor(value) for value in state.values()]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.schema.builtins import LATENTS, SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -15,6 +14,7 @@ from titan_exp.config.images.image_options import READ_FROM_PATHS
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.paths.latent_data import format_of
 from titan_exp.config.paths.latent_store_manifest import LatentManifest
+from titan_exp.config.schema.builtins import LATENTS, SOURCES
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from math import gcd
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
-from titan_exp.config.schema.builtins import LATENTS
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
@@ -14,6 +13,7 @@ from titan_exp.config.images.latent_format import HASHED_WORDS, PIXELS
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
+from titan_exp.config.schema.builtins import LATENTS
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 

@@ -206,8 +206,12 @@ def test_other_parameters_have_torchs_adamw():
     assert all(torch.equal(weight, other) for weight, other in zip(found, expected, strict=True))
 
 
-def test_lion_is_the_published_update():
-    config, module = optimizer_config("optimizer=lion", "optimizer.lr=0.01", "optimizer.weight_decay=0.5"), linears()
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lion_is_the_published_update(precision: str):
+    """With a momentum that is rounded after each step in bf16."""
+    words = ["optimizer=lion", "optimizer.lr=0.01", "optimizer.weight_decay=0.5"]
+    words.append(f"optimizer.state_precision={precision}")
+    config, module = optimizer_config(*words), linears()
     starts, gradients = [p.detach().double().clone() for p in module.parameters()], gradients_of(module)
     expected = []
     for index, start in enumerate(starts):
@@ -215,6 +219,7 @@ def test_lion_is_the_published_update():
         for gradient in (step[index].double() for step in gradients):
             weight = weight - 0.01 * (torch.sign(0.9 * momentum + 0.1 * gradient) + 0.5 * weight)
             momentum = 0.99 * momentum + 0.01 * gradient
+            momentum = momentum.bfloat16().double() if precision == "bf16" else momentum
         expected.append(weight)
     assert_close(trained(module, config, gradients), expected)
 

@@ -124,6 +124,16 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path, name: str, before: str,
     assert changed.loss == pytest.approx(whole.loss[5:], rel=2e-5)
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("name", ["muon", "dion", "soap", "adafactor"])
+def test_stacks_of_experts_go_on_in_another_layout(tmp_path: Path, name: str):
+    """From whole experts on each rank to shards of all, so that an expert's state moves to other owners."""
+    own = ["model=qwen3_moe_debug", *EVERY[name].split(), rate_of(name), "training.seq_len=32"]
+    before = "parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1"
+    after = "parallelism.tp=2 parallelism.etp=2 parallelism.dp_shard=2"
+    assert_continues(*continued(tmp_path, [*own, *before.split()], [*own, *after.split()]))
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -82,20 +82,12 @@ def times_are_rounded() -> None:
     )
 
 
-def norms_of_queries_and_keys_have_the_epsilon_of_bf16() -> None:
-    patch(
-        "titan_exp.models.blocks.diffusion.norm",
-        lambda original: lambda layer, name, _: original(layer, name, torch.finfo(torch.bfloat16).eps),
-    )
-
-
 @pytest.mark.night
 @pytest.mark.parametrize(
     "broken",
     [
         partial(gradients_are_too_large, 1.04),
         times_are_rounded,
-        norms_of_queries_and_keys_have_the_epsilon_of_bf16,
     ],
 )
 def test_what_is_broken_leaves_the_band(tmp_path: Path, bands: Bands, broken: Callable[[], None]):

@@ -71,6 +71,8 @@ WHOLE = {
     "MXFP8 but for the last two layers, AdaGC, accumulated": ACCUMULATED
     + BF16
     + "model.layers=11 parallelism.dp_shard=2 quantization=mxfp8 quantization.high_precision_last=2 grad_clip=adagc",
+    "AdaGC's averages of more layers than in a block of memory on CUDA": CUDA
+    + "model.layers=30 parallelism.dp_shard=2 grad_clip=adagc",
     "the last norm of attention in fp32, clipped by value": BF16
     + "model.layers=12 parallelism.dp_shard=2 training.fp32_modules=[blocks.11.attention_norm] grad_clip=value",
     "embedding, first layers and last attention frozen, limited norm of the head, accumulated": ACCUMULATED

@@ -175,6 +175,8 @@ SPLIT = {
     "ZBV x fsdp x tp on CUDA": CUDA
     + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble "
     "parallelism.pp_microbatches=4",
+    "ZBV x tp": "model.layers=13 parallelism.pp=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble "
+    "parallelism.pp_microbatches=4",
     "ZBV of single ranks, every third recomputed": BF16
     + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=1 parallelism.pp_schedule=ZBVZeroBubble "
     "parallelism.pp_microbatches=4 activation_checkpoint=every_n activation_checkpoint.every=3",

@@ -234,6 +234,13 @@ RESHARDED = {
     "offloaded, 1F1B, always resharded on CUDA": CUDA
     + "model.layers=14 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=4 "
     "parallelism.reshard_after_forward=always parallelism.cpu_offload=true",
+    "GPipe, experts x ep, resharded but for last blocks on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=16 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_schedule=GPipe parallelism.pp_microbatches=4 parallelism.reshard_after_forward=all_but_last",
+    "LoopedBFS, always resharded": BF16
+    + "model.layers=24 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.pp_schedule=LoopedBFS parallelism.pp_microbatches=4 parallelism.reshard_after_forward=always",
     "GPipe x hsdp, always resharded": BF16
     + "model.layers=14 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
     "parallelism.dp_replicate=2 parallelism.pp_schedule=GPipe parallelism.pp_microbatches=4 "

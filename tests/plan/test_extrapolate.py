@@ -71,6 +71,8 @@ WHOLE = {
     "MXFP8 but for the last two layers, AdaGC, accumulated": ACCUMULATED
     + BF16
     + "model.layers=11 parallelism.dp_shard=2 quantization=mxfp8 quantization.high_precision_last=2 grad_clip=adagc",
+    "AdaGC's averages of more layers than in a block of memory on CUDA": CUDA
+    + "model.layers=30 parallelism.dp_shard=2 grad_clip=adagc",
     "the last norm of attention in fp32, clipped by value": BF16
     + "model.layers=12 parallelism.dp_shard=2 training.fp32_modules=[blocks.11.attention_norm] grad_clip=value",
     "embedding, first layers and last attention frozen, limited norm of the head, accumulated": ACCUMULATED
@@ -173,6 +175,8 @@ SPLIT = {
     "ZBV x fsdp x tp on CUDA": CUDA
     + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble "
     "parallelism.pp_microbatches=4",
+    "ZBV x tp": "model.layers=13 parallelism.pp=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble "
+    "parallelism.pp_microbatches=4",
     "ZBV of single ranks, every third recomputed": BF16
     + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=1 parallelism.pp_schedule=ZBVZeroBubble "
     "parallelism.pp_microbatches=4 activation_checkpoint=every_n activation_checkpoint.every=3",
@@ -230,6 +234,13 @@ RESHARDED = {
     "offloaded, 1F1B, always resharded on CUDA": CUDA
     + "model.layers=14 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_microbatches=4 "
     "parallelism.reshard_after_forward=always parallelism.cpu_offload=true",
+    "GPipe, experts x ep, resharded but for last blocks on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=16 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=4 parallelism.ep=2 "
+    "parallelism.pp_schedule=GPipe parallelism.pp_microbatches=4 parallelism.reshard_after_forward=all_but_last",
+    "LoopedBFS, always resharded": BF16
+    + "model.layers=24 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
+    "parallelism.pp_schedule=LoopedBFS parallelism.pp_microbatches=4 parallelism.reshard_after_forward=always",
     "GPipe x hsdp, always resharded": BF16
     + "model.layers=14 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 "
     "parallelism.dp_replicate=2 parallelism.pp_schedule=GPipe parallelism.pp_microbatches=4 "

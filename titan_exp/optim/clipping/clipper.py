@@ -53,6 +53,11 @@ class GradientClipper:
         self.step = 1
         """Number of the next step."""
 
+    @property
+    def averages(self) -> Tensor | None:
+        """Average norm of each parameter, with AdaGC."""
+        return None if self._adagc is None else self._adagc.averages
+
     @torch.no_grad()
     def clip(self, grad_norm: Tensor) -> Mapping[str, Tensor]:
         """Clip gradients of the global norm `grad_norm`. Returns metrics, the same on every rank."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
-from titan_exp.plan.extrapolate.sample import Sample, StorageKey
+from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, StorageKey
 from titan_exp.plan.extrapolate.stages import NOWHERE, ExtrapolationError, StepPosition
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import GradientKey, Segment
@@ -79,7 +79,7 @@ class EventComposer:
             there.part,
             self._block(sample, there, source, at),
         )
-        micros = self._micros(sample, there, source, at)
+        micros = self._micros(sample, site, source, at)
         for micro in micros if there.stage in (source.stage, NOWHERE) else ():
             found = self._allocated.get(position._replace(micro=micro), {}).get(site.key, [])
             if len(found) >= -site.place and (len(micros) == 1 or self.tracker.allocated_bytes(found[site.place])):
@@ -161,12 +161,15 @@ class EventComposer:
             self.allocate(-(-self._workspace // MIN_BLOCK) * MIN_BLOCK, "workspaces")
 
     def _micros(
-        self, sample: Sample, there: StepPosition, source: StepPosition, at: StepPosition
+        self, sample: Sample, site: AllocationSite, source: StepPosition, at: StepPosition
     ) -> Sequence[int | None]:
         """Micro-batch of an allocation, or several, of which it is the first that still holds it."""
-        if there.micro is not None and source.micro is not None and there.micro > source.micro:
-            # Parameters that a later forward pass gathered: the last one that did.
-            return self._passed[at.step, at.stage, there.part[:1]][::-1]
+        there = site.position
+        if there.micro is not None and source.micro is not None:
+            is_later = there.micro > source.micro
+            if is_later or site.key.category == "gathered parameters":
+                # Passes free parameters that any other gathered: one at a time has them.
+                return [at.micro, *self._passed[at.step, at.stage, there.part[:1]][::-1]]
         return [self._micro(sample, there, source, at)]
 
     def _micro(self, sample: Sample, there: StepPosition, source: StepPosition, at: StepPosition) -> int | None:

@@ -77,15 +77,18 @@ def sampled_edge(experiment: Experiment) -> int:
     """Blocks at each end of a sampled stage that are not repeated.
 
     Blocks prefetch and reduce for their neighbours; a tensor that all blocks of one kind save is released by the first.
-    An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts.
+    An FSDP unit of experts in a block is gathered a block earlier, and its buffer freed in the next block with experts
+    that gathers: in a pipeline, a forward pass behind another finds the last block gathered.
     """
     parallelism, spec, (_, period) = experiment.parallelism, model_spec(experiment.model), repetition(experiment)
     # Gradients are reduced in the blocks of the last micro-batch, or parameters freed, behind the block's own pass.
-    behind = parallelism.pp == 1 or ResolvedLayout.of(experiment).reshard_policy != "never"
+    policy = ResolvedLayout.of(experiment).reshard_policy
+    behind = parallelism.pp == 1 or policy != "never"
     edge = parallelism.prefetch_blocks + behind
     if spec is not None and spec.has_experts and regroups_experts(parallelism):
         with_experts = sum(layer.router is not None for layer in spec.layers[-period:])
-        edge = max(edge, parallelism.prefetch_blocks + period // max(1, with_experts))
+        skipped = parallelism.pp > 1 and policy == "all_but_last"
+        edge = max(edge, parallelism.prefetch_blocks + (1 + skipped) * (period // max(1, with_experts)))
     return max(edge, period)
 
 

@@ -3,8 +3,10 @@
 It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -27,11 +29,13 @@ from titan_exp.plan.trace.segments import (
     sum_costs,
 )
 from titan_exp.plan.trace.trace_step import trace_step
+from titan_exp.trainer.train_state import TrainState
 
 _TOTALS: dict[tuple[str, int, bool], "OptimizerStepTotals"] = {}
 """Traced totals by run, pipeline rank and device type."""
 KEPT = ("parameters", "gathered parameters", "optimizer")
 """Categories of memory between steps: masters, compute weights on one data rank, optimizer state."""
+_IS_KEPT = category_bytes(dict.fromkeys(KEPT, 1))
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,12 @@ class OptimizerStepTrace:
     others: Sequence[Sequence[int]]
     """Other prior allocations in order, for each step: placeholder metrics, and everything else that the step reads."""
     persistent: CategoryBytes
-    """Bytes of `KEPT` memory."""
+    """Bytes of `KEPT` memory, without `shared`."""
     other: CategoryBytes
-    """Other bytes between steps, e.g. of buffers, without `counts`."""
-    counts: int
-    """Bytes of the counts of experts' tokens, one storage of all layers, before they are rounded up."""
+    """Other bytes between steps, e.g. of buffers, without `shared`."""
+    shared: CategoryBytes
+    """Bytes of storages of all layers, one per category, before they are rounded up: counts of experts' tokens, and
+    AdaGC's averages, which are optimizer state."""
     parameters: int
     """Parameters of the whole model."""
     flops_per_token: float
@@ -67,7 +72,7 @@ class OptimizerStepTrace:
             for label, is_tied in ((TIED_SUM, True), (OPTIMIZER_STEP, False))
         )
         costs = sum_costs([tied.costs, step.costs])
-        return OptimizerStepTotals(self.persistent, self.other, self.counts, tied.peak, step.peak, step.where, costs)
+        return OptimizerStepTotals(self.persistent, self.other, self.shared, tied.peak, step.peak, step.where, costs)
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,9 @@ class OptimizerStepTotals:
     """Bytes of `KEPT` memory."""
     other: CategoryBytes
     """Other bytes between steps."""
-    counts: int
-    """Bytes of the counts of experts' tokens before they are rounded up; once they are, `other` includes them."""
+    shared: CategoryBytes
+    """Bytes of storages of all layers before they are rounded up; once they are, `persistent` and `other` include them.
+    """
     tied: CategoryBytes
     """Bytes added by the sum of tied gradients before it."""
     peak: CategoryBytes
@@ -123,8 +129,9 @@ class OptimizerStepsByStage:
         ends = [(int(FIRST in blocks), self.first), (int(has_last), self.last_stage)]
         counts = [(own // self.period, self.block), (others // self.period, self.elsewhere)]
         total = _sum([*counts, *ends, (1, self.constant)])
-        size = -(-total.counts // self.granularity) * self.granularity
-        return replace(total, other=total.other + category_bytes({"other": size}))
+        rounded = -(-total.shared // self.granularity) * self.granularity
+        kept = rounded * _IS_KEPT
+        return replace(total, persistent=total.persistent + kept, other=total.other + rounded - kept)
 
 
 def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerStepsByStage:
@@ -178,9 +185,10 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
         trace = trace_step(fake.state, fake.optimizer_step, preallocated=fake.preallocated, cuda=cuda, segments=tracker)
-        segments, built, load = tracker.segments(), fake.state.built, fake.state.model.load
-        counts = list(load.counts.values())[:1] if load is not None else []
-        size, rounded = sum(tensor.untyped_storage().nbytes() for tensor in counts), tracker.tracked_bytes(counts)
+        segments, built = tracker.segments(), fake.state.built
+        of_layers = {name: tensor for name, tensor in _shared_tensors(fake.state) if not tracker.is_on_host(tensor)}
+        shared = category_bytes({name: tensor.untyped_storage().nbytes() for name, tensor in of_layers.items()})
+        rounded = category_bytes({name: tracker.tracked_bytes([tensor]) for name, tensor in of_layers.items()})
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
         own = [segment for segment in segments if segment.step == step]
@@ -190,15 +198,23 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
         ends.append(own[first:])
     names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
     setup = [segment for segment in segments if segment.step < 0]
-    kept = category_bytes({name: trace.persistent[name] for name in KEPT})
-    other = category_bytes({"other": trace.persistent["other"] - rounded})
+    held = category_bytes(trace.persistent) - rounded
+    kept, other = held * _IS_KEPT, held * category_bytes({"other": 1})
     model = built.parameters, built.flops_per_token, trace.host and trace.host.persistent
-    return OptimizerStepTrace(setup, ends, names, others, kept, other, size, *model)
+    return OptimizerStepTrace(setup, ends, names, others, kept, other, shared, *model)
+
+
+def _shared_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Storages of all layers, with their categories."""
+    if (load := state.model.load) is not None and load.counts:
+        yield "other", next(iter(load.counts.values()))
+    if state.clipper is not None and (averages := state.clipper.averages) is not None:
+        yield "optimizer", averages
 
 
 def _check_linear(experiment: Experiment, one: OptimizerStepTotals, another: OptimizerStepTotals) -> None:
     """Check that every period of layers adds the same totals."""
-    kept, others = ((*each.persistent, *each.other, each.counts, *each.peak, each.costs) for each in (one, another))
+    kept, others = ((*each.persistent, *each.other, *each.shared, *each.peak, each.costs) for each in (one, another))
     if kept != others:
         raise ExtrapolationError(
             f"the step of optimizer.name={experiment.optimizer.name} is no linear function of the number of layers, "
@@ -215,7 +231,7 @@ def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotal
     return OptimizerStepTotals(
         sum((times * totals.persistent for times, totals in terms), category_bytes({})),
         sum((times * totals.other for times, totals in terms), category_bytes({})),
-        sum(times * totals.counts for times, totals in terms),
+        sum((times * totals.shared for times, totals in terms), category_bytes({})),
         sum((times * totals.tied for times, totals in terms), category_bytes({})),
         sum((times * totals.peak for times, totals in terms), category_bytes({})),
         terms[0][1].where if terms else "",

@@ -52,6 +52,8 @@ class Storage:
     """Bytes, rounded up as by the allocator."""
     on_host: bool = False
     """True if it is in host memory beside a device's."""
+    is_final: bool = False
+    """True if the category no longer changes."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,16 @@ class MemoryTracker:
         """True if a tensor's storage is tracked."""
         return tensor.untyped_storage()._cdata in self._alive
 
-    def set_category(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Set the category of storages retroactively; `SETTLED` categories are kept."""
+    def set_category(self, tensors: Iterable[Tensor | None], category: str, *, is_final: bool = False) -> None:
+        """Set the category of storages retroactively; `SETTLED` and final categories are kept."""
         for tensor in tensors:
             if tensor is None:
                 continue
             part = local(tensor)
             self.track(part, category)
             storage, _ = self._alive[part.untyped_storage()._cdata]
-            if storage.category not in SETTLED:
-                storage.category = category
+            if storage.category not in SETTLED and not storage.is_final:
+                storage.category, storage.is_final = category, is_final
 
     def tracked_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of the storages of tracked tensors, each counted once."""

@@ -238,6 +238,12 @@ class PhaseObserver(StepObserver):
         else:
             self._begin("loss", "backward, head and loss", LOSS)
 
+    def action_end(self, action: Action, result: Tensor | None) -> None:
+        """Hidden states and gradients between stages are activations, also if a collective writes or reads them."""
+        # The last stage's objective is a number.
+        if result is not None and result.dim():
+            self._tracker.set_category([result], "activations", is_final=True)
+
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
         """Begin the weight gradients of a block; those outside of blocks belong to the phase before."""
         if weights[0].startswith("blocks."):
@@ -283,6 +289,7 @@ class SegmentObserver(PhaseObserver):
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """Begin the segment between two pipeline actions."""
+        super().action_end(action, result)
         self._tracker.action_results.append(NOT_TRACKED if result is None else self._tracker.allocation_of(result))
         self._tracker.cut(BETWEEN_ACTIONS)
 

@@ -59,7 +59,7 @@ def assert_same(found: Curve, expected: Reference) -> None:
 )
 def test_groups_are_the_reference(tmp_path, expected, words, layout):
     found = train_groups(tmp_path / "run", [*words, *layout])
-    assert_same(found, expected(*words, *(word for word in layout if not word.startswith("parallelism"))))
+    assert_same(found, expected(*words))
     assert len({row["participants"] for row in found.rows}) == 1
     plan = predict(load_experiment(tmp_path / "run" / "config.yaml", trust=True), None)
     assert plan.sent_bytes_per_token is not None

@@ -61,9 +61,9 @@ def the_descent_moves_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def views_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     count = CostMode._count
 
-    def count_all(self: CostMode, costs: Any, func: Any, flops: int, bytes_moved: int) -> None:
-        costs.operators += not (flops or bytes_moved)
-        count(self, costs, func, flops, bytes_moved)
+    def count_all(self: CostMode, func: Any, flops: int, bytes_moved: int, *, on_host: bool) -> None:
+        self.costs.operators += not (flops or bytes_moved)
+        count(self, func, flops, bytes_moved, on_host=on_host)
 
     monkeypatch.setattr(CostMode, "_count", count_all)
 

@@ -261,6 +261,9 @@ class _Stops:
         (self.folder / f"pid-{group.number}").write_text(str(os.getpid()))
 
         def joined(groups: ReplicaGroups, step: int) -> Any:
+            if group.number == 0 and step == 2:
+                wait_for(self.folder / "asking-1")
+                time.sleep(0.5)  # so that both are in the next quorum
             if step == (3, 6)[group.number] and not stopped:
                 stopped.append(True)
                 (self.folder / f"stopped-{group.number}").touch()
@@ -268,6 +271,7 @@ class _Stops:
             return join(groups, step)
 
         def asked(client: QuorumClient, step: int) -> Any:
+            (self.folder / f"asking-{group.number}").touch()
             found = ask(client, step)
             if stopped and group.number == 0 and found[0].size == 1:
                 (self.folder / "alone").touch()

@@ -260,7 +260,7 @@ class _Stops:
         join, ask, stopped = ReplicaGroups.join, QuorumClient.ask, list[bool]()
         (self.folder / f"pid-{group.number}").write_text(str(os.getpid()))
 
-        def joined(groups: ReplicaGroups, step: int) -> Any:
+        def joined(groups: ReplicaGroups, step: int, position: int | None = None) -> Any:
             if group.number == 0 and step == 2:
                 wait_for(self.folder / "asking-1")
                 time.sleep(0.5)  # so that both are in the next quorum
@@ -268,7 +268,7 @@ class _Stops:
                 stopped.append(True)
                 (self.folder / f"stopped-{group.number}").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return join(groups, step)
+            return join(groups, step, position)
 
         def asked(client: QuorumClient, step: int) -> Any:
             (self.folder / f"asking-{group.number}").touch()

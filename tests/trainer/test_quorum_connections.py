@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from titan_exp.trainer.replica_groups import quorum
 from titan_exp.trainer.replica_groups.quorum import Quorum, QuorumClient
 
 KEPT = object()
@@ -22,6 +21,7 @@ def client(*members: str) -> Any:
     """Client of a group that is connected to the members of quorum 2, without servers."""
     made: Any = object.__new__(QuorumClient)
     made._rank, made._timeout, made._configured = 0, timedelta(seconds=300), (2, members, len(members))
+    made._connect_timeout = timedelta(seconds=1)
     made.process_group, made.first_groups, made._by_number = KEPT, None, False
     return made
 
@@ -39,8 +39,7 @@ def test_a_group_that_is_behind_connects_anew(store: dist.TCPStore):
     assert group.process_group is not KEPT
 
 
-def test_a_member_that_dies_before_it_connects_is_not_waited_for(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quorum, "CONNECT_TIMEOUT", timedelta(seconds=1))
+def test_a_member_that_dies_before_it_connects_is_not_waited_for(store: dist.TCPStore):
     group, began = client("a"), time.monotonic()
     error = group._connect(seen("a", "b", source=None), f"127.0.0.1:{store.port}")
     assert isinstance(error, RuntimeError)

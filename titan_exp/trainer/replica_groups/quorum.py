@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT = timedelta(seconds=60)
 """Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Timeout of connections to the lighthouse and between groups."""
+"""Timeout of connections to the lighthouse and to a group's own manager server."""
 LIGHTHOUSE_RETRIES = 600
 """Requests of the manager server to the lighthouse before one of a rank fails."""
 
@@ -74,6 +74,8 @@ class QuorumClient:
         )
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
+        # A member may have died since the quorum: the others wait for it as if they missed its heartbeat.
+        self._connect_timeout = timedelta(seconds=2 * cluster.group_heartbeat_seconds)
         self._configured: tuple[int, tuple[str, ...], int] | None = None
         self._failures = 0
         self._by_number = by_number
@@ -176,11 +178,6 @@ class QuorumClient:
             return error
         self._configured = configured
         return None
-
-    @property
-    def _connect_timeout(self) -> timedelta:
-        # A member may have died since the quorum: the others must not wait for it as long as for a collective.
-        return min(CONNECT_TIMEOUT, self._timeout)
 
     def _gloo(self, store: Any, prefix: str, rank: int, size: int) -> Any:
         group = dist.distributed_c10d.ProcessGroupGloo(

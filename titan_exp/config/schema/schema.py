@@ -140,7 +140,10 @@ def literals_beside(annotation: Any) -> list[str]:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Values of a Literal type or a list of Literals; empty for other types."""
-    if typing.get_origin(annotation) is list:
-        return choices_of(typing.get_args(annotation)[0])
-    return list(typing.get_args(annotation)) if typing.get_origin(annotation) is typing.Literal else []
+    """Values of a Literal type, of a list of Literals, or of one beside other types; empty for other types."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return list(parts)
+    if origin in (list, typing.Union, types.UnionType):
+        return [choice for part in parts for choice in choices_of(part)]
+    return []

@@ -78,7 +78,7 @@ def images_are_given(data: DataConfig) -> Iterator[Violation]:
     if data.images is None:
         yield Violation("data.images", None, "source images reads some", "data.images=folder data.paths='[photos]'")
     elif data.images not in READ_FROM_PATHS and data.paths:
-        remedy = f"leave it out, or {_EXAMPLES['folder']}"
+        remedy = f"data.paths='[]', or {_EXAMPLES['folder']}"
         yield Violation("data.paths", data.paths, f"{data.images} are rendered, not read", remedy)
     elif data.images in READ_FROM_PATHS and len(data.paths) != 1:
         yield Violation("data.paths", data.paths, f"data.images={data.images} is read from one", example)

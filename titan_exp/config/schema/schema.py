@@ -140,10 +140,9 @@ def literals_beside(annotation: Any) -> list[str]:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Values of a Literal type, of a list of Literals, or of one beside other types; empty for other types."""
+    """Values of a Literal type, a list of Literals, or one that may be null; empty for other types."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return list(parts)
-    if origin in (list, typing.Union, types.UnionType):
-        return [choice for part in parts for choice in choices_of(part)]
-    return []
+    given = [part for part in parts if part is not types.NoneType]
+    return choices_of(given[0]) if origin in (list, typing.Union, types.UnionType) and len(given) == 1 else []

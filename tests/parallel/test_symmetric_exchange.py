@@ -183,8 +183,8 @@ def test_there_is_room_for_all_tokens_of_the_group():
 
 
 def test_without_nvshmem_it_says_so():
-    if torch.cuda.is_available():
-        pytest.skip("this machine may have it")
+    if torch.version.cuda is not None:
+        pytest.skip("torch for CUDA brings it along")
     with pytest.raises(UserError, match="token_exchange=all_to_all"):
         use_symmetric_memory()
 

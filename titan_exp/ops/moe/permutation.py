@@ -13,6 +13,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.function_output import in_type
 from titan_exp.ops.runs_kernel import runs_kernel
 from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
 
@@ -169,7 +170,7 @@ def _sum_choices(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tenso
         part = part if weights is None else part * weights[:, choice, None]
         total = part if total is None else total + part
     assert total is not None, "a token has at least one expert"
-    return total.to(rows.dtype)
+    return in_type(total, rows.dtype)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from titan_exp.ops.function_output import dense
 from titan_exp.parallel.functional_collectives import all_gather
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 
@@ -53,7 +54,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TokenGroup) -> Tensor:
         ctx.region, ctx.length = region, x.shape[1]
-        return x[:, region.part(x.shape[1])].contiguous()
+        return dense(x[:, region.part(x.shape[1])])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

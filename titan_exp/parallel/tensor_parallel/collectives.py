@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_exp.ops.function_output import dense
 from titan_exp.parallel.functional_collectives import all_gather, all_reduce, reduce_scatter
 
 
@@ -143,7 +144,7 @@ class _SplitInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
-        return x.chunk(region.degree, dim=-1)[region.rank].contiguous()
+        return dense(x.chunk(region.degree, dim=-1)[region.rank])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_exp.ops.function_output import in_type
 from titan_exp.quantization.torchao import amax_to_scale, to_fp8_saturated
 
 AmaxReduce = Callable[[Tensor], Tensor]
@@ -99,11 +100,3 @@ def multiply(
         use_fast_accum=fast,
     )
     return in_type(out, dtype)
-
-
-def in_type(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a matmul result at the end of an autograd function.
-
-    Skips a no-op conversion, after which torch 2.11's compiler would pass the function a zero gradient.
-    """
-    return out if out.dtype == dtype else out.to(dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
+from titan_exp.ops.function_output import in_type
 from titan_exp.ops.import_torchao import import_torchao
 from titan_exp.ops.moe.permutation import PaddedOrder, copy_tokens, sum_rows
 from titan_exp.ops.needs_input_grad import needs_input_grad
@@ -81,7 +82,7 @@ class _Float8OfTokens(torch.autograd.Function):
         ctx.save_for_backward(tokens, weight, inverse, padding, ends)
         rows, scales = cast_tokens(tokens.contiguous(), inverse, padding)
         right, right_scales = _cast("triton_fp8_colwise_3d_scale_and_cast", weight.mT)
-        return _multiply(rows, scales, right, right_scales.squeeze(1), ends).to(tokens.dtype)
+        return in_type(_multiply(rows, scales, right, right_scales.squeeze(1), ends), tokens.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -95,6 +95,25 @@ def test_time_counts_rare_and_expensive_steps(tmp_path: Path):
     assert slow.mean / plain.mean == pytest.approx(2, rel=0.1)
 
 
+def test_time_weighs_rows_by_their_tokens(tmp_path: Path):
+    """Steps of a fifth of a second whose batches grow fourfold half-way: time to the last loss is that of the steps."""
+    for beta in (0.9, 0.8):
+        for rate in (0.001, 0.003):
+            metrics = rows(2.4)
+            for row in metrics:
+                if row["step"] > 25:
+                    row["tokens"] += 3000 * (row["step"] - 25)
+                    row["tokens_per_second"] *= 4
+            values = {"optimizer.betas": [beta, 0.95], "optimizer.lr": rate}
+            make_run(tmp_path, values, metrics=metrics)
+    tuning = compared(tmp_path).tuning
+    assert tuning is not None
+    for group in tuning.groups:
+        assert group.steps.estimate is not None
+        assert group.seconds.estimate is not None
+        assert group.seconds.estimate.mean == pytest.approx(group.steps.estimate.mean / 5, rel=0.05), group.label
+
+
 def test_a_worse_group_does_not_reach_it(tmp_path: Path):
     losses = {(0.9, 0.003): [2.4, 2.4], (0.9, 0.01): [2.5, 2.5], (0.8, 0.003): [2.6, 2.3], (0.7, 0.003): [3.0, 3.0]}
     make(tmp_path, losses)

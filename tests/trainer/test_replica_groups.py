@@ -6,7 +6,9 @@ import signal
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,17 +250,21 @@ def test_a_newcomer_that_starts_alone_is_noticed(tmp_path):
 
 class _Stops:
     """Group 0 stops as a whole before the step after 3, and group 1 before that after 6. Later, group 0 says when a
-    lighthouse has given it a quorum alone."""
+    lighthouse has given it a quorum alone. The clock of every second rank runs a thousand times too fast."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups import replica_groups
         from titan_exp.trainer.replica_groups.quorum import QuorumClient
         from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
-        join, ask, stopped = ReplicaGroups.join, QuorumClient.ask, list[bool]()
-        (self.folder / f"pid-{group.number}").write_text(str(os.getpid()))
+        join, ask, stopped, rank = ReplicaGroups.join, QuorumClient.ask, list[bool](), int(os.environ["RANK"])
+        (self.folder / f"pid-{group.number}-{rank}").write_text(str(os.getpid()))
+        if rank == 1:
+            monotonic = time.monotonic
+            replica_groups.time = SimpleNamespace(monotonic=lambda: 1000 * monotonic(), sleep=time.sleep)  # type: ignore[assignment]
 
         def joined(groups: ReplicaGroups, step: int, position: int | None = None) -> Any:
             if group.number == 0 and step == 2:
@@ -266,7 +272,7 @@ class _Stops:
                 time.sleep(0.5)  # so that both are in the next quorum
             if step == (3, 6)[group.number] and not stopped:
                 stopped.append(True)
-                (self.folder / f"stopped-{group.number}").touch()
+                (self.folder / f"stopped-{group.number}-{rank}").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
             return join(groups, step, position)
 
@@ -280,22 +286,27 @@ class _Stops:
         ReplicaGroups.join, QuorumClient.ask = joined, asked  # type: ignore[method-assign]
 
 
-def test_a_lighthouse_that_forgot_the_others_divides_no_run(tmp_path, one_device):
+@pytest.mark.parametrize(
+    ("settings", "ranks"), [(SETTINGS, 1), pytest.param(SHARDED, 2, marks=pytest.mark.night)], ids=["one", "two ranks"]
+)
+def test_a_lighthouse_that_forgot_the_others_divides_no_run(tmp_path, one_device, settings, ranks):
     """A step is trained once, if another group has trained it and the next lighthouse does not know that group yet."""
     path = tmp_path / "run"
-    fleet = Fleet(path, *SETTINGS)
+    fleet = Fleet(path, *settings)
     try:
         groups = [fleet.start(number, _Stops(path)) for number in range(2)]
-        for number in range(2):
-            wait_for(path / f"stopped-{number}")
-        first, other = (int((path / f"pid-{number}").read_text()) for number in range(2))
+        for number, rank in product(range(2), range(ranks)):
+            wait_for(path / f"stopped-{number}-{rank}")
+        first, other = ([int((path / f"pid-{n}-{rank}").read_text()) for rank in range(ranks)] for n in range(2))
         fleet.lighthouse.close()
         time.sleep(1.0)  # between two starts
         fleet.lighthouse.poll()
-        os.kill(first, signal.SIGCONT)
+        for pid in first:
+            os.kill(pid, signal.SIGCONT)
         wait_for(path / "alone")
         assert (path / "alone").exists()
-        os.kill(other, signal.SIGCONT)
+        for pid in other:
+            os.kill(pid, signal.SIGCONT)
         assert_exact(fleet.curve(groups), fleet, one_device())
     finally:
         fleet.close()

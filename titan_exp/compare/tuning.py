@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import harmonic_mean
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric, final_loss, own_values, target_metric
+from titan_exp.compare.compared_metrics import Metric, final_loss, target_metric
 from titan_exp.compare.differing_keys import ABSENT, DifferingKeys, value_text
 from titan_exp.compare.row import Row, finite
 from titan_exp.compare.run_record import Run
@@ -180,7 +180,7 @@ def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float
         if seen is None:
             continue
         steps.append(next(float(row["step"] or 0) for row in run.rows if row.get("tokens") == seen))
-        speed = _mean_speed(run, tokens)
+        speed = _mean_speed(run, seen)
         seconds += [(seen - run.begins) / speed] if speed else []
     return Reached(estimate(steps), len(steps), len(runs)), Reached(estimate(seconds), len(seconds), len(runs))
 
@@ -188,10 +188,15 @@ def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float
 def _mean_speed(run: Run, tokens: float) -> float | None:
     """Tokens over seconds of all measured rows up to `tokens`; None without any.
 
-    A median would leave out what an optimizer does every few steps, such as SOAP's power iterations.
+    A median would leave out what an optimizer does every few steps, such as SOAP's power iterations, and an unweighted
+    mean the larger steps of a growing batch.
     """
-    speeds = [speed for speed in own_values(run, "tokens_per_second", tokens) if speed > 0 and math.isfinite(speed)]
-    return harmonic_mean(speeds) if speeds else None
+    ends = [run.begins, *(float(row["tokens"]) for row in run.rows if (row.get("tokens") or 0) > run.begins)]
+    before = dict(zip(ends[1:], ends, strict=False))
+    up_to = tokens if tokens > run.begins else math.inf
+    rows = zip(*run.series("tokens_per_second", up_to, above=run.begins or -1.0), strict=True)
+    measured = [(speed, end - before[end]) for end, speed in rows if speed > 0 and math.isfinite(speed)]
+    return harmonic_mean(*zip(*measured, strict=True)) if measured else None
 
 
 def point_text(tuning: Tuning, point: TunedPoint | None) -> str:

@@ -24,6 +24,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.schema.builtins import OBJECTIVES
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
@@ -327,13 +328,13 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
             config = read_values(folder / "config.yaml", imports, trust)
-            # Evaluation runs neither the run's optimizer, nor its objective, nor its executor.
+            # Evaluation runs neither the run's optimizer, nor a user's objective, nor its executor.
             defaults = to_dict(experiment)
             config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
-            flow = config.get("training", {}).get("objective") == "rectified_flow"
+            shipped = config.get("training", {}).get("objective") in OBJECTIVES
             for key in ("training.objective", "training.objective_options", "cluster.kind"):
                 group, _, name = key.partition(".")
-                if isinstance(config.get(group), dict) and not (flow and group == "training"):  # else reported below
+                if isinstance(config.get(group), dict) and not (shipped and group == "training"):  # else reported below
                     config[group] |= {name: defaults[group][name]}
             return _literal(config)
     if not source.model.vocab_size:

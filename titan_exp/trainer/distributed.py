@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, ClusterConfig
 from titan_exp.config.machine import cuda_support
 
-TIMEOUT = timedelta(minutes=20)
+TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 """Timeout of collectives without the hang watchdog."""
 JOIN_LIMIT = timedelta(minutes=10)
 """Timeout of the rendezvous: imports from a network disk may take minutes."""

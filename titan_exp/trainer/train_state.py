@@ -105,14 +105,20 @@ def assemble(
         optimizer.after_move = lambda: (weights.refresh(), quantize_weights())
     with fake_mode or nullcontext():
         clipper = _clipper(optimizer, model, mesh, experiment)
+
+    def after_move() -> None:
+        free_gathered(parts)
+        weights.refresh()
+        quantize_weights()
+
     average = None
     if experiment.weight_average.enabled:
         average = WeightAverage(optimizer, experiment.weight_average, last_step=experiment.training.last_step)
-        average.after_move = lambda: (free_gathered(parts), weights.refresh(), quantize_weights())
+        average.after_move = after_move
     outer = None
     if experiment.semi_sync.enabled:
         outer = OuterOptimizer(optimizer, experiment.semi_sync)
-        outer.after_move = lambda: (free_gathered(parts), weights.refresh(), quantize_weights())
+        outer.after_move = after_move
     return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average, outer)
 
 

@@ -296,12 +296,12 @@ class Trainer:
         self._restore_average(progress)
         self.loader.seek(progress["data"])
         self.report.last_rows = progress["rows"]
-        self._after_healing(groups, progress)
+        self._after_healing(progress)
         self.model.weights.refresh()
         self.quantize_weights()
         get_logger().info("healed: continuing after step %d", self.step)
 
-    def _after_healing(self, groups: ReplicaGroups, progress: Mapping[str, Any]) -> None:
+    def _after_healing(self, progress: Mapping[str, Any]) -> None:
         """Take over what else another group has sent."""
 
     def _finishes(self, groups: ReplicaGroups) -> bool:

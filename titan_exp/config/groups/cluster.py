@@ -8,6 +8,8 @@ from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 LOCAL = "local"
 """`cluster.kind` of the machine that launches."""
 SLURM = "slurm"
+COLLECTIVE_SECONDS = 1200
+"""Seconds that a collective among the ranks of a run may take without the hang watchdog."""
 
 
 @dataclass(frozen=True)

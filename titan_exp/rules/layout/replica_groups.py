@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import divisors, listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.cluster import LOCAL, SLURM, ClusterConfig
+from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, LOCAL, SLURM, ClusterConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -17,8 +17,6 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.layout.pipeline_parallel import schedule_can_be_read
 from titan_exp.rules.rule import Refuse, rules
 
-COLLECTIVE_SECONDS = 1200
-"""Seconds that a collective within a group may take, at least."""
 _WITHOUT = "cluster.replica_groups=1"
 
 

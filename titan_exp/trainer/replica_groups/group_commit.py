@@ -39,7 +39,7 @@ class GroupCommit:
             StepRefused: the step is not committed.
         """
         self.groups.sum_gradients(parameters)
-        self.groups.sum_tensors(self.expert_sums)
+        self.groups.all_reduce(self.expert_sums)
         flags = {STOP: self.stop, SAVE: self.save and self.groups.leads}
         sums = self.groups.reduce_scalars({**metrics, **flags}, self.reductions)
         if not self.groups.commit(self.step):

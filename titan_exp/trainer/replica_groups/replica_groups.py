@@ -116,7 +116,7 @@ class ReplicaGroups:
             fresh = before is None and quorum.source is None
             known = self._from_first_rank(known_step(self._folder)) if fresh else 0
             waited = time.monotonic() - began
-            if step >= known and (waited > self._cluster.group_heartbeat_seconds or not self._missed(before, quorum)):
+            if step >= known and not self._may_be_behind(before, quorum, waited):
                 break
             # A newcomer whose peers are starting, too, or dead: it never trains from its own state. Or the others took
             # a step without this group: a lighthouse that has just started does not know them yet.
@@ -180,11 +180,7 @@ class ReplicaGroups:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over the groups, in place. A failure leaves them undefined and refuses the step."""
-        self.sum_tensors([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
-
-    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Sum local tensors over the groups, in place, as gradients are."""
-        self._attempt(lambda: exchange(tensors, self._all_reduce, write_back=True))
+        self.all_reduce([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> float:
         """Sum tensors over the groups, in place; returns the bytes that this rank has sent. A failure leaves them
@@ -254,11 +250,13 @@ class ReplicaGroups:
             self.stall += time.monotonic() - self._joined_at - self.quorum.seconds
         return committed
 
-    def _missed(self, before: Quorum | None, quorum: Quorum) -> bool:
-        """True if the newest recorded quorum was without this group, whose state may be behind that of its members."""
+    def _may_be_behind(self, before: Quorum | None, quorum: Quorum, waited: float) -> bool:
+        """True, for one heartbeat, if the newest recorded quorum was without this group, whose state may be behind that
+        of its members. One rank's clock decides: the others would wait for its answer."""
         if before is None or quorum.source is not None or before.members == quorum.members:
             return False
-        return self._from_first_rank(self.group.number not in newest_quorum(self._folder))
+        in_time = waited <= self._cluster.group_heartbeat_seconds
+        return self._from_first_rank(in_time and self.group.number not in newest_quorum(self._folder))
 
     def _from_first_rank(self, value: T) -> T:
         values = [value]

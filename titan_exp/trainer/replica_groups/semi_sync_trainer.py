@@ -10,7 +10,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.train_step import StepResult, require_finite
 from titan_exp.trainer.trainer import Trainer
@@ -104,7 +103,7 @@ class SemiSyncTrainer(Trainer):
         assert self.groups is not None
         return {**super()._progress(), WRITER: self.groups.group.number, "semi_sync": self._semi_sync.progress()}
 
-    def _after_healing(self, groups: ReplicaGroups, progress: Mapping[str, Any]) -> None:
+    def _after_healing(self, progress: Mapping[str, Any]) -> None:
         """Take over the round of another group; before the first, load this group's own state from the checkpoint."""
         self._semi_sync.heal(self.step, progress["semi_sync"])
         if self._semi_sync.synchronized == self.step:

@@ -1,6 +1,10 @@
-"""Plain reference of semi-synchronous training: copies of a model, an AdamW for each, and one outer SGD in fp64."""
+"""Plain reference of semi-synchronous training: copies of a model, an AdamW for each, and one outer SGD in fp64.
+
+Streaming DiLoCo is Algorithm 2 of Douillard et al. 2025, an outer SGD for each fragment.
+"""
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +14,7 @@ import torch
 
 from tests.parity.runs import SMALL
 from tests.ranks import run_ranks
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
@@ -54,7 +59,12 @@ def _train(path: str, absent: Absences) -> Reference:
         models = [copy.deepcopy(model) for _ in range(config.groups)]
         outer = [parameter.detach().double().requires_grad_() for parameter in model.parameters()]
         lr, momentum, nesterov = config.outer
-        outer_optimizer = torch.optim.SGD(outer, lr=lr, momentum=momentum, nesterov=nesterov)
+        fragments = _fragments([name for name, _ in model.named_parameters()], config, experiment.model.layers)
+        outer_optimizers = [
+            torch.optim.SGD([outer[index] for index in fragment], lr=lr, momentum=momentum, nesterov=nesterov)
+            for fragment in fragments
+        ]
+        apart, movements = config.interval // len(fragments), {}
         settings = {"betas": tuple(experiment.optimizer.betas), "eps": experiment.optimizer.eps, "weight_decay": 0.0}  # type: ignore[attr-defined]
         optimizers = [torch.optim.AdamW(worker.parameters(), lr=1.0, **settings) for worker in models]
         for step in range(1, training.steps + 1):
@@ -75,12 +85,18 @@ def _train(path: str, absent: Absences) -> Reference:
                 counts.append(count)
             found.loss.append(sum(losses) / sum(counts))
             found.grad_norm.append(sum(norms) / len(norms))
+            away = absent.get(end, ())
+            for number, fragment in enumerate(fragments):  # the outer step of fragment p is after (p + 1)·H/P
+                shifted = step - (number + 1) * apart
+                if (shifted + config.delay) % config.interval == 0 and shifted + config.delay >= 0:
+                    movements[number] = _movements(outer, models, fragment, away)
+                if shifted % config.interval == 0 and shifted >= 0:
+                    _apply(outer, outer_optimizers[number], models, fragment, movements.pop(number), config.mixing)
             if step == end:
-                away = absent.get(end, ())
-                _synchronize(outer, outer_optimizer, models, away)
                 for number in away:
                     optimizers[number].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        found.weights = {name: value.detach().clone() for name, value in models[0].named_parameters()}
+        names = [name for name, _ in model.named_parameters()]
+        found.weights = {name: value.detach().float() for name, value in zip(names, outer, strict=True)}
         return found
 
 
@@ -89,17 +105,42 @@ def _loss(model: torch.nn.Module, objective: object, batches: Sequence) -> tuple
     return torch.stack(losses).sum(), sum(objective.count(batch) for batch in batches)  # type: ignore[attr-defined]
 
 
+def _fragments(names: Sequence[str], config: SemiSyncConfig, blocks: int) -> list[list[int]]:
+    """Indices of the parameters of each fragment: embedding with block 0, norm and head with the last."""
+    numbers = [int(found[1]) if (found := re.match(r"blocks\.(\d+)\.", name)) else None for name in names]
+    first, last = numbers.index(0), len(numbers) - 1 - numbers[::-1].index(blocks - 1)
+    numbers = [0 if index < first else blocks - 1 if index > last else number for index, number in enumerate(numbers)]
+    size = blocks // config.fragments
+    members = [
+        {fragment + config.fragments * i for i in range(blocks)}
+        if config.fragment_pattern == "strided"
+        else set(range(fragment * size, (fragment + 1) * size))
+        for fragment in range(config.fragments)
+    ]
+    return [[index for index, number in enumerate(numbers) if number in blocks_] for blocks_ in members]
+
+
 @torch.no_grad()
-def _synchronize(
+def _movements(
+    outer: list[torch.Tensor], models: Sequence[torch.nn.Module], fragment: Sequence[int], away: Sequence[int]
+) -> list[torch.Tensor]:
+    present = [list(model.parameters()) for number, model in enumerate(models) if number not in away]
+    return [torch.stack([outer[index] - local[index].double() for local in present]).mean(0) for index in fragment]
+
+
+@torch.no_grad()
+def _apply(
     outer: list[torch.Tensor],
     optimizer: torch.optim.Optimizer,
     models: Sequence[torch.nn.Module],
-    away: Sequence[int],
+    fragment: Sequence[int],
+    movements: Sequence[torch.Tensor],
+    mixing: float,
 ) -> None:
-    present = [model for number, model in enumerate(models) if number not in away]
-    for kept, *local in zip(outer, *(model.parameters() for model in present), strict=True):
-        kept.grad = torch.stack([kept - weight.double() for weight in local]).mean(0)
+    for index, movement in zip(fragment, movements, strict=True):
+        outer[index].grad = movement
     optimizer.step()
-    for kept, *local in zip(outer, *(model.parameters() for model in models), strict=True):
-        for weight in local:
-            weight.copy_(kept)
+    for model in models:
+        local = list(model.parameters())
+        for index in fragment:
+            local[index].copy_(mixing * local[index].double() + (1 - mixing) * outer[index])

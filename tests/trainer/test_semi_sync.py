@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs tor
 SETTINGS = [*LINES, "training.steps=6", "training.global_batch_size=4", "training.micro_batch_size=1"]
 SETTINGS += ["optimizer.weight_decay=0", "cluster.replica_groups=2", "semi_sync.interval=2"]
 DILOCO, LOCAL_SGD = [*SETTINGS, "semi_sync=diloco"], [*SETTINGS, "semi_sync=local_sgd"]
+STREAMING = [*SETTINGS, "semi_sync=streaming_diloco", "semi_sync.interval=4", "training.steps=8"]
+STREAMING += ["semi_sync.fragments=2", "semi_sync.delay=1", "semi_sync.mixing=0.25"]
 PLAIN = [*DILOCO, "semi_sync.outer_nesterov=false", "semi_sync.outer_lr=0.3"]
 FOUR = [*DILOCO, "cluster.replica_groups=4", "semi_sync.groups=4"]
 
@@ -77,14 +79,16 @@ def _wrong_sign(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 
     found = OuterOptimizer.pseudo_gradients
-    OuterOptimizer.pseudo_gradients = lambda outer: [-gradient for gradient in found(outer)]  # type: ignore[method-assign]
+    OuterOptimizer.pseudo_gradients = lambda *words: [-gradient for gradient in found(*words)]  # type: ignore[method-assign]
 
 
 def _sum_in_place_of_the_mean(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 
     step = OuterOptimizer.step
-    OuterOptimizer.step = lambda outer, gradients: step(outer, [2 * gradient for gradient in gradients])  # type: ignore[method-assign]
+    OuterOptimizer.step = lambda outer, gradients, *fragment: step(  # type: ignore[method-assign]
+        outer, [2 * gradient for gradient in gradients], *fragment
+    )
 
 
 def _momentum_is_not_carried(_: ReplicaGroup) -> None:
@@ -92,9 +96,9 @@ def _momentum_is_not_carried(_: ReplicaGroup) -> None:
 
     step = OuterOptimizer.step
 
-    def forgetful(outer: OuterOptimizer, gradients: list[torch.Tensor]) -> None:
-        torch._foreach_zero_(outer._state(MOMENTUM))
-        step(outer, gradients)
+    def forgetful(outer: OuterOptimizer, gradients: list[torch.Tensor], *fragment: int) -> None:
+        torch._foreach_zero_(outer._state(MOMENTUM, outer.parameters()))
+        step(outer, gradients, *fragment)
 
     OuterOptimizer.step = forgetful  # type: ignore[method-assign]
 
@@ -104,8 +108,8 @@ def _inner_state_is_reset(_: ReplicaGroup) -> None:
 
     step = OuterOptimizer.step
 
-    def resetting(outer: OuterOptimizer, gradients: list[torch.Tensor]) -> None:
-        step(outer, gradients)
+    def resetting(outer: OuterOptimizer, gradients: list[torch.Tensor], *fragment: int) -> None:
+        step(outer, gradients, *fragment)
         for state in outer._optimizer.state.values():
             state["exp_avg"].zero_()
 
@@ -115,7 +119,7 @@ def _inner_state_is_reset(_: ReplicaGroup) -> None:
 def _local_weights_go_on(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 
-    OuterOptimizer.back_to_kept = lambda outer: None  # type: ignore[method-assign]
+    OuterOptimizer.mix = lambda outer, parameters: None  # type: ignore[method-assign]
 
 
 def _groups_take_the_same_share(group: ReplicaGroup) -> None:

@@ -114,8 +114,8 @@ def _outer_state_is_lost(_: ReplicaGroup) -> None:
 
     def forgetful(outer: OuterOptimizer) -> None:
         keep(outer)
-        if outer.parameters:
-            torch._foreach_zero_(outer._state(MOMENTUM))
+        if parameters := outer.parameters():
+            torch._foreach_zero_(outer._state(MOMENTUM, parameters))
 
     OuterOptimizer.keep = forgetful  # type: ignore[method-assign]
 
@@ -123,7 +123,7 @@ def _outer_state_is_lost(_: ReplicaGroup) -> None:
 def _own_state_is_lost(_: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups import semi_sync_trainer
 
-    semi_sync_trainer.load_inner_state = lambda *_: False
+    semi_sync_trainer.load_own_state = lambda *_, **named: False
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):

@@ -75,6 +75,49 @@ def test_groups_are_the_reference(tmp_path, expected, words, layout):
     assert sent == pytest.approx([planned] * 3, rel=1e-12)
 
 
+def test_streaming_groups_are_the_reference(tmp_path, expected):
+    found = train_groups(tmp_path / "run", [*STREAMING, "parallelism.dp_shard=2"])
+    assert_same(found, expected(*STREAMING))
+    plan = predict(load_experiment(tmp_path / "run" / "config.yaml", trust=True), None)
+    assert plan.sent_bytes_per_token is not None
+    assert plan.sent_bytes_at_once is not None
+    sent, before = [], 0
+    for row in found.rows:
+        if "sent_bytes_per_token" in row:  # after the outer steps of a fragment: 2, 4, 6 and 8
+            sent.append(row["sent_bytes_per_token"] * (row["tokens"] - before))
+            before = row["tokens"]
+    planned = plan.sent_bytes_per_token * 4 * plan.tokens_per_step
+    assert sent[0] + sent[1] == pytest.approx(planned, rel=1e-12)
+    assert sent[2:] == pytest.approx(sent[:2], rel=1e-12)
+    assert max(sent) / 4 == pytest.approx(plan.sent_bytes_at_once, rel=1e-12)  # of four ranks
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallelism.tp=2"],
+        ["semi_sync.mixing=0", "semi_sync.delay=0"],
+        ["semi_sync.fragments=1", "semi_sync.delay=3"],
+        ["semi_sync.fragments=4", "semi_sync.delay=0", "semi_sync.mixing=0.75"],
+        ["semi_sync.fragment_pattern=sequential", "semi_sync.outer_momentum=0"],
+        ["cluster.replica_groups=4", "semi_sync.groups=4"],
+    ],
+    ids=" ".join,
+)
+def test_other_streams_are_the_reference(tmp_path, expected, words):
+    found = train_groups(tmp_path / "run", [*STREAMING, *words])
+    assert_same(found, expected(*STREAMING, *[word for word in words if not word.startswith("parallelism")]))
+
+
+@pytest.mark.night
+def test_one_fragment_without_delay_is_diloco_bitwise(tmp_path):
+    one = ["semi_sync=streaming_diloco", "semi_sync.fragments=1", "semi_sync.delay=0", "semi_sync.mixing=0"]
+    found, expected = train_groups(tmp_path / "one", [*SETTINGS, *one]), train_groups(tmp_path / "diloco", DILOCO)
+    assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
 def _wrong_sign(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 

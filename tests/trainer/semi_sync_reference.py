@@ -34,19 +34,24 @@ Absences = Mapping[int, Sequence[int]]
 """Synchronizations by step, and groups that were away in the round before it. They come back in it, with the state of
 the optimizer of group 0, unless they are away in the next one, too."""
 
+Lost = Mapping[int, tuple[int, int]]
+"""First and last lost step by group, after which it comes back with weights and optimizer of group 0: streaming."""
 
-def reference(path: Path, *overrides: str, absent: Absences = MappingProxyType({})) -> Reference:
+
+def reference(
+    path: Path, *overrides: str, absent: Absences = MappingProxyType({}), lost: Lost = MappingProxyType({})
+) -> Reference:
     """Train with the settings of a run of replica groups."""
     chosen = {override.partition("=")[0] for override in overrides}
     small = [override for override in SMALL if override.partition("=")[0] not in chosen]
     path.mkdir(parents=True)
     experiment = resolve_layout(to_experiment(compose([*small, *overrides, "cluster.replica_groups=1"])), 1)
     RunFolder(path).config.write_text(to_yaml(experiment))
-    (found,) = run_ranks(1, _train, str(path), dict(absent), limit=120)
+    (found,) = run_ranks(1, _train, str(path), dict(absent), dict(lost), limit=120)
     return found
 
 
-def _train(path: str, absent: Absences) -> Reference:
+def _train(path: str, absent: Absences, lost: Lost) -> Reference:
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.trainer import Trainer
 
@@ -72,7 +77,7 @@ def _train(path: str, absent: Absences) -> Reference:
             share, losses, counts, norms = len(batches) // config.groups, [], [], []
             end = -(-step // config.interval) * config.interval
             for number, (worker, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                if number in absent.get(end, ()):
+                if number in absent.get(end, ()) or number in _lost(lost, step):
                     continue
                 own = batches[number * share : (number + 1) * share]
                 loss, count = _loss(worker, objective, own)
@@ -85,7 +90,11 @@ def _train(path: str, absent: Absences) -> Reference:
                 counts.append(count)
             found.loss.append(sum(losses) / sum(counts))
             found.grad_norm.append(sum(norms) / len(norms))
-            away = absent.get(end, ())
+            away = [*absent.get(end, ()), *_lost(lost, step)]
+            for number in _lost(lost, step):
+                if step == lost[number][1]:
+                    models[number].load_state_dict(models[0].state_dict())
+                    optimizers[number].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
             for number, fragment in enumerate(fragments):  # the outer step of fragment p is after (p + 1)·H/P
                 shifted = step - (number + 1) * apart
                 if (shifted + config.delay) % config.interval == 0 and shifted + config.delay >= 0:
@@ -93,11 +102,15 @@ def _train(path: str, absent: Absences) -> Reference:
                 if shifted % config.interval == 0 and shifted >= 0:
                     _apply(outer, outer_optimizers[number], models, fragment, movements.pop(number), config.mixing)
             if step == end:
-                for number in away:
+                for number in absent.get(end, ()):
                     optimizers[number].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         names = [name for name, _ in model.named_parameters()]
         found.weights = {name: value.detach().float() for name, value in zip(names, outer, strict=True)}
         return found
+
+
+def _lost(lost: Lost, step: int) -> list[int]:
+    return [number for number, (first, last) in lost.items() if first <= step <= last]
 
 
 def _loss(model: torch.nn.Module, objective: object, batches: Sequence) -> tuple[torch.Tensor, int]:

@@ -171,6 +171,64 @@ def _groups_take_the_same_share(group: ReplicaGroup) -> None:
     SemiSync.share = lambda sync, items: items[: len(items) // 2]  # type: ignore[method-assign]
 
 
+def _offsets_of_fragments_are_exchanged(_: ReplicaGroup) -> None:
+    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+
+    applied = SemiSyncConfig.applied_fragment
+    SemiSyncConfig.applied_fragment = lambda config, step: (  # type: ignore[method-assign]
+        None if (found := applied(config, step)) is None else config.fragments - 1 - found
+    )
+
+
+def _applied_a_step_early(_: ReplicaGroup) -> None:
+    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+
+    applied = SemiSyncConfig.applied_fragment
+    SemiSyncConfig.sent_fragment = lambda config, step: applied(config, step + config.delay - 1)  # type: ignore[method-assign]
+
+
+def _mixing_is_exchanged(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+
+    mix = OuterOptimizer.mix
+
+    def exchanged(outer: OuterOptimizer, parameters: list[torch.Tensor]) -> None:
+        mixing, outer._mixing = outer._mixing, 1 - outer._mixing
+        mix(outer, parameters)
+        outer._mixing = mixing
+
+    OuterOptimizer.mix = exchanged  # type: ignore[method-assign]
+
+
+def _movement_is_of_the_step_that_applies_it(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+    apply = SemiSync.apply
+
+    def late(sync: SemiSync, step: int) -> object:
+        sync._sending.own = None  # type: ignore[union-attr]
+        sync.send(step)
+        return apply(sync, step)
+
+    SemiSync.apply = late  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        _offsets_of_fragments_are_exchanged,
+        _applied_a_step_early,
+        _mixing_is_exchanged,
+        _movement_is_of_the_step_that_applies_it,
+    ],
+)
+def test_a_mutation_of_the_stream_is_noticed(tmp_path, expected, mutate):
+    found = train_groups(tmp_path / "run", STREAMING, mutate)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected(*STREAMING))
+
+
 @pytest.mark.night
 @pytest.mark.parametrize(
     "mutate",

@@ -100,7 +100,10 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
                 if (shifted + config.delay) % config.interval == 0 and shifted + config.delay >= 0:
                     movements[number] = _movements(outer, models, fragment, away)
                 if shifted % config.interval == 0 and shifted >= 0:
-                    _apply(outer, outer_optimizers[number], models, fragment, movements.pop(number), config.mixing)
+                    for index, movement in zip(fragment, movements.pop(number), strict=True):
+                        outer[index].grad = movement
+                    outer_optimizers[number].step()
+                    _mix(outer, models, fragment, config.mixing)
             if step == end:
                 for number in absent.get(end, ()):
                     optimizers[number].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
@@ -142,17 +145,7 @@ def _movements(
 
 
 @torch.no_grad()
-def _apply(
-    outer: list[torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    models: Sequence[torch.nn.Module],
-    fragment: Sequence[int],
-    movements: Sequence[torch.Tensor],
-    mixing: float,
-) -> None:
-    for index, movement in zip(fragment, movements, strict=True):
-        outer[index].grad = movement
-    optimizer.step()
+def _mix(outer: list[torch.Tensor], models: Sequence[torch.nn.Module], fragment: Sequence[int], mixing: float) -> None:
     for model in models:
         local = list(model.parameters())
         for index in fragment:

@@ -57,9 +57,7 @@ class StartedSum:
     @property
     def sums(self) -> list[Tensor]:
         """Sums of the tensors, which share memory with the buckets; after `wait`."""
-        return [
-            part for flat, bucket in zip(self.flat, self._buckets, strict=True) for part in _parts(flat, bucket)
-        ]
+        return [part for flat, bucket in zip(self.flat, self._buckets, strict=True) for part in _parts(flat, bucket)]
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:

@@ -166,8 +166,8 @@ class SemiSync:
         sending.sum = self._groups.start_sum(movement)
 
     def apply(self, step: int) -> Agreement | None:
-        """Step the outer optimizer after a step with the fragment on the way; None if that must be sent again, with this
-        group's weights untouched."""
+        """Step the outer optimizer after a step with the fragment on the way; None if that must be sent again, with
+        this group's weights untouched."""
         sending, groups = self._sending, self._groups
         assert sending is not None
         assert sending.sum is not None

@@ -10,10 +10,14 @@ import torch
 from tests.parity.runs import LINES, Curve
 from tests.trainer.fleet import Fleet, Mutation
 from tests.trainer.semi_sync_reference import Reference, reference
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.predict import predict
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.trainer.replica_groups.buckets import StartedSum
+from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 # Rows hold several documents, so that groups predict different numbers of tokens. Three synchronizations.
@@ -116,6 +120,44 @@ def test_one_fragment_without_delay_is_diloco_bitwise(tmp_path):
     found, expected = train_groups(tmp_path / "one", [*SETTINGS, *one]), train_groups(tmp_path / "diloco", DILOCO)
     assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
     assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
+class _Alone:
+    """The one living group, as `SemiSync` sees it."""
+
+    group, numbers, size, leads = ReplicaGroup(1, 2, ""), [1], 1, True
+
+    def start_sum(self, tensors: list[torch.Tensor]) -> StartedSum:
+        started = StartedSum(tensors)
+        started.start(lambda _: None)
+        return started
+
+    def finish_sum(self, _: StartedSum) -> float:
+        return 0.0
+
+    def all_reduce(self, _: list[torch.Tensor]) -> float:
+        return 0.0
+
+    def commit(self, *_: object) -> bool:
+        return True
+
+
+def test_a_group_that_has_healed_and_is_alone_moves_nothing(monkeypatch):
+    monkeypatch.setattr(SemiSync, "_sum_over_ranks", lambda _, value: value)
+    weight = torch.nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    config = SemiSyncConfig("diloco", interval=2)
+    sync = SemiSync(config, _Alone(), OuterOptimizer(optimizer, config), None, {})  # type: ignore[arg-type]
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    row = {"trained": True, "values": {"loss": 3.0}, "tokens": 5, "total": 5, "row": {}}
+    progress = {"synchronized": 2, "tokens": 7, "rows": [row], "sent": 0.0, "sent_for": 0, "swapped": False}
+    sync.heal(4, progress)
+    before = weight.detach().clone()
+    sync.send(4)
+    assert sync.apply(4) is not None
+    assert torch.equal(weight, before)
+    assert sync.rows[0].row == {"loss": 3.0, "tokens": 12}
 
 
 def _wrong_sign(_: ReplicaGroup) -> None:

@@ -10,6 +10,7 @@ from titan_exp.rules import violations
 from titan_exp.rules.layout import replica_groups
 
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8"]
+STREAMING = ["semi_sync=streaming_diloco", "training.steps=300", "training.evaluate_every=0", "checkpoint=none"]
 TWO = [*SMALL, "cluster.replica_groups=2", "semi_sync=diloco"]
 
 
@@ -38,7 +39,15 @@ TWO = [*SMALL, "cluster.replica_groups=2", "semi_sync=diloco"]
         (["parallelism.pp=2", "parallelism.pp_microbatches=2"], "parallelism.pp", "parallelism.pp=1"),
         (["model=qwen3_moe_debug"], "semi_sync.mode", "a dense model"),
         (["semi_sync=local_sgd", "semi_sync.outer_lr=0.5"], "semi_sync.outer_lr", "semi_sync=diloco"),
-        (["semi_sync=none", "semi_sync.interval=10"], "semi_sync.interval", "semi_sync=local_sgd or semi_sync=diloco"),
+        (["semi_sync=none", "semi_sync.interval=10"], "semi_sync.interval", "=diloco or semi_sync=streaming_diloco"),
+        ([*STREAMING], "", ""),
+        ([*STREAMING, "semi_sync.fragments=5"], "semi_sync.fragments", "semi_sync.fragments=4, or less"),
+        ([*STREAMING, "semi_sync.delay=12"], "semi_sync.delay", "delay=11 or less, or semi_sync.interval=52 or more"),
+        ([*STREAMING, "semi_sync.fragments=1", "semi_sync.delay=50"], "semi_sync.delay", "semi_sync.delay=49 or less"),
+        ([*STREAMING, "semi_sync.fragments=1", "semi_sync.delay=49"], "", ""),
+        ([*STREAMING, "semi_sync.interval=2", "semi_sync.delay=0"], "semi_sync.fragments", "semi_sync.fragments=2"),
+        ([*STREAMING, "semi_sync.interval=4"], "semi_sync.delay", "semi_sync.delay=0, or semi_sync.interval=8"),
+        (["semi_sync.delay=3"], "semi_sync.delay", "semi_sync=streaming_diloco"),
     ],
 )
 def test_semi_sync(monkeypatch, overrides, field, remedy):
@@ -73,7 +82,13 @@ def test_groups_and_interval_are_in_the_ids_and_only_then():
         ids("semi_sync=diloco", "semi_sync.interval=10"),
         ids("semi_sync=diloco", "semi_sync.groups=4"),
         ids("semi_sync=diloco", "semi_sync.outer_lr=0.5"),
+        ids("semi_sync=streaming_diloco"),
+        ids("semi_sync=streaming_diloco", "semi_sync.fragments=2"),
+        ids("semi_sync=streaming_diloco", "semi_sync.fragment_pattern=sequential"),
+        ids("semi_sync=streaming_diloco", "semi_sync.delay=2"),
+        ids("semi_sync=streaming_diloco", "semi_sync.mixing=0.25"),
+        ids("semi_sync=streaming_diloco", "semi_sync.interval=10"),
     ]
-    assert len({synchronous, *runs}) == 6
-    assert len({experiment_id for _, experiment_id in (synchronous, *runs)}) == 6
+    assert len({synchronous, *runs}) == 12
+    assert len({experiment_id for _, experiment_id in (synchronous, *runs)}) == 12
     assert ids("semi_sync=diloco", "cluster.replica_groups=2", "parallelism.dp_shard=2")[1] == runs[0][1]

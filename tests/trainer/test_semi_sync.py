@@ -10,16 +10,22 @@ import torch
 from tests.parity.runs import LINES, Curve
 from tests.trainer.fleet import Fleet, Mutation
 from tests.trainer.semi_sync_reference import Reference, reference
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.predict import predict
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.trainer.replica_groups.buckets import StartedSum
+from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 # Rows hold several documents, so that groups predict different numbers of tokens. Three synchronizations.
 SETTINGS = [*LINES, "training.steps=6", "training.global_batch_size=4", "training.micro_batch_size=1"]
 SETTINGS += ["optimizer.weight_decay=0", "cluster.replica_groups=2", "semi_sync.interval=2"]
 DILOCO, LOCAL_SGD = [*SETTINGS, "semi_sync=diloco"], [*SETTINGS, "semi_sync=local_sgd"]
+STREAMING = [*SETTINGS, "semi_sync=streaming_diloco", "semi_sync.interval=4", "training.steps=8"]
+STREAMING += ["semi_sync.fragments=2", "semi_sync.delay=1", "semi_sync.mixing=0.25"]
 PLAIN = [*DILOCO, "semi_sync.outer_nesterov=false", "semi_sync.outer_lr=0.3"]
 FOUR = [*DILOCO, "cluster.replica_groups=4", "semi_sync.groups=4"]
 
@@ -73,18 +79,101 @@ def test_groups_are_the_reference(tmp_path, expected, words, layout):
     assert sent == pytest.approx([planned] * 3, rel=1e-12)
 
 
+def test_streaming_groups_are_the_reference(tmp_path, expected):
+    found = train_groups(tmp_path / "run", [*STREAMING, "parallelism.dp_shard=2"])
+    assert_same(found, expected(*STREAMING))
+    plan = predict(load_experiment(tmp_path / "run" / "config.yaml", trust=True), None)
+    assert plan.sent_bytes_per_token is not None
+    assert plan.sent_bytes_at_once is not None
+    sent, before = [], 0
+    for row in found.rows:
+        if "sent_bytes_per_token" in row:  # after the outer steps of a fragment: 2, 4, 6 and 8
+            sent.append(row["sent_bytes_per_token"] * (row["tokens"] - before))
+            before = row["tokens"]
+    planned = plan.sent_bytes_per_token * 4 * plan.tokens_per_step
+    assert sent[0] + sent[1] == pytest.approx(planned, rel=1e-12)
+    assert sent[2:] == pytest.approx(sent[:2], rel=1e-12)
+    assert max(sent) / 4 == pytest.approx(plan.sent_bytes_at_once, rel=1e-12)  # of four ranks
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallelism.tp=2"],
+        ["semi_sync.mixing=0", "semi_sync.delay=0"],
+        ["semi_sync.fragments=1", "semi_sync.delay=3"],
+        ["semi_sync.fragments=4", "semi_sync.delay=0", "semi_sync.mixing=0.75"],
+        ["semi_sync.fragment_pattern=sequential", "semi_sync.outer_momentum=0"],
+        ["cluster.replica_groups=4", "semi_sync.groups=4"],
+    ],
+    ids=" ".join,
+)
+def test_other_streams_are_the_reference(tmp_path, expected, words):
+    found = train_groups(tmp_path / "run", [*STREAMING, *words])
+    assert_same(found, expected(*STREAMING, *[word for word in words if not word.startswith("parallelism")]))
+
+
+@pytest.mark.night
+def test_one_fragment_without_delay_is_diloco_bitwise(tmp_path):
+    one = ["semi_sync=streaming_diloco", "semi_sync.fragments=1", "semi_sync.delay=0", "semi_sync.mixing=0"]
+    found, expected = train_groups(tmp_path / "one", [*SETTINGS, *one]), train_groups(tmp_path / "diloco", DILOCO)
+    assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
+class _Alone:
+    """The one living group, as `SemiSync` sees it."""
+
+    group, numbers, size, leads = ReplicaGroup(1, 2, ""), [1], 1, True
+
+    def start_sum(self, tensors: list[torch.Tensor]) -> StartedSum:
+        started = StartedSum(tensors)
+        started.start(lambda _: None)
+        return started
+
+    def finish_sum(self, _: StartedSum) -> float:
+        return 0.0
+
+    def all_reduce(self, _: list[torch.Tensor]) -> float:
+        return 0.0
+
+    def commit(self, *_: object) -> bool:
+        return True
+
+
+def test_a_group_that_has_healed_and_is_alone_moves_nothing(monkeypatch):
+    monkeypatch.setattr(SemiSync, "_sum_over_ranks", lambda _, value: value)
+    weight = torch.nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    config = SemiSyncConfig("diloco", interval=2)
+    sync = SemiSync(config, _Alone(), OuterOptimizer(optimizer, config), None, {})  # type: ignore[arg-type]
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    row = {"trained": True, "values": {"loss": 3.0}, "tokens": 5, "total": 5, "row": {}}
+    progress = {"synchronized": 2, "tokens": 7, "rows": [row], "sent": 0.0, "sent_for": 0, "swapped": False}
+    sync.heal(4, progress)
+    before = weight.detach().clone()
+    sync.send(4)
+    assert sync.apply(4) is not None
+    assert torch.equal(weight, before)
+    assert sync.rows[0].row == {"loss": 3.0, "tokens": 12}
+
+
 def _wrong_sign(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 
     found = OuterOptimizer.pseudo_gradients
-    OuterOptimizer.pseudo_gradients = lambda outer: [-gradient for gradient in found(outer)]  # type: ignore[method-assign]
+    OuterOptimizer.pseudo_gradients = lambda *words: [-gradient for gradient in found(*words)]  # type: ignore[method-assign]
 
 
 def _sum_in_place_of_the_mean(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 
     step = OuterOptimizer.step
-    OuterOptimizer.step = lambda outer, gradients: step(outer, [2 * gradient for gradient in gradients])  # type: ignore[method-assign]
+    OuterOptimizer.step = lambda outer, gradients, *fragment: step(  # type: ignore[method-assign]
+        outer, [2 * gradient for gradient in gradients], *fragment
+    )
 
 
 def _momentum_is_not_carried(_: ReplicaGroup) -> None:
@@ -92,9 +181,9 @@ def _momentum_is_not_carried(_: ReplicaGroup) -> None:
 
     step = OuterOptimizer.step
 
-    def forgetful(outer: OuterOptimizer, gradients: list[torch.Tensor]) -> None:
-        torch._foreach_zero_(outer._state(MOMENTUM))
-        step(outer, gradients)
+    def forgetful(outer: OuterOptimizer, gradients: list[torch.Tensor], *fragment: int) -> None:
+        torch._foreach_zero_(outer._state(MOMENTUM, outer.parameters()))
+        step(outer, gradients, *fragment)
 
     OuterOptimizer.step = forgetful  # type: ignore[method-assign]
 
@@ -104,8 +193,8 @@ def _inner_state_is_reset(_: ReplicaGroup) -> None:
 
     step = OuterOptimizer.step
 
-    def resetting(outer: OuterOptimizer, gradients: list[torch.Tensor]) -> None:
-        step(outer, gradients)
+    def resetting(outer: OuterOptimizer, gradients: list[torch.Tensor], *fragment: int) -> None:
+        step(outer, gradients, *fragment)
         for state in outer._optimizer.state.values():
             state["exp_avg"].zero_()
 
@@ -115,13 +204,71 @@ def _inner_state_is_reset(_: ReplicaGroup) -> None:
 def _local_weights_go_on(_: ReplicaGroup) -> None:
     from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 
-    OuterOptimizer.back_to_kept = lambda outer: None  # type: ignore[method-assign]
+    OuterOptimizer.mix = lambda outer, parameters: None  # type: ignore[method-assign]
 
 
 def _groups_take_the_same_share(group: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
     SemiSync.share = lambda sync, items: items[: len(items) // 2]  # type: ignore[method-assign]
+
+
+def _offsets_of_fragments_are_exchanged(_: ReplicaGroup) -> None:
+    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+
+    applied = SemiSyncConfig.applied_fragment
+    SemiSyncConfig.applied_fragment = lambda config, step: (  # type: ignore[method-assign]
+        None if (found := applied(config, step)) is None else config.fragments - 1 - found
+    )
+
+
+def _applied_a_step_early(_: ReplicaGroup) -> None:
+    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+
+    applied = SemiSyncConfig.applied_fragment
+    SemiSyncConfig.sent_fragment = lambda config, step: applied(config, step + config.delay - 1)  # type: ignore[method-assign]
+
+
+def _mixing_is_exchanged(_: ReplicaGroup) -> None:
+    from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
+
+    mix = OuterOptimizer.mix
+
+    def exchanged(outer: OuterOptimizer, parameters: list[torch.Tensor]) -> None:
+        mixing, outer._mixing = outer._mixing, 1 - outer._mixing
+        mix(outer, parameters)
+        outer._mixing = mixing
+
+    OuterOptimizer.mix = exchanged  # type: ignore[method-assign]
+
+
+def _movement_is_of_the_step_that_applies_it(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+    apply = SemiSync.apply
+
+    def late(sync: SemiSync, step: int) -> object:
+        sync._sending.own = None  # type: ignore[union-attr]
+        sync.send(step)
+        return apply(sync, step)
+
+    SemiSync.apply = late  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        _offsets_of_fragments_are_exchanged,
+        _applied_a_step_early,
+        _mixing_is_exchanged,
+        _movement_is_of_the_step_that_applies_it,
+    ],
+)
+def test_a_mutation_of_the_stream_is_noticed(tmp_path, expected, mutate):
+    found = train_groups(tmp_path / "run", STREAMING, mutate)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected(*STREAMING))
 
 
 @pytest.mark.night

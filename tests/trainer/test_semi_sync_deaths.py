@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ import pytest
 import torch
 
 from tests.parity.runs import Curve
-from tests.trainer.fleet import Dies, Fleet, Mutation
+from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
 from tests.trainer.semi_sync_reference import reference
-from tests.trainer.test_semi_sync import DILOCO, assert_same, train_groups
+from tests.trainer.test_semi_sync import DILOCO, STREAMING, assert_same, train_groups
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -23,6 +25,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 LONG = [*DILOCO, "training.steps=10"]
+STREAMED = [*STREAMING, "training.steps=12", "checkpoint=sync", "checkpoint.every=4"]
 SAVED = [*DILOCO, "training.steps=8", "checkpoint=sync", "checkpoint.every=4"]
 
 
@@ -77,6 +80,90 @@ def test_the_others_lose_no_step(tmp_path, mutate, first):
     assert [1] in [event["joined"] for event in read_events(fleet.folder) if event["event"] == "quorum"]
 
 
+class _DiesOnTheWay:
+    """The first start of group 1 dies after step 6, whose fragment it has sent after step 5. It comes back when the
+    other joins after step `back`, which waits for it."""
+
+    def __init__(self, back: int) -> None:
+        self.back = back
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+        add, join, steps = SemiSync.add_step, ReplicaGroups.join, [0]
+
+        def adding(sync: SemiSync, *arguments: Any, **named: Any) -> None:
+            add(sync, *arguments, **named)
+            steps[0] += 1
+            if (group.number, group.start, steps[0]) == (1, 1, 6):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
+            marker, asked = groups._folder.path / "newcomer", groups._folder.path / "asked"
+            if group.start > 1:
+                wait_for(asked)
+                marker.touch()
+            elif step == self.back:
+                asked.touch()
+                wait_for(marker)
+                time.sleep(0.5)  # so that the newcomer is in the quorum
+            return join(groups, step, *position)
+
+        SemiSync.add_step, ReplicaGroups.join = adding, joined  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("back", "participants"),
+    [
+        (6, [2, 2, 1, 2, 2, 2]),  # it heals while the fragment is sent again, without its own movement
+        pytest.param(7, [2, 2, 1, 1, 2, 2], marks=pytest.mark.night),  # and while the next one is sent
+    ],
+)
+def test_a_death_on_the_way_is_a_mean_over_the_others(tmp_path, back, participants):
+    words = [*STREAMING, "training.steps=12"]
+    mutate, fleet = _DiesOnTheWay(back), Fleet(tmp_path / "run", *words)
+    try:
+        survivor, dead = [fleet.start(number, mutate) for number in range(2)]
+        with pytest.raises(AssertionError, match="died without a word"):
+            dead.results(60)
+        dead.kill()
+        found = fleet.curve([survivor, fleet.start(1, mutate)])
+    finally:
+        fleet.close()
+    assert [row["participants"] for row in found.rows[1::2]] == participants
+    assert_same(found, reference(tmp_path / "reference", *words, lost={1: (5, back)}))
+
+
+class _SendsLate:
+    """Group 1 starts its first sum after group 0 has trained another step."""
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+        add, start, steps = SemiSync.add_step, ReplicaGroups.start_sum, [0]
+
+        def adding(sync: SemiSync, *arguments: Any, **named: Any) -> None:
+            add(sync, *arguments, **named)
+            steps[0] += 1
+            if (group.number, steps[0]) == (0, 2):
+                (sync._groups._folder.path / "trained").touch()
+
+        def starting(groups: ReplicaGroups, *arguments: Any) -> Any:
+            if group.number == 1:
+                wait_for(groups._folder.path / "trained", 10)
+                assert (groups._folder.path / "trained").exists(), "group 0 waits for the sum"
+            return start(groups, *arguments)
+
+        SemiSync.add_step, ReplicaGroups.start_sum = adding, starting  # type: ignore[method-assign]
+
+
+def test_groups_train_while_a_fragment_is_on_the_way(tmp_path):
+    found = train_groups(tmp_path / "run", [*STREAMING, "training.steps=4"], _SendsLate())
+    assert [row["participants"] for row in found.rows] == [2] * 4
+
+
 def _waits_briefly(_: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups import semi_sync
 
@@ -94,10 +181,10 @@ def test_training_begins_without_a_group_that_does_not_come(tmp_path):
     assert {row["participants"] for row in found.rows} == {1}
 
 
-def resumed(path: Path, *words: str, mutate: Mutation | None = None) -> Curve:
+def resumed(path: Path, *words: str, mutate: Mutation | None = None, saved: Sequence[str] = SAVED) -> Curve:
     """A run that ends after step 4 and continues from its checkpoint."""
-    train_groups(path, [*SAVED, "training.stop_after=4"])
-    return train_groups(path, [*SAVED, *words], mutate)
+    train_groups(path, [*saved, "training.stop_after=4"])
+    return train_groups(path, [*saved, *words], mutate)
 
 
 def assert_bitwise(found: Curve, expected: Curve) -> None:
@@ -114,23 +201,60 @@ def _outer_state_is_lost(_: ReplicaGroup) -> None:
 
     def forgetful(outer: OuterOptimizer) -> None:
         keep(outer)
-        if outer.parameters:
-            torch._foreach_zero_(outer._state(MOMENTUM))
+        if parameters := outer.parameters():
+            torch._foreach_zero_(outer._state(MOMENTUM, parameters))
 
     OuterOptimizer.keep = forgetful  # type: ignore[method-assign]
+
+
+def _stops_after_step_6(group: ReplicaGroup) -> None:
+    """A stop is asked for after step 6, between two multiples of the interval."""
+    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+    add, steps = SemiSync.add_step, [0]
+
+    def adding(sync: SemiSync, tokens: int, *, stop: bool, save: bool) -> None:
+        steps[0] += 1
+        add(sync, tokens, stop=stop or steps[0] == 5, save=save)
+
+    SemiSync.add_step = adding  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+def test_a_stop_waits_for_the_fragment_on_the_way_only(tmp_path):
+    expected, path = train_groups(tmp_path / "whole", STREAMED), tmp_path / "stopped"
+    train_groups(path, STREAMED, _stops_after_step_6)
+    assert CheckpointFolder(RunFolder(path).checkpoints).complete_steps()[-1] == 6
+    assert_bitwise(train_groups(path, STREAMED), expected)
+
+
+def _own_weights_are_lost(_: ReplicaGroup) -> None:
+    """Every group continues with the outer optimizer's weights."""
+    from titan_exp.trainer.replica_groups import semi_sync_trainer
+
+    load = semi_sync_trainer.load_own_state
+    semi_sync_trainer.load_own_state = lambda *words, **_: load(*words, weights=False)
+
+
+@pytest.mark.night
+def test_lost_weights_of_groups_are_noticed(tmp_path):
+    expected = train_groups(tmp_path / "whole", STREAMED)
+    with pytest.raises(AssertionError):
+        assert_bitwise(resumed(tmp_path / "resumed", mutate=_own_weights_are_lost, saved=STREAMED), expected)
 
 
 def _own_state_is_lost(_: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups import semi_sync_trainer
 
-    semi_sync_trainer.load_inner_state = lambda *_: False
+    semi_sync_trainer.load_own_state = lambda *_, **named: False
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):
-    expected = train_groups(tmp_path / "whole", SAVED)
-    assert_bitwise(resumed(tmp_path / "resumed"), expected)
+@pytest.mark.parametrize("words", [SAVED, STREAMED], ids=["diloco", "streaming"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, words):
+    expected = train_groups(tmp_path / "whole", words)
+    assert_bitwise(resumed(tmp_path / "resumed", saved=words), expected)
     folder = RunFolder(tmp_path / "whole")
-    shapes = tensor_shapes(CheckpointFolder(folder.checkpoints).path_of(8)).items()
+    shapes = tensor_shapes(CheckpointFolder(folder.checkpoints).path_of(len(expected.rows))).items()
     saved = sum(4 * shape.numel() for key, shape in shapes if key.startswith(("model.", "optimizer.", "group.")))
     planned = predict(load_experiment(folder.config, trust=True), None).checkpoint_bytes
     assert saved == pytest.approx(planned, rel=1e-4)  # numbers of steps

@@ -85,6 +85,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "gpu_hours": plan.gpu_hours,
         "tokens": plan.tokens,
         "sent_bytes_per_token": plan.sent_bytes_per_token,
+        "sent_bytes_at_once": plan.sent_bytes_at_once,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "host_bytes_per_node": plan.host_bytes_per_node,
@@ -304,8 +305,16 @@ def _synchronizations(plan: Plan) -> Iterator[str]:
         rank = rate * config.interval * plan.tokens_per_step / config.groups / plan.layout.world_size
         yield (
             f"{config.groups} groups send {rate:,.6g} bytes per token: every {config.interval} steps each rank sends "
-            f"{format_bytes(rank)}"
+            f"{format_bytes(rank)}{_at_once(plan)}"
         )
+
+
+def _at_once(plan: Plan) -> str:
+    config, most = plan.experiment.semi_sync, plan.sent_bytes_at_once
+    if config.fragments == 1 or most is None:
+        return ""
+    during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
+    return f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
 
 
 def _hours(hours: float | None) -> str:

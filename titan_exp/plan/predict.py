@@ -10,7 +10,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.models.spec.lookup import with_attention_backend
+from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
@@ -21,7 +21,7 @@ from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.replay_processes import ReplayProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
-from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, synchronization_bytes
+from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, largest_fragment, synchronization_bytes
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -124,6 +124,16 @@ class Plan:
             return None
         weights = self.layout.world_size * self.ranks[0].trace.persistent["parameters"]
         return synchronization_bytes(config, weights) / (config.interval * self.tokens_per_step)
+
+    @property
+    def sent_bytes_at_once(self) -> float | None:
+        """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
+        for models without a description."""
+        spec, rate, config = model_spec(self.experiment.model), self.sent_bytes_per_token, self.experiment.semi_sync
+        if rate is None or spec is None:
+            return None
+        rank = rate * config.interval * self.tokens_per_step / config.groups / self.layout.world_size
+        return rank * largest_fragment(config, spec)
 
     @property
     def checkpoint_bytes_per_node(self) -> float:

@@ -1,6 +1,10 @@
 """Semi-synchronous training on paper: bytes that groups send for a token, and bytes of a checkpoint of all groups."""
 
+import math
+
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.optim.outer.fragments import fragments_of
 from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
 NUMBER = 4
@@ -12,10 +16,19 @@ def synchronization_bytes(config: SemiSyncConfig, weights: int) -> float:
     return config.groups * ring_bytes(weights, config.groups)
 
 
+def largest_fragment(config: SemiSyncConfig, spec: ModelSpec) -> float:
+    """Share of a model's parameters in the largest fragment: what is sent at a time."""
+    shapes = spec.shapes
+    sizes = [0] * config.fragments
+    for name, fragment in fragments_of(shapes, config, len(spec.blocks)).items():
+        sizes[fragment] += math.prod(shapes[name])
+    return max(sizes) / sum(sizes)
+
+
 def checkpoint_numbers(config: SemiSyncConfig, state: float) -> float:
-    """Numbers of a checkpoint per parameter, of which optimizers keep `state`: every group's inner state, and the outer
-    momentum; the kept weights are the weights."""
+    """Numbers of a checkpoint per parameter, of which optimizers keep `state`: every group's inner state, and its own
+    weights if they differ, and the outer momentum; the kept weights are the weights."""
     if not config.enabled:
         return 1 + state
     momentum = int(config.outer[1] > 0)
-    return 1 + momentum + config.groups * (state - 1 - momentum)
+    return 1 + momentum + config.groups * (state - 1 - momentum + config.keeps_own_weights)

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import has_experts, model_spec
+from titan_exp.models.spec.lookup import block_count, has_experts, model_spec
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
 from titan_exp.optim.gradient_point import HasGradientPoint
+from titan_exp.optim.outer.fragments import fragments_of
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.weight_average import WeightAverage
@@ -117,9 +118,15 @@ def assemble(
         average.after_move = after_move
     outer = None
     if experiment.semi_sync.enabled:
-        outer = OuterOptimizer(optimizer, experiment.semi_sync)
+        outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(parts, experiment))
         outer.after_move = after_move
     return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average, outer)
+
+
+def _fragments(parts: Sequence[nn.Module], experiment: Experiment) -> dict[Tensor, int]:
+    named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    fragments = fragments_of(named, experiment.semi_sync, block_count(experiment.model))
+    return {parameter: fragments[name] for name, parameter in named.items()}
 
 
 def _clipper(

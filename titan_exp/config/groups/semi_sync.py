@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_exp.config.groups.types import PositiveFloat, PositiveInt, Share
+from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt, Share
 
 
 @dataclass(frozen=True)
@@ -11,22 +11,37 @@ class SemiSyncConfig:
     """Semi-synchronous training of `cluster.replica_groups`, which exchange nothing between two synchronizations. It is
     another experiment than synchronous training: part of the run id."""
 
-    mode: Literal["none", "local_sgd", "diloco"] = "none"
+    mode: Literal["none", "local_sgd", "diloco", "streaming_diloco"] = "none"
     """`local_sgd` averages the weights of the groups (Stich 2019). `diloco` takes the mean movement of their weights
-    since the last synchronization for a gradient, and steps an outer SGD with it (Douillard et al. 2023). The state of
-    the optimizer stays in its group. It takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like
+    since the last synchronization for a gradient, and steps an outer SGD with it (Douillard et al. 2023).
+    `streaming_diloco` does so fragment by fragment, in the background of training (Douillard et al. 2025). The state
+    of the optimizer stays in its group. It takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like
     the weights."""
     groups: PositiveInt = 2
     """Number of groups, among which every step's batch is divided once and for all; as many as
     `cluster.replica_groups`."""
     interval: PositiveInt = 50
-    """Steps between synchronizations; evaluations, checkpoints and the last step are multiples of it."""
+    """Steps between synchronizations of the same weights; evaluations, checkpoints and the last step are multiples of
+    it."""
     outer_lr: PositiveFloat = 0.7
-    """Mode `diloco`: learning rate of the outer SGD."""
+    """Modes `diloco` and `streaming_diloco`: learning rate of the outer SGD."""
     outer_momentum: Share = 0.9
-    """Mode `diloco`: decay rate of its momentum; 0 keeps none."""
+    """Modes `diloco` and `streaming_diloco`: decay rate of its momentum; 0 keeps none."""
     outer_nesterov: bool = True
-    """Mode `diloco`: Nesterov momentum; without effect if there is none."""
+    """Modes `diloco` and `streaming_diloco`: Nesterov momentum; without effect if there is none."""
+    fragments: PositiveInt = 1
+    """Mode `streaming_diloco`: fragments of the blocks, which are synchronized one after another within an interval. A
+    weight outside of the blocks (embedding, final norm, head) is in the fragment of the block before it in the model's
+    order, or of the first."""
+    fragment_pattern: Literal["strided", "sequential"] = "strided"
+    """Mode `streaming_diloco`: fragment i has the blocks i, i + fragments, i + 2·fragments and so on, or consecutive
+    blocks."""
+    delay: Count = 0
+    """Mode `streaming_diloco`: steps (τ) that a group trains on between sending what a fragment has learnt and the
+    outer step with the mean of all groups."""
+    mixing: Share = 0.0
+    """Mode `streaming_diloco`: share (α) of a group's own weights after that outer step, θ ← α·θ_own + (1 − α)·θ_outer;
+    0 takes the outer optimizer's."""
 
     @property
     def enabled(self) -> bool:
@@ -39,3 +54,20 @@ class SemiSyncConfig:
         if self.mode == "local_sgd":
             return 1.0, 0.0, False
         return self.outer_lr, self.outer_momentum, self.outer_nesterov and self.outer_momentum > 0
+
+    @property
+    def keeps_own_weights(self) -> bool:
+        """True if the weights of groups differ after synchronizations, too."""
+        return self.fragments > 1 or self.mixing > 0
+
+    def applied_fragment(self, step: int) -> int | None:
+        """Fragment whose outer step follows a step; the last one's follows multiples of the interval."""
+        within = (step - 1) % self.interval + 1
+        for fragment in range(self.fragments):
+            if step and within == (fragment + 1) * self.interval // self.fragments:
+                return fragment
+        return None
+
+    def sent_fragment(self, step: int) -> int | None:
+        """Fragment whose movement is sent after a step."""
+        return None if step == 0 else self.applied_fragment(step + self.delay)

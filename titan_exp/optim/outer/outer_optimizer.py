@@ -1,10 +1,10 @@
 """Outer optimizer (LocalSGD, DiLoCo): steps the last synchronization's weights by the groups' mean pseudo-gradient.
 
 Its weights and its momentum are fp32 state of each parameter beside the inner optimizer's, so they are sharded, saved,
-resharded and planned like any other.
+resharded and planned like any other. Streaming DiLoCo steps one fragment of the parameters at a time; DiLoCo has one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -17,36 +17,54 @@ KEPT, MOMENTUM = "kept_weights", "outer_momentum"
 
 
 class OuterOptimizer:
-    """SGD with momentum over what an inner `optimizer` has learnt since the last synchronization (torch's SGD)."""
+    """SGD with momentum over what an inner `optimizer` has learnt since the last synchronization (torch's SGD).
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: SemiSyncConfig) -> None:
-        self._optimizer = optimizer
+    `fragments` has the fragment of each parameter; by default all are in one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: SemiSyncConfig,
+        fragments: Mapping[Tensor, int] | None = None,
+    ) -> None:
+        self._optimizer, self._fragments = optimizer, fragments
         self._lr, self._momentum, self._nesterov = config.outer
+        self._mixing = config.mixing
         self.after_move: Callable[[], object] = lambda: None
         """Recomputes what is kept of the weights elsewhere."""
+        self.swapped = False
+        """True while the parameters hold the kept weights, which are equal in all groups, and the state `KEPT` this
+        group's own."""
         self._first: dict[Tensor, Tensor] = {}
         """Weights before the first step, until the inner optimizer has allocated its state, which must be empty."""
         optimizer.register_step_pre_hook(lambda *_: self._keep_first())
         optimizer.register_step_post_hook(lambda *_: self._allocate())
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Parameters of this rank that are trained; empty before the first step."""
-        return [parameter for parameter in self._all() if KEPT in self._optimizer.state.get(parameter, {})]
-
-    @torch.no_grad()
-    def pseudo_gradients(self) -> list[Tensor]:
-        """Weights of the last synchronization less the present ones, this rank's shards, in fp32."""
+    def parameters(self, fragment: int | None = None) -> list[Tensor]:
+        """Parameters of this rank that are trained, of one fragment or of all; empty before the first step."""
         return [
-            kept - local_tensor(parameter) for parameter, kept in zip(self.parameters, self._state(KEPT), strict=True)
+            parameter
+            for parameter in self._all()
+            if KEPT in self._optimizer.state.get(parameter, {})
+            and (fragment is None or self._fragments is None or self._fragments[parameter] == fragment)
         ]
 
     @torch.no_grad()
-    def step(self, gradients: list[Tensor]) -> None:
-        """Step the kept weights along the mean pseudo-gradient, which is overwritten; they become the present ones."""
-        kept = self._state(KEPT)
+    def pseudo_gradients(self, fragment: int | None = None) -> list[Tensor]:
+        """Weights of the last synchronization less the present ones, this rank's shards, in fp32."""
+        parameters = self.parameters(fragment)
+        kept = self._state(KEPT, parameters)
+        return [each - local_tensor(parameter) for parameter, each in zip(parameters, kept, strict=True)]
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor], fragment: int | None = None) -> None:
+        """Step a fragment's kept weights along the mean pseudo-gradient, which is overwritten. They become the present
+        ones, or are mixed with them: θ ← α·θ + (1 − α)·θ_kept."""
+        parameters = self.parameters(fragment)
+        kept = self._state(KEPT, parameters)
         if self._momentum:
-            momenta = self._state(MOMENTUM)
+            momenta = self._state(MOMENTUM, parameters)
             torch._foreach_mul_(momenta, self._momentum)
             torch._foreach_add_(momenta, gradients)
             if self._nesterov:
@@ -54,19 +72,43 @@ class OuterOptimizer:
             else:
                 gradients = momenta
         torch._foreach_add_(kept, gradients, alpha=-self._lr)
-        self.back_to_kept()
+        self.mix(parameters)
+        self.after_move()
+
+    @torch.no_grad()
+    def mix(self, parameters: list[Tensor]) -> None:
+        """Take the mixture of present and kept weights for the present ones."""
+        present, kept = [local_tensor(parameter) for parameter in parameters], self._state(KEPT, parameters)
+        if self._mixing:
+            torch._foreach_mul_(present, self._mixing)
+            torch._foreach_add_(present, kept, alpha=1 - self._mixing)
+        else:
+            torch._foreach_copy_(present, kept)
 
     @torch.no_grad()
     def back_to_kept(self) -> None:
         """Take the weights of the last synchronization for the present ones."""
-        torch._foreach_copy_([local_tensor(parameter) for parameter in self.parameters], self._state(KEPT))
+        if parameters := self.parameters():
+            torch._foreach_copy_([local_tensor(parameter) for parameter in parameters], self._state(KEPT, parameters))
+        self.after_move()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the present weights with the kept ones."""
+        parameters = self.parameters()
+        for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
+            present = local_tensor(parameter)
+            own = present.clone()
+            present.copy_(kept)
+            kept.copy_(own)
+        self.swapped = not self.swapped
         self.after_move()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Take the present weights, of a checkpoint, for those of the last synchronization."""
-        if parameters := self.parameters:
-            torch._foreach_copy_(self._state(KEPT), [local_tensor(parameter) for parameter in parameters])
+        if parameters := self.parameters():
+            torch._foreach_copy_(self._state(KEPT, parameters), [local_tensor(parameter) for parameter in parameters])
 
     @torch.no_grad()
     def _keep_first(self) -> None:
@@ -87,5 +129,5 @@ class OuterOptimizer:
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
-    def _state(self, name: str) -> list[Tensor]:
-        return [local_tensor(self._optimizer.state[parameter][name]) for parameter in self.parameters]
+    def _state(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        return [local_tensor(self._optimizer.state[parameter][name]) for parameter in parameters]

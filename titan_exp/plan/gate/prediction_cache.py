@@ -30,7 +30,7 @@ IRRELEVANT_KEYS = {
     "optimizer": ("lr", "betas", "eps"),
     "grad_clip": ("max_value", "relative", "decay", "warmup_steps"),
     "weight_average": ("decay", "steps"),
-    "semi_sync": ("outer_lr", "outer_nesterov"),
+    "semi_sync": ("outer_lr", "outer_nesterov", "mixing"),
 }
 """Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}

@@ -33,8 +33,8 @@ def upper_bound(experiment: Experiment) -> int | None:
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A CUDA graph keeps its memory in addition to an evaluation's.
     passes = 2 if experiment.compile.cuda_graphs else 1
-    # Weights of the last synchronization, outer momentum, and their movement during a synchronization.
-    numbers = state + experiment.weight_average.enabled + 3 * experiment.semi_sync.enabled
+    # Weights of the last synchronization, outer momentum, and during a synchronization their movement and its sum.
+    numbers = state + experiment.weight_average.enabled + 4 * experiment.semi_sync.enabled
     per_parameter = BYTES_PER_PARAMETER + BYTES_PER_STATE * max(0, numbers - 3)
     tensors = int(per_parameter * spec.parameters) + passes * 4 * rows * seq * (blocks + ends)
     compiler = 2**30 if experiment.compile.enabled else 0

@@ -8,6 +8,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 
@@ -38,6 +39,31 @@ def training_ends_at_a_synchronization(
     }
     for key, value in steps.items():
         yield from check_multiple(key, value, interval, reason, "; or another semi_sync.interval")
+
+
+def fragments_and_delay_fit(semi_sync: SemiSyncConfig) -> Iterator[Violation]:
+    """One fragment at a time is on its way, and none at the end of an interval."""
+    interval, fragments, delay = semi_sync.interval, semi_sync.fragments, semi_sync.delay
+    apart = interval // fragments
+    if fragments > interval:
+        reason = f"semi_sync.interval={interval}: at most one fragment is synchronized after a step"
+        yield Violation("semi_sync.fragments", fragments, reason, f"semi_sync.fragments={interval}, or less")
+    elif delay >= apart:
+        reason = (
+            f"semi_sync.interval={interval} with {fragments} fragment{'s' * (fragments > 1)} has a synchronization "
+            f"every {apart} steps, and it ends before the next begins"
+        )
+        longer = f"semi_sync.interval={fragments * (delay + 1)}"
+        less = f"semi_sync.delay={apart - 1}" if apart == 1 else f"semi_sync.delay={apart - 1} or less"
+        yield Violation("semi_sync.delay", delay, reason, f"{less}, or {longer} or more")
+
+
+def every_fragment_has_a_block(semi_sync: SemiSyncConfig, spec: ModelSpec) -> Iterator[Violation]:
+    """Fragments are made of blocks."""
+    blocks = len(spec.blocks)
+    if semi_sync.fragments > blocks:
+        reason = f"the model has {blocks} blocks, of which every fragment has one at least"
+        yield Violation("semi_sync.fragments", semi_sync.fragments, reason, f"semi_sync.fragments={blocks}, or less")
 
 
 def batch_is_divided_among_groups(
@@ -98,6 +124,8 @@ RULES = rules(
         "a dense model, or semi_sync=none",
     ),
     training_ends_at_a_synchronization,
+    fragments_and_delay_fit,
+    every_fragment_has_a_block,
     when=_enabled,
 )
 LAYOUT_RULES = rules(batch_is_divided_among_groups, when=_enabled)

@@ -1,6 +1,7 @@
 """Buckets of tensors for collectives between replica groups."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,59 @@ BUCKET_BYTES = 64 * 2**20
 def exchange(tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *, write_back: bool) -> None:
     """Call `operation` on flat copies of the tensors, bucket by bucket, and copy the results back if `write_back`."""
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = _flat(bucket)
         operation(flat)
         if write_back:
-            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+            for tensor, part in zip(bucket, _parts(flat, bucket), strict=True):
+                tensor.copy_(part)
+
+
+class StartedSum:
+    """Sum of tensors over the groups that runs in the background, in flat copies of their buckets."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._buckets = list(_buckets(tensors))
+        self.flat: list[Tensor] = []
+        """Buckets whose sum has been started; no one touches them until it is done."""
+        self._works: list[tuple[Any, int]] = []
+        """Their running collectives and bytes; none in a group that is alone."""
+        self.summed_bytes = 0
+        """Bytes of the buckets that have been summed."""
+
+    @torch.no_grad()
+    def start(self, begin: Callable[[Tensor], Any]) -> None:
+        """Start the sums by `begin`, which returns the running collective of a bucket, or None without one."""
+        for bucket in self._buckets:
+            self.flat.append(_flat(bucket))
+            work = begin(self.flat[-1])
+            if work is not None:
+                self._works.append((work, self.flat[-1].nbytes))
+
+    def wait(self) -> None:
+        """Wait for all of them, also if one has failed. Raises RuntimeError if one has."""
+        failures: list[RuntimeError] = []
+        for work, size in self._works:
+            try:
+                work.wait()
+                self.summed_bytes += size
+            except RuntimeError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """Sums of the tensors, which share memory with the buckets; after `wait`."""
+        return [part for flat, bucket in zip(self.flat, self._buckets, strict=True) for part in _parts(flat, bucket)]
+
+
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+
+def _parts(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    return [part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -26,7 +26,7 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.objective.base import Reduction
-from titan_exp.trainer.replica_groups.buckets import exchange
+from titan_exp.trainer.replica_groups.buckets import StartedSum, exchange
 from titan_exp.trainer.replica_groups.quorum import Quorum, QuorumClient
 from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
@@ -50,7 +50,8 @@ class ReplicaGroups:
         self.group, self._folder, self._cluster, self._mesh = group, folder, cluster, mesh
         self._by_number = by_number
         self._error: Exception | None = None
-        self._joined_at = time.monotonic()
+        self._lost_since = time.monotonic()
+        """Begin of what is lost if the commit is refused."""
         self.quorum: Quorum | None = None
         """Quorum of the step being trained; None before the first."""
         self.stall = 0.0
@@ -110,8 +111,9 @@ class ReplicaGroups:
         """
         began, before = time.monotonic(), self.quorum
         while True:
-            self._joined_at = time.monotonic()
+            asked = time.monotonic()
             quorum, self._error = self._client.ask(step if position is None else position)
+            self._lost_since = asked + quorum.seconds
             self.stall += quorum.seconds
             fresh = before is None and quorum.source is None
             known = self._from_first_rank(known_step(self._folder)) if fresh else 0
@@ -195,6 +197,20 @@ class ReplicaGroups:
         self._attempt(lambda: exchange(tensors, reduce, write_back=True))
         return sent
 
+    def start_sum(self, tensors: Sequence[Tensor]) -> StartedSum:
+        """Start a sum of tensors over the groups in the background, which leaves them as they are. Until `finish_sum`
+        the quorum stays as it is, and no other collective refuses what it is for."""
+        started = StartedSum(tensors)
+        self._attempt(lambda: started.start(self._start_all_reduce))
+        return started
+
+    def finish_sum(self, started: StartedSum) -> float:
+        """Wait for a started sum; returns the bytes that this rank has sent. A failure leaves the sums undefined and
+        refuses what they are for."""
+        self._lost_since = time.monotonic()
+        self._attempt(started.wait)
+        return ring_bytes(started.summed_bytes, self.size)
+
     def any(self, flag: bool) -> bool:
         """True if the flag is true on the first rank of any group."""
         flags = torch.tensor([self._from_first_rank(flag)], dtype=torch.float64)
@@ -247,7 +263,7 @@ class ReplicaGroups:
         if not committed:
             reason = "another rank of this group" if self._error is None else _first_line(self._error)
             get_logger().warning("%s %d is repeated, among %d groups (%s)", what, step, self.size, reason)
-            self.stall += time.monotonic() - self._joined_at - self.quorum.seconds
+            self.stall += time.monotonic() - self._lost_since
         return committed
 
     def _may_be_behind(self, before: Quorum | None, quorum: Quorum, waited: float) -> bool:
@@ -281,6 +297,9 @@ class ReplicaGroups:
         if shares > 1 and client.first_groups is not None:
             client.first_groups.allreduce([tensor], ReduceOp.SUM).wait()
         client.process_group.broadcast(tensor, 0).wait()
+
+    def _start_all_reduce(self, tensor: Tensor) -> Any:
+        return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
 
     def _attempt(self, operation: Any) -> None:
         """Run a collective unless one has failed in this step."""

@@ -2,6 +2,10 @@
 
 Every group has a fixed block of the sequences of each step. A synchronization is committed by all groups or repeated by
 those alive; until then every group keeps the weights that it has trained, so a death costs the others no step.
+
+Streaming DiLoCo synchronizes one fragment of the parameters at a time: its movement is sent in the background after one
+step, and applied `delay` steps later. At most one fragment is on the way, and none after it has been applied, which is
+when groups save, evaluate and stop.
 """
 
 import time
@@ -13,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.group_states import empty_states, inner_state
+from titan_exp.checkpoint.group_states import empty_states, own_state, own_weights
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.replica_groups.buckets import StartedSum
 from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
 
 T = TypeVar("T")
@@ -29,6 +34,8 @@ T = TypeVar("T")
 class PendingRow:
     """Row of metrics that waits for the other groups' numbers."""
 
+    trained: bool
+    """False if it is a row of the group from which this one has healed."""
     values: dict[str, float]
     """Numbers of this group's share, and after the synchronization those of the step."""
     tokens: int
@@ -37,6 +44,19 @@ class PendingRow:
     """Predicted tokens since the last synchronization."""
     row: dict[str, Any] | None
     """The whole row, on the first rank of a group."""
+
+
+@dataclass
+class Sending:
+    """Movement of a fragment's weights that is on its way to the other groups."""
+
+    fragment: int
+    moved: bool
+    """False in a group that had just healed: it has nothing to average."""
+    own: list[Tensor] | None = None
+    """Movement in this group, if its weights will not tell later."""
+    sum: StartedSum | None = None
+    """Running sum over the groups; None once that was refused."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +87,12 @@ class SemiSync:
         self.rows: list[PendingRow] = []
         """Rows since the last synchronization, and after it until they are written."""
         self.states: dict[str, Tensor] = {}
-        """Inner optimizer states of the other groups, for the next checkpoint."""
+        """Inner optimizer states and own weights of groups, for the next checkpoint, as far as it has not the writer's
+        under their plain names."""
+        self._sending: Sending | None = None
         self._own_tokens, self._stop, self._save = 0, False, False
-        self._trained = True
-        """False if this group has healed since the last synchronization: it has nothing to average."""
+        self._healed_after: int | None = None
+        """Step after which this group has healed: it has no movement of its own until the next."""
         self._sent, self._sent_for = 0.0, 0
         """Bytes sent by all groups, and tokens of these rounds, since the last row."""
         self._participants = 0
@@ -90,8 +112,17 @@ class SemiSync:
         return items[self._groups.group.number * size :][:size]
 
     def due(self, step: int) -> bool:
-        """True if groups synchronize after a step."""
-        return step % self._config.interval == 0
+        """True if a fragment is sent or applied after a step."""
+        return self._config.sent_fragment(step) is not None or self.applies(step)
+
+    def applies(self, step: int) -> bool:
+        """True if the synchronization of a fragment ends after a step."""
+        return self._config.applied_fragment(step) is not None
+
+    @property
+    def on_the_way(self) -> bool:
+        """True if a sum runs in the background: the groups do not meet until it is applied."""
+        return self._sending is not None and self._sending.sum is not None
 
     def position(self, step: int) -> int:
         """Progress by which quorums tell who is behind: twice the step, less one until it is synchronized."""
@@ -104,7 +135,7 @@ class SemiSync:
 
     def add_row(self, values: dict[str, float], row: dict[str, Any] | None, tokens: int) -> None:
         """Keep a row until the synchronization."""
-        self.rows.append(PendingRow(values, tokens, self._own_tokens, row))
+        self.rows.append(PendingRow(True, values, tokens, self._own_tokens, row))
 
     def complete(self) -> bool:
         """True if training may begin: all groups are there, or the others have not come in time. Else wait a second."""
@@ -118,14 +149,35 @@ class SemiSync:
             get_logger().warning("training begins without all of %s", self._present())
         return begins
 
-    def exchange(self, step: int) -> Agreement | None:
-        """Synchronize the groups after a step; None if it must be repeated, with this group's weights untouched."""
-        gradients, groups = self.outer.pseudo_gradients(), self._groups
-        self._attempted += groups.all_reduce(gradients)
+    def send(self, step: int) -> None:
+        """Start to sum a fragment's movement over the groups: after this step, or again if that was refused."""
+        if self._sending is None:
+            fragment = self._config.sent_fragment(step)
+            if fragment is None:  # this group has healed while it was on the way
+                fragment = self._config.applied_fragment(step)
+            assert fragment is not None
+            self._sending = Sending(fragment, moved=self._healed_after != step)
+        sending = self._sending
+        movement = sending.own or self.outer.pseudo_gradients(sending.fragment)
+        if not sending.moved:
+            torch._foreach_zero_(movement)
+        if self._config.delay and sending.moved:
+            sending.own = movement
+        sending.sum = self._groups.start_sum(movement)
+
+    def apply(self, step: int) -> Agreement | None:
+        """Step the outer optimizer after a step with the fragment on the way; None if that must be sent again, with
+        this group's weights untouched."""
+        sending, groups = self._sending, self._groups
+        assert sending is not None
+        assert sending.sum is not None
+        self._attempted += groups.finish_sum(sending.sum)
+        gradients = sending.sum.sums
+        sending.sum = None
         sent = self._sum_over_ranks(self._attempted)
-        own = [self._trained, self._stop, self._save and groups.leads, self._own_tokens, sent]
+        own = [sending.moved, self._stop, self._save and groups.leads, self._own_tokens, sent]
         for row in self.rows:
-            own += [row.tokens, row.total, *row.values.values()]
+            own += [row.trained, row.tokens, row.total, *row.values.values()]
         # A row for each group, so that sums have the same order whoever is the oldest.
         table = torch.zeros(self._config.groups, len(own), dtype=torch.float64)
         table[groups.group.number] = torch.tensor(own, dtype=torch.float64)
@@ -135,13 +187,14 @@ class SemiSync:
         participants = self._participants = int(table[:, 0].sum())
         if participants < self._config.groups:
             get_logger().warning("step %d: averaged over %d of %s", step, participants, self._present())
-        torch._foreach_div_(gradients, participants)
-        self.outer.step(gradients)
-        self._finish_rows(table, participants)
-        tokens = int((table[:, 3] * table[:, 0]).sum())
+        if participants:  # else all that had a movement are dead
+            torch._foreach_div_(gradients, participants)
+            self.outer.step(gradients, sending.fragment)
+        self._finish_rows(table)
+        tokens = int(table[:, 3].sum())
         self.synchronized, self.tokens = step, self.tokens + tokens
         self._sent, self._sent_for = self._sent + float(table[:, 4].sum()), self._sent_for + tokens
-        self._own_tokens, self._attempted, self._stop, self._save, self._trained = 0, 0.0, False, False, True
+        self._own_tokens, self._attempted, self._stop, self._save, self._sending = 0, 0.0, False, False, None
         return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
 
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
@@ -160,21 +213,22 @@ class SemiSync:
     def progress(self) -> dict[str, Any]:
         """State beside tensors for a group that heals from this one."""
         rows = [vars(row) for row in self.rows]
-        sent = {"sent": self._sent, "sent_for": self._sent_for}
+        sent = {"sent": self._sent, "sent_for": self._sent_for, "swapped": self.outer.swapped}
         return {"synchronized": self.synchronized, "tokens": self.tokens, "rows": rows, **sent}
 
     def heal(self, step: int, progress: Mapping[str, Any]) -> None:
         """Take over another group's progress; its tensors have been received. Within a synchronization this group then
         adds nothing to it."""
         self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
-        self.rows = [PendingRow(**row) for row in progress["rows"]]
-        self._sent, self._sent_for = progress["sent"], progress["sent_for"]
-        self._own_tokens, self._trained = 0, step == self.synchronized
-        self.outer.back_to_kept()
+        self.rows = [PendingRow(**{**row, "trained": False}) for row in progress["rows"]]
+        self._sent, self._sent_for, self.outer.swapped = progress["sent"], progress["sent_for"], progress["swapped"]
+        self._own_tokens, self._sending, self._healed_after = 0, None, step
 
     def collect_states(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        """Send the inner optimizer's state to the group that writes the checkpoint, which keeps those that arrived."""
-        own, groups = inner_state(parts, optimizer), self._groups
+        """Send the state of this group alone to the group that writes the checkpoint, which keeps those that arrived.
+        The outer optimizer's weights have been swapped if the groups' differ."""
+        groups, weights = self._groups, self._config.keeps_own_weights
+        own = own_state(parts, optimizer, weights=weights)
         self.states = {}
         if not groups.leads:
             groups.send_tensors(0, _local(own))
@@ -191,16 +245,20 @@ class SemiSync:
                 self.states |= states[number]
             else:
                 get_logger().warning("the checkpoint is without the optimizer state of group %d, which ended", number)
+        self.states |= own_weights(own, groups.group.number)
 
-    def _finish_rows(self, table: Tensor, participants: int) -> None:
-        """Replace this group's numbers by those of all participants."""
-        trained, column = table[:, 0], 5
+    def _finish_rows(self, table: Tensor) -> None:
+        """Replace this group's numbers by those of all that have trained the step."""
+        column = 5
         for row in self.rows:
-            tokens, total = table[:, column] * trained, table[:, column + 1] * trained
-            column += 2
+            trained, tokens, total = table[:, column : column + 3].unbind(1)
+            tokens, total, column = tokens * trained, total * trained, column + 3
+            alive = bool(trained.any())  # else all that trained it are dead, and one has sent its numbers before
             for name in row.values:
                 values, kind = table[:, column], self._reductions.get(name, "mean")
                 column += 1
+                if not alive:
+                    continue
                 if kind == "max":
                     row.values[name] = float(values[trained > 0].amax())
                 elif kind == "sum":
@@ -208,8 +266,9 @@ class SemiSync:
                 elif name == "loss" or name.startswith("objective/"):
                     row.values[name] = float((values * tokens).sum() / tokens.sum().clamp(min=1))
                 else:
-                    row.values[name] = float((values * trained).sum() / participants)
-            row.tokens, row.total = int(tokens.sum()), int(total.sum())
+                    row.values[name] = float((values * trained).sum() / trained.sum())
+            if alive:
+                row.tokens, row.total = int(tokens.sum()), int(total.sum())
             if row.row is not None:
                 row.row |= {**row.values, "tokens": self.tokens + row.total}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from titan_exp.checkpoint.group_states import WRITER, load_inner_state
+from titan_exp.checkpoint.group_states import WRITER, load_own_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
@@ -64,15 +64,20 @@ class SemiSyncTrainer(Trainer):
         groups, semi_sync = self.groups, self._semi_sync
         assert groups is not None
         while True:
-            self._join_groups(groups)
-            if semi_sync.synchronized == self.step:
-                if self._is_over or semi_sync.complete():
-                    return False
-                continue
-            agreement = semi_sync.exchange(self.step)
+            if not semi_sync.on_the_way:
+                self._join_groups(groups)
+                if semi_sync.synchronized == self.step:
+                    if self._is_over or semi_sync.complete():
+                        return False
+                    continue
+                semi_sync.send(self.step)
+            if not semi_sync.applies(self.step):
+                return False
+            agreement = semi_sync.apply(self.step)
             if agreement is not None:
                 break
         self.tokens = semi_sync.tokens
+        self._use_agreed_weights(True)
         numbers = self._evaluate() | self.loader.epoch_metrics() | self.checkpointer.pop_timings()
         rows = semi_sync.finished_rows(self.report.attempt, numbers)
         self.report.write([row.row for row in rows if row.row is not None])
@@ -85,7 +90,15 @@ class SemiSyncTrainer(Trainer):
         self._finish_step(save=save)
         if not self._is_over:
             semi_sync.states = {}  # the save has copies
+        if not (self._is_over or agreement.stop):
+            self._use_agreed_weights(False)
         return agreement.stop
+
+    def _use_agreed_weights(self, agreed: bool) -> None:
+        """Evaluate, save and export the outer optimizer's weights, if this group trains others."""
+        outer = self._semi_sync.outer
+        if self.experiment.semi_sync.keeps_own_weights and outer.swapped != agreed:
+            outer.swap()
 
     @property
     def _shares(self) -> int:  # type: ignore[override]
@@ -106,7 +119,9 @@ class SemiSyncTrainer(Trainer):
     def _after_healing(self, progress: Mapping[str, Any]) -> None:
         """Take over the round of another group; before the first, load this group's own state from the checkpoint."""
         self._semi_sync.heal(self.step, progress["semi_sync"])
-        if self._semi_sync.synchronized == self.step:
+        if self._semi_sync.synchronized == self.step and not self._is_over:
+            self._use_agreed_weights(False)
+            self._semi_sync.outer.back_to_kept()
             self._load_own_state(self.step)
 
     def _load_own_state(self, step: int) -> None:
@@ -114,8 +129,10 @@ class SemiSyncTrainer(Trainer):
         groups, path = self.groups, self.checkpointer.folder.path_of(step)
         assert groups is not None
         number, saved = groups.group.number, self.checkpointer.from_leader(path.exists())
-        if not saved or not load_inner_state(path, number, self.model.parts, self.optimizer):
+        weights = self.experiment.semi_sync.keeps_own_weights
+        if not saved or not load_own_state(path, number, self.model.parts, self.optimizer, weights=weights):
             get_logger().warning("group %d begins after step %d with the optimizer state of another", number, step)
+        self._semi_sync.outer.after_move()
 
 
 def build_trainer(experiment: Experiment, folder: RunFolder, device: torch.device) -> Trainer:

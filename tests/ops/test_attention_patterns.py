@@ -8,7 +8,7 @@ import torch
 
 from tests.ops.test_sdpa import ON_CUDA
 from titan_exp.ops.attention.mask_pattern import FULL, MaskPattern, Tile
-from titan_exp.ops.attention.sdpa import CausalAttention, TileMask
+from titan_exp.ops.attention.sdpa import CausalAttention
 
 # On CPU there is only the uncompiled FlexAttention, and torch says that it is slow.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -149,7 +149,8 @@ def test_sinks_in_fp32_and_bf16_are_near():
 def test_a_sequence_within_the_limits_is_causal():
     core = CausalAttention("flash", pattern=MaskPattern(SEQ, SEQ))
     assert core.mask(None, seq=SEQ, device=torch.device("cpu")) is None
-    assert isinstance(core.mask(None, seq=SEQ + 1, device=torch.device("cpu")), TileMask)
+    tiles, _ = core.mask(None, seq=SEQ + 1, device=torch.device("cpu"))
+    assert len(tiles) > 1
 
 
 @pytest.mark.parametrize(("window", "chunk"), [*itertools.product((None, 1, 3, 13), (None, 1, 4, 12))])

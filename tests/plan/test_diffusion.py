@@ -8,8 +8,14 @@ import pytest
 from tests.data.test_latent_store import SIZES, write
 from tests.patching import patch
 from tests.plan.layouts import experiment_of, measured, predicted
+from tests.plan.test_extrapolate import MASKED
+from tests.plan.test_extrapolate import both_ways as totals_both_ways
+from tests.plan.test_extrapolated_trace import both_ways
+from tests.ranks import run_ranks
+from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
 LAYOUTS = {
     "one device": "",
@@ -47,6 +53,26 @@ def test_prediction_is_what_ranks_do(name: str, words: str, tmp_path: Path):
         assert guess.messages == fact.messages
         assert guess.flops == fact.flops > 0
         assert guess.passing <= fact.passing <= 1.02 * guess.passing
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("double_layers", [2, 4])
+def test_extrapolated_allocations_of_a_split_pipeline_equal_the_full_trace(
+    double_layers: int, words: str, tmp_path: Path
+):
+    experiment = experiment_of(
+        f"{words} {MASKED} model.layers=24 model.double_layers={double_layers} parallelism.pp=2 parallelism.tp=2 "
+        "parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4"
+    )
+    assert unsupported_reason(experiment) is None
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"), False)
+    for whole, short in found:
+        assert short == whole
+    (found,) = run_ranks(1, totals_both_ways, str(tmp_path / "config.yaml"))
+    for whole, short in found:
+        # At the peak, totals count a kilobyte of the loss as activations.
+        assert short | {"categories": None} == whole | {"categories": None}
 
 
 def test_flops_that_ranks_execute_are_those_that_the_spec_counts(words: str, tmp_path: Path):

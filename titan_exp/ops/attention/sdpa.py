@@ -4,7 +4,7 @@ Kernels with grouped-query support read shared keys and values without repeating
 a window or chunks by tiles of query rows, each with the keys that one of its rows sees.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -74,13 +74,13 @@ def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 
     return (same & causal)[:, None]
 
 
-class TileMask(NamedTuple):
-    """Mask of a pattern, by tiles of query rows."""
+TileMask = tuple[tuple[Tile, ...], tuple[Tensor | None, ...]]
+"""Mask of a pattern by tiles of query rows: tiles with a visible pair; and for each tile its visible pairs [batch_or_1,
+1, rows, keys], or None if its kind says it.
 
-    tiles: tuple[Tile, ...]
-    """Tiles with a visible pair."""
-    visible: tuple[Tensor | None, ...]
-    """True for visible pairs [batch_or_1, 1, rows, keys] of each tile; None if its kind says it."""
+No named tuple: of such an argument dynamo keeps the value in a reference cycle, and the first mask of a compiled graph
+would stay allocated until the next garbage collection.
+"""
 
 
 def segment_ids(
@@ -164,7 +164,7 @@ class CausalAttention(nn.Module):
             if mask is None and self.pattern.causal:
                 mask = pattern_mask(CAUSAL, query.shape[2], str(query.device))
             return flex_attention(query, key, value, mask=mask, sinks=sinks, scale=self.scale)
-        if not isinstance(mask, TileMask):
+        if not isinstance(mask, tuple):
             return self.attend(query, key, value, mask, causal=mask is None and self.pattern.causal, sinks=sinks)
         parts = [
             self.attend(
@@ -175,7 +175,7 @@ class CausalAttention(nn.Module):
                 causal=tile.kind == "causal" and visible is None,
                 sinks=sinks,
             )
-            for tile, visible in zip(mask.tiles, mask.visible, strict=True)
+            for tile, visible in zip(*mask, strict=True)
         ]
         return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
 
@@ -226,4 +226,4 @@ def _tile_mask(
         if segments is not None:
             seen = seen & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
         visible.append(seen[:, None])
-    return TileMask(tiles, tuple(visible))
+    return tiles, tuple(visible)

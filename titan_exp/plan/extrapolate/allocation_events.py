@@ -80,8 +80,13 @@ class EventComposer:
             self._block(sample, there, source, at),
         )
         micros = self._micros(sample, site, source, at)
-        for micro in micros if there.stage in (source.stage, NOWHERE) else ():
-            found = self._allocated.get(position._replace(micro=micro), {}).get(site.key, [])
+        places = [(micro, position.block) for micro in micros if there.stage in (source.stage, NOWHERE)]
+        if _is_across(sample, there, source):
+            # A sum over all blocks is allocated in the last one and released in the first one.
+            ends = self._block(sample, there, source._replace(block=None), at)
+            places += [(micro, ends) for micro, block in places if block != ends]
+        for micro, block in places:
+            found = self._allocated.get(position._replace(micro=micro, block=block), {}).get(site.key, [])
             if len(found) >= -site.place and (len(micros) == 1 or self.tracker.allocated_bytes(found[site.place])):
                 return found[site.place]
         raise ExtrapolationError(
@@ -202,3 +207,12 @@ class EventComposer:
         if alike < few - sample.edge:
             raise ExtrapolationError("storages of every block are released at once")
         return self._blocks[at.stage] + there.block - blocks
+
+
+def _is_across(sample: Sample, there: StepPosition, source: StepPosition) -> bool:
+    """True if repeated blocks lie between two blocks of a sampled stage."""
+    if there.stage != source.stage or there.block is None or source.block is None or min(there.block, source.block) < 0:
+        return False
+    first, last = sorted((there.block, source.block))
+    distinct, end = 0 if there.stage else sample.distinct, sample.blocks[there.stage] - sample.last_of(there.stage)
+    return first < distinct + sample.edge <= end - sample.edge <= last

@@ -191,10 +191,10 @@ def _mean_speed(run: Run, tokens: float) -> float | None:
     A median would leave out what an optimizer does every few steps, such as SOAP's power iterations, and an unweighted
     mean the larger steps of a growing batch.
     """
-    ends = [run.begins, *(float(row["tokens"]) for row in run.rows if (row.get("tokens") or 0) > run.begins)]
+    ends = [run.begins, *run.series("tokens", above=run.begins)[0]]
     before = dict(zip(ends[1:], ends, strict=False))
     up_to = tokens if tokens > run.begins else math.inf
-    rows = zip(*run.series("tokens_per_second", up_to, above=run.begins or -1.0), strict=True)
+    rows = zip(*run.series("tokens_per_second", up_to, above=run.begins), strict=True)
     measured = [(speed, end - before[end]) for end, speed in rows if speed > 0 and math.isfinite(speed)]
     return harmonic_mean(*zip(*measured, strict=True)) if measured else None
 

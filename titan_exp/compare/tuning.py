@@ -10,7 +10,7 @@ from statistics import harmonic_mean
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, final_loss, target_metric
-from titan_exp.compare.differing_keys import ABSENT, DifferingKeys, value_text
+from titan_exp.compare.differing_keys import ABSENT, DifferingKeys
 from titan_exp.compare.row import Row, finite
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
@@ -197,8 +197,3 @@ def _mean_speed(run: Run, tokens: float) -> float | None:
     rows = zip(*run.series("tokens_per_second", up_to, above=run.begins), strict=True)
     measured = [(speed, end - before[end]) for end, speed in rows if speed > 0 and math.isfinite(speed)]
     return harmonic_mean(*zip(*measured, strict=True)) if measured else None
-
-
-def point_text(tuning: Tuning, point: TunedPoint | None) -> str:
-    """Value of the tuned key as text."""
-    return "—" if point is None else f"{tuning.short}={value_text(point.value)}"

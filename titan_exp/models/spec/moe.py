@@ -63,11 +63,6 @@ class MoEConfig:
     balance: BalanceConfig
     """Load balance."""
 
-    @property
-    def channels_per_token(self) -> int:
-        """Feed-forward channels that one token uses, shared experts included."""
-        return (self.active_experts + self.shared_experts) * self.ffn_dim
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoEVariant:

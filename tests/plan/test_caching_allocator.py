@@ -131,7 +131,7 @@ def assert_sound(allocator: CachingAllocator, held: list[Block]) -> None:
 def test_steps_repeat():
     # Each step takes what the step before has left (gradients, say) and leaves its own.
     before, step = story("a4", "g12"), story("t16", "-g", "h12", "-t")
-    found = [event for events in repeated(before, step, 3) for event in events]
+    found = [Event(*event) for events in repeated(before, step, 3) for event in events]
     assert sum(1 for event in found if event.size) == 2 + 3 * 2
     alive: dict[int, int] = {}
     for event in found:

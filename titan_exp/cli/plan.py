@@ -73,12 +73,15 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.child_process import start_forkserver
     from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
 
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     check_supported(experiment)
+    if experiment.parallelism.pp > 1:
+        start_forkserver()
     messages = sys.stderr if options.json else sys.stdout
     for sentence in idle_overrides(typed, experiment):
         print(sentence, file=messages)

@@ -1,1 +1,17 @@
-"""Memory and speed prediction: the trainer's own build and step on fake tensors and a fake process group."""
+"""Planner: memory and speed of a run, predicted from the trainer's own build and step on fake tensors.
+
+Modules in the order of a prediction:
+
+- `supported`, `device_memory`: supported options; device, its capacity and rates.
+- `trace/`: fake process group (`fake_world`), dispatch mode with operator costs and op cache, memory tracker, and the
+  segments of a traced step.
+- `extrapolate/`: eligibility, samples of a small model, schedule simulation; step totals (`step_cost`) and allocation
+  events (`allocation_events`) of every pipeline rank, composed from the samples.
+- `cuda/`: device table, fake CUDA kernels, and torch's caching allocator, which replays allocation events.
+- `time/`: roofline step time, and calibration against finished runs.
+- `predict`: prediction of a run by all of these; `planner_processes` are its processes, `plan_table` and `plan_json` its
+  output.
+- `search/`: layouts and moves, estimates scaled from traced profiles, best-first search and coordinate descent.
+- `gate/`: memory check before a launch, cached predictions, and suggestions for a run that does not fit.
+- `visualize/`: HTML page and Perfetto timeline.
+"""

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
+from titan_exp.config.machine.local_machine import usable_cores
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device
@@ -19,7 +22,7 @@ from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_re
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
-from titan_exp.plan.replay_processes import ReplayProcesses
+from titan_exp.plan.planner_processes import Call, PlannerProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
 from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, largest_fragment, synchronization_bytes
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
@@ -27,6 +30,8 @@ from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.received_rows import assume_expert_load
 from titan_exp.plan.trace.trace_step import Trace, trace_step
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -186,12 +191,13 @@ def predict(
     *,
     full: bool = False,
     worst_load: bool = False,
+    cores: int | None = None,
 ) -> Plan:
     """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
     `pipeline_ranks` defaults to all; `on_rank` is called with each rank and its fake rank before the step. `full`
     traces every layer and micro-batch instead of extrapolating. With `worst_load`, the largest rank is also predicted
-    with `plan.worst_expert_load`.
+    with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by default all.
 
     Raises:
         UserError: an option of the run is not supported.
@@ -207,9 +213,9 @@ def predict(
     node = layout.node_size if cuda else layout.world_size
     numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     workspace = device.matmul_workspace if cuda and device is not None else 0
-    tracer = _Tracer(traced, layout, on_rank, cuda, workspace)
-    deterministic = device.multiprocessors if device is not None and experiment.training.deterministic else None
-    capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
+    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
+    assumptions = partial(_assumptions, device, deterministic=experiment.training.deterministic)
+    tracer = _Tracer(traced, layout, on_rank, cuda, workspace, processes, assumptions)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
 
     def rank_plan(number: int, trace: Trace, allocator: Reserved | None) -> RankPlan:
@@ -220,10 +226,16 @@ def predict(
 
     room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
     load, worst = experiment.plan.worst_expert_load, None
-    with capability, deterministic_attention(deterministic), no_garbage_collection():
-        with ReplayProcesses(len(numbers), expandable=expandable, capacity=room) as replays:
-            traces = tracer.traces(numbers, replays.submit if cuda else None, full=full)
-            reserved = [replays.result(number) if cuda else None for number in numbers]
+    replay = partial(processes.replay, expandable=expandable, capacity=room)
+    with assumptions(), no_garbage_collection():
+        with processes:
+            replays = dict[int, Call[Reserved]]()
+
+            def begin_replay(number: int, trace: Trace) -> None:
+                replays[number] = replay(trace.setup_events, trace.step_events)
+
+            traces = tracer.traces(numbers, begin_replay if cuda else None, full=full)
+            reserved = [replays[number].result() if cuda else None for number in numbers]
         plans = [rank_plan(*each) for each in zip(numbers, traces, reserved, strict=True)]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
@@ -257,6 +269,10 @@ class _Tracer:
     cuda: bool
     workspace: int
     """Bytes kept by the matmul library per thread."""
+    processes: PlannerProcesses
+    """Processes that trace optimizer steps while this one traces samples."""
+    assumptions: Callable[[], AbstractContextManager[None]]
+    """Device that traces assume."""
     parameters: int = 0
     flops_per_token: float = 0.0
     why_full: str = ""
@@ -281,6 +297,8 @@ class _Tracer:
 
     def _extrapolate(self, numbers: Sequence[int], on_trace: Callable[[int, Trace], None]) -> list[Trace]:
         extrapolator, found = TraceExtrapolator(self.experiment, self.cuda, self.workspace), list[Trace]()
+        if not import_paths(self.experiment):
+            extrapolator.trace_optimizer_steps(numbers, partial(self.processes.call, _assuming, self.assumptions))
         for number in numbers:
             found.append(extrapolator.trace(number))
             on_trace(number, found[-1])
@@ -312,6 +330,19 @@ class _Tracer:
             if self.on_rank is not None:
                 self.on_rank(number, fake)
             yield fake
+
+
+@contextmanager
+def _assumptions(device: Device | None, *, deterministic: bool) -> Iterator[None]:
+    """Assume a device's capability and attention kernels in the `with` block."""
+    capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
+    with capability, deterministic_attention(device.multiprocessors if device and deterministic else None):
+        yield
+
+
+def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Callable[[], T]) -> T:
+    with assumptions(), no_garbage_collection():
+        return call()
 
 
 def on_cpu(experiment: Experiment) -> Experiment:

@@ -40,6 +40,10 @@ class Event(NamedTuple):
     """Stream of an allocation."""
 
 
+Numbers = tuple[int, int, int]
+"""Values of an `Event`."""
+
+
 @dataclass(frozen=True)
 class Reserved:
     """Statistics of a replay."""
@@ -59,14 +63,14 @@ STEPS = 3
 
 
 def steady_reserved(
-    before: Sequence[Event], step: Sequence[Event], *, expandable: bool, capacity: int | None = None
+    before: Sequence[Numbers], step: Sequence[Numbers], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
     """Replay setup and `STEPS` steps; if they do not fit in `capacity`, without that limit, to tell what they need."""
     found = replay(repeated(before, step, STEPS), expandable=expandable, capacity=capacity)
     return found if found.fits else replay(repeated(before, step, STEPS), expandable=expandable)
 
 
-def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
+def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> Iterator[list[Numbers]]:
     """Events of `times` equal steps as in training, one list per step; the first includes the setup.
 
     A storage released but not allocated by a step is replaced, in the next step, by a storage of the same size and
@@ -76,30 +80,29 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iter
     successors = _successors(before, step)
     if successors is None:
         return
-    inside = sorted({event.storage for event in step if event.size})
+    inside = sorted({storage for storage, size, _ in step if size})
     names = {storage: storage for storage in inside}
-    fresh = 1 + max((event.storage for event in (*before, *step)), default=0)
+    fresh = 1 + max((storage for storage, _, _ in (*before, *step)), default=0)
     for _ in range(times - 1):
         following = {storage: fresh + place for place, storage in enumerate(inside)}
         fresh += len(following)
         # Storages from before the step are the ones kept by the previous step.
         called = following | {storage: names[successor] for storage, successor in successors.items()}
-        yield [Event(called[event.storage], event.size, event.stream) for event in step]
+        yield [(called[storage], size, stream) for storage, size, stream in step]
         names = following
 
 
-def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
+def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int, int] | None:
     """Map from earlier storages that a step releases to equal ones that it keeps; None if they do not match."""
-    allocated = {event.storage: event for event in before if event.size}
-    left = {event.storage: event for event in step if event.size}
-    found = [event.storage for event in step if not event.size and event.storage not in left]
-    for event in step:
-        if not event.size:
-            left.pop(event.storage, None)
+    allocated = {storage: (size, stream) for storage, size, stream in before if size}
+    left = {storage: (size, stream) for storage, size, stream in step if size}
+    found = [storage for storage, size, _ in step if not size and storage not in left]
+    for storage, size, _ in step:
+        if not size:
+            left.pop(storage, None)
     successors: dict[int, int] = {}
     for storage in found:
-        kind = allocated[storage][1:]
-        successor = next((number for number, event in left.items() if event[1:] == kind), None)
+        successor = next((number for number, kind in left.items() if kind == allocated[storage]), None)
         if successor is None:
             return None
         successors[storage] = successor
@@ -107,20 +110,20 @@ def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int
     return None if left else successors
 
 
-def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None = None) -> Reserved:
+def replay(steps: Iterable[Iterable[Numbers]], *, expandable: bool, capacity: int | None = None) -> Reserved:
     """Replay equal steps until the block layout is stable; arguments as in `CachingAllocator`."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
     found: object = None
     for events in steps:
-        for event in events:
-            if not event.size:
-                allocator.free(blocks.pop(event.storage))
+        for storage, size, stream in events:
+            if not size:
+                allocator.free(blocks.pop(storage))
                 continue
-            block = allocator.allocate(event.size, event.stream)
+            block = allocator.allocate(size, stream)
             if block is None:
                 return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, False)
-            blocks[event.storage] = block
+            blocks[storage] = block
         left = ([block.address for _, block in sorted(blocks.items())], allocator.layout())
         if left == found and not allocator.retries:
             break
@@ -128,7 +131,7 @@ def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int 
     return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, True)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """Block of a segment."""
 
@@ -150,7 +153,7 @@ class Block:
         return rest
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Pool:
     """Free blocks of a stream, small or large."""
 
@@ -204,16 +207,20 @@ class CachingAllocator:
         """Allocate a block of at least `size` bytes; None if out of memory."""
         size = rounded(size)
         small = size <= SMALL_SIZE
-        pool = self._pools.setdefault((stream, small), _Pool(small))
-        wanted = segment_size(size)
-        block = self._best(pool, size) or self._grow(pool, wanted)
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(small)
+        block = self._best(pool, size)
+        if block is None:
+            block = self._grow(pool, segment_size(size))
         if block is None:
             self.retries += 1
             self._release_unused()
-            block = self._grow(pool, wanted)
+            block = self._grow(pool, segment_size(size))
         if block is None:
             return None
-        self._split(block, size)
+        if block.size > size:
+            self._split(block, size)
         block.allocated = True
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -239,8 +246,9 @@ class CachingAllocator:
             return None
         if self._expandable:
             # The last block of an expandable segment counts with the range it can grow into.
-            while place + 1 < len(pool.free) and _potential(pool.free[place + 1]) < _potential(pool.free[place]):
-                place += 1
+            free, own = pool.free, _potential(pool.free[place])
+            while place + 1 < len(free) and (following := _potential(free[place + 1])) < own:
+                place, own = place + 1, following
         return pool.pop(place)
 
     def _split(self, block: Block, size: int) -> None:
@@ -361,7 +369,7 @@ class CachingAllocator:
 
 def rounded(size: int) -> int:
     """Block size for a request of `size` bytes."""
-    return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
+    return -(-size // MIN_BLOCK) * MIN_BLOCK or MIN_BLOCK
 
 
 def segment_size(size: int) -> int:

@@ -3,8 +3,10 @@
 Pipeline ranks share the samples, and ranks with equal layer counts share setup and optimizer step.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Protocol
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -22,6 +24,14 @@ MAX_MICRO_BATCHES = 8
 """Maximum number of composed micro-batches without a pipeline; further ones repeat."""
 
 
+class TracedLater(Protocol):
+    """Optimizer step that is traced beside the samples."""
+
+    def result(self) -> OptimizerStepTrace:
+        """The trace."""
+        ...
+
+
 @dataclass
 class TraceExtrapolator:
     """Extrapolates the traces of a run's ranks. Samples are traced on first use."""
@@ -29,7 +39,7 @@ class TraceExtrapolator:
     experiment: Experiment
     cuda: bool
     matmul_workspace: int = 0
-    _optimizer_steps: dict[object, OptimizerStepTrace] = field(default_factory=dict)
+    _optimizer_steps: dict[object, OptimizerStepTrace | TracedLater] = field(default_factory=dict)
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Trace of a rank's step.
@@ -59,13 +69,29 @@ class TraceExtrapolator:
         peak, timeline = tracker.peak(), tracker.timeline()
         return Trace(peak, tracker.allocated(), gradients, costs, axes, timeline, *events, host, saved)
 
+    def trace_optimizer_steps(
+        self, pipeline_ranks: Collection[int], begin: Callable[[Callable[[], OptimizerStepTrace]], TracedLater]
+    ) -> None:
+        """Begin to trace the optimizer steps of several ranks by `begin`, if there are several."""
+        calls = {self._shape(rank): self._tracing(rank) for rank in pipeline_ranks}
+        if len(calls) > 1:
+            self._optimizer_steps |= {shape: begin(call) for shape, call in calls.items()}
+
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
         """Setup and optimizer steps, shared by ranks with equal layer counts."""
-        shape = tuple((stage.kind, len(stage.modes)) for stage in self._stages(pipeline_rank))
-        if shape not in self._optimizer_steps:
-            rank = pipeline_ranks(ResolvedLayout.of(self.experiment))[pipeline_rank]
-            self._optimizer_steps[shape] = trace_optimizer_step(self.experiment, rank, cuda=self.cuda)
-        return self._optimizer_steps[shape]
+        shape = self._shape(pipeline_rank)
+        found = self._optimizer_steps.get(shape)
+        if not isinstance(found, OptimizerStepTrace):
+            found = self._tracing(pipeline_rank)() if found is None else found.result()
+            self._optimizer_steps[shape] = found
+        return found
+
+    def _shape(self, pipeline_rank: int) -> object:
+        return tuple((stage.kind, len(stage.modes)) for stage in self._stages(pipeline_rank))
+
+    def _tracing(self, pipeline_rank: int) -> Callable[[], OptimizerStepTrace]:
+        rank = pipeline_ranks(ResolvedLayout.of(self.experiment))[pipeline_rank]
+        return partial(trace_optimizer_step, self.experiment, rank, cuda=self.cuda)
 
     def _stages(self, pipeline_rank: int) -> list[StageShape]:
         return stages_of(self.experiment, pipeline_rank)

@@ -31,8 +31,8 @@ from titan_exp.plan.trace.segments import (
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.trainer.train_state import TrainState
 
-_TOTALS: dict[tuple[str, int, bool], "OptimizerStepTotals"] = {}
-"""Traced totals by run, pipeline rank and device type."""
+_TRACES: dict[tuple[str, int, bool], "OptimizerStepTrace"] = {}
+"""Traces of the process by run, global rank and device type."""
 KEPT = ("parameters", "gathered parameters", "optimizer")
 """Categories of memory between steps: masters, compute weights on one data rank, optimizer state."""
 _IS_KEPT = category_bytes(dict.fromkeys(KEPT, 1))
@@ -148,17 +148,9 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
     micro_batches = min(ResolvedLayout.of(experiment).gradient_accumulation, 2) if pp == 1 else 1
 
     def totals(rank: int, *layers: int) -> OptimizerStepTotals:
-        without = replace(experiment.activation_checkpoint, mode="none")
-        small = small_run(experiment, layers, micro_batches, without, pp=pp)
-        # Layouts that differ in the size of micro-batches share their optimizer step.
-        dp = ResolvedLayout.of(small).dp_degree
-        training = replace(small.training, micro_batch_size=1, global_batch_size=dp * micro_batches)
-        small = replace(small, training=training)
-        key = repr(small), rank, cuda
-        if key not in _TOTALS:
-            global_rank = rank * ResolvedLayout.of(small).world_size // pp
-            _TOTALS[key] = trace_optimizer_step(small, global_rank, cuda=cuda).totals
-        return _TOTALS[key]
+        small = small_run(experiment, layers, micro_batches, experiment.activation_checkpoint, pp=pp)
+        global_rank = rank * ResolvedLayout.of(small).world_size // pp
+        return trace_optimizer_step(small, global_rank, cuda=cuda).totals
 
     if pp == 1:
         few += (experiment.model.layers - last - few) % period
@@ -181,7 +173,32 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
-    """Trace the setup of a global rank and two optimizer steps."""
+    """Trace the setup of a global rank and two optimizer steps, once for layouts that share them."""
+    if not _holds_batches(experiment):
+        experiment = _without_passes(experiment)
+    key = repr(experiment), rank, cuda
+    if key not in _TRACES:
+        _TRACES[key] = _trace(experiment, rank, cuda=cuda)
+    return _TRACES[key]
+
+
+def _holds_batches(experiment: Experiment) -> bool:
+    """True if a rank holds the batches of a step before it, on its device or beside it: other GPUs hold copies."""
+    spec, on_gpu = model_spec(experiment.model), ResolvedLayout.of(experiment).device_type == "cuda"
+    return not on_gpu or experiment.parallelism.cpu_offload or (spec is not None and spec.latents is not None)
+
+
+def _without_passes(experiment: Experiment) -> Experiment:
+    """Variant of a run with equal optimizer steps: gradients of several micro-batches are summed in fp32."""
+    layout = ResolvedLayout.of(experiment)
+    number = layout.gradient_accumulation if layout.parallelism.pp > 1 else min(layout.gradient_accumulation, 2)
+    batch = layout.dp_degree * number
+    training = replace(experiment.training, micro_batch_size=1, global_batch_size=batch, batch_ramp=())
+    without = replace(experiment.activation_checkpoint, mode="none")
+    return replace(experiment, training=training, activation_checkpoint=without)
+
+
+def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
         trace = trace_step(fake.state, fake.optimizer_step, preallocated=fake.preallocated, cuda=cuda, segments=tracker)

@@ -88,10 +88,11 @@ def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, de
 def planned_cost(candidate: Candidate, device: Device) -> LayoutCost:
     """Cost of a layout as `titan-exp plan` predicts it, and the gate decides about it."""
     room, degree = room_of(candidate.layout, device), candidate.parallelism.pp
-    plan = predict(candidate.experiment, device, extreme_ranks(degree))
+    plan = predict(candidate.experiment, device, extreme_ranks(degree), cores=1)
     ranks = plan.ranks
     if len(ranks) < degree and (1 - NEARLY_FULL) * room < max(rank.bytes for rank in ranks) <= room:
-        ranks += predict(candidate.experiment, device, set(range(degree)) - set(extreme_ranks(degree))).ranks
+        others = set(range(degree)) - set(extreme_ranks(degree))
+        ranks += predict(candidate.experiment, device, others, cores=1).ranks
     largest = max(ranks, key=lambda rank: rank.bytes)
     assert plan.step_seconds is not None, "the device's rates are known"
     assert largest.allocator is not None, "it is planned for CUDA"

@@ -26,7 +26,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
-from titan_exp.plan.child_process import end_with_parent
+from titan_exp.plan.child_process import start_forkserver, start_worker
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.sample_key import sample_keys
@@ -35,7 +35,6 @@ from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
-from titan_exp.plan.search.forkserver import start_forkserver
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, planned_cost, room_of
 from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace
@@ -408,9 +407,7 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
 
 def _start_worker() -> None:
     """Silence the log of model builds."""
-    end_with_parent()
-    # The parent handles Ctrl-C, which reaches all processes of a terminal.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start_worker()
     logging.disable(logging.INFO)
 
 

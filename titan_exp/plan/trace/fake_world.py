@@ -5,7 +5,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # registers shape-only collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -118,7 +119,12 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()
-        with restored_compiler_settings(), _readable_meshes(), gpu_beside_host() if beside_host else nullcontext():
+        with (
+            restored_compiler_settings(),
+            _readable_meshes(),
+            _lazy_chunks(),
+            gpu_beside_host() if beside_host else nullcontext(),
+        ):
             state = assemble(experiment, layout, GPU if beside_host else DEVICE, fake_mode=mode)
             with mode:
                 yield FakeRank(experiment, state, fake_batches(experiment, copied=not beside_host))
@@ -178,6 +184,26 @@ def _latent_batch(layout: ResolvedLayout, sizes: LatentInputs) -> LatentBatch:
 def batch_tensors(batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
     """Tensors of all micro-batches."""
     return [tensor for batch in batches for tensor in batch.tensors]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Chunks of a parameter, made when they are read: FSDP2 makes one for each of hundreds of ranks, and reads two."""
+
+    tensor: torch.Tensor
+    count: int
+    dim: int
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        length = self.tensor.size(self.dim)
+        size = -(-length // self.count)
+        if rank and rank * size >= length:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
+
+
+def _lazy_chunks() -> AbstractContextManager[None]:
+    return replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks))
 
 
 _MESH_METHODS = ("__getitem__", "get_group", "get_local_rank", "get_coordinate", "get_rank", "size", "_get_root_mesh")

@@ -2,7 +2,7 @@
 
 Torch's own fake tensor cache spends most of a trace on computing keys. Only functions of shapes are cached: aten
 operators that are out-of-place or write into their result, and return new tensors, arguments, or views of their only
-tensor argument.
+tensor argument, at an offset from its own.
 """
 
 from collections.abc import Hashable, Sequence
@@ -32,6 +32,7 @@ class OpResult:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """Offset in the storage, from that of the viewed argument."""
     dtype: torch.dtype
 
 
@@ -67,7 +68,9 @@ class CachedOp:
         with torch._C._DisableTorchDispatch():
             inside = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
             if result.base >= 0:
-                inside.set_(args[result.base].untyped_storage(), result.offset, result.shape, result.stride)
+                base = args[result.base]
+                offset = base.storage_offset() + result.offset
+                inside.set_(base.untyped_storage(), offset, result.shape, result.stride)
         return FakeTensor(self.mode, inside, self.device)
 
 
@@ -105,7 +108,10 @@ class OpCache:
 
 
 def _is_cacheable(func: Any) -> bool:
-    if func.namespace != "aten" or any(tag in func.tags for tag in _VALUE_DEPENDENT) or "lift" in func._schema.name:
+    name = func._schema.name
+    if func.namespace != "aten" or any(tag in func.tags for tag in _VALUE_DEPENDENT) or "lift" in name:
+        return False
+    if "as_strided" in name:  # its offset is the storage's, not the argument's
         return False
     schema = func._schema
     written = [
@@ -125,7 +131,7 @@ def _add_key(args: Sequence[Any], values: list[Hashable]) -> bool:
         if kind is FakeTensor:
             if arg.constant is not None or arg.dtype.is_complex:
                 return False
-            values += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device)
+            values += (arg.shape, arg.stride(), arg.dtype, arg.fake_device)
         elif kind in _LISTS:
             values += (kind, len(arg))
             if not _add_key(arg, values):
@@ -168,9 +174,12 @@ def _result(args: tuple[Any, ...], made: FakeTensor) -> OpResult | None:
     tensors = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
     storage = made.untyped_storage()
     base = [place for place in tensors if args[place].untyped_storage()._cdata == storage._cdata]
-    if which < 0 and base and len(tensors) > 1:
+    if which < 0 and base and (len(tensors) > 1 or args[base[0]].dtype != made.dtype):
+        # Offsets count elements, so a view with another dtype multiplies its argument's.
         return None
     shape, stride, offset = tuple(made.shape), made.stride(), int(made.storage_offset())
+    if base and which < 0:
+        offset -= int(args[base[0]].storage_offset())
     result = OpResult(which, base[0] if base and which < 0 else -1, shape, stride, offset, made.dtype)
     if which < 0 and not base:
         # Only storages of exactly the size that the shape needs.

@@ -1,0 +1,62 @@
+"""Replays of several ranks in processes give each rank the statistics of a replay in this one."""
+
+import os
+import time
+
+import pytest
+
+from titan_exp.plan import planner_processes
+from titan_exp.plan.cuda.caching_allocator import MIB, Event, Reserved, steady_reserved
+from titan_exp.plan.planner_processes import PlannerProcesses
+
+
+def events(rank: int) -> tuple[list[Event], list[Event]]:
+    """Setup and step of a rank that keeps one storage, and allocates more with a higher rank."""
+    sizes = [(1 + rank) * 30 * MIB, 700, 4 * MIB]
+    step = [event for at, size in enumerate(sizes, 2) for event in (Event(at, size, 0), Event(at, 0, 0))]
+    return [Event(1, 64 * MIB, 0)], step
+
+
+def replayed_here(ranks: int) -> list[Reserved]:
+    return [steady_reserved(*events(rank), expandable=False) for rank in range(ranks)]
+
+
+def process() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize(("cores", "started"), [(1, False), (3, True)])
+def test_processes_replay_long_ranks_as_this_one_would(cores: int, started: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner_processes, "MIN_EVENTS", 5)
+    with PlannerProcesses(cores) as processes:
+        calls = [processes.replay(*events(rank), expandable=False, capacity=None) for rank in range(3)]
+        found = [call.result() for call in calls]
+    assert found == replayed_here(3)
+    assert len({each.reserved for each in found}) == 3
+    assert processes._started is started
+
+
+def test_a_call_runs_elsewhere_and_its_errors_are_raised_here():
+    with PlannerProcesses(2) as processes:
+        first, second = processes.call(process), processes.call(int, "no number")
+        while first._future is not None and not first._future.done():
+            pass
+        assert first.result() != os.getpid()
+        with pytest.raises(ValueError, match="no number"):
+            second.result()
+
+
+def test_calls_that_no_process_has_begun_are_made_here():
+    with PlannerProcesses(2) as processes:
+        processes.call(time.sleep, 1)
+        calls = [processes.call(process) for _ in range(8)]
+        assert calls[-1].result() == os.getpid()
+
+
+def test_ranks_of_a_killed_process_are_replayed_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner_processes, "MIN_EVENTS", 5)
+    with PlannerProcesses(2) as processes:
+        processes._pool.submit(os._exit, 9)
+        calls = [processes.replay(*events(rank), expandable=False, capacity=None) for rank in range(2)]
+        found = [call.result() for call in calls]
+    assert found == replayed_here(2)

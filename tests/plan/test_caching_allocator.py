@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from titan_exp.plan.cuda.caching_allocator import MIB, Block, CachingAllocator, Event, repeated, replay, steady_reserved
+from titan_exp.plan.cuda.caching_allocator import (
+    MIB,
+    Block,
+    CachingAllocator,
+    Event,
+    Events,
+    repeated,
+    replay,
+    steady_reserved,
+)
 
 
 def story(*words: str) -> list[Event]:
@@ -143,6 +152,20 @@ def test_steps_repeat():
     assert sorted(alive.values()) == [4 * MIB, 12 * MIB]
     # a and g share a segment and h takes g's place, in every step; t has one of its own.
     assert steady_reserved(before, step, expandable=False).reserved == (20 + 16) * MIB
+
+
+def test_packed_events_are_the_events():
+    events = story("a4", "g12", "-g", "b1500@2")
+    packed = Events()
+    for event in events:
+        packed.add(*event)
+    assert list(packed) == events
+    assert len(packed) == len(events)
+    assert packed[-1] == events[-1]
+    assert list(packed[1:3]) == events[1:3]
+    assert steady_reserved(packed[:2], packed[2:], expandable=True) == steady_reserved(
+        events[:2], events[2:], expandable=True
+    )
 
 
 def test_leaking_step_is_not_repeated():

@@ -9,8 +9,7 @@ Modules in the order of a prediction:
   events (`allocation_events`) of every pipeline rank, composed from the samples.
 - `cuda/`: device table, fake CUDA kernels, and torch's caching allocator, which replays allocation events.
 - `time/`: roofline step time, and calibration against finished runs.
-- `predict`: prediction of a run by all of these; `planner_processes` are its processes, `plan_table` and `plan_json` its
-  output.
+- `predict`: prediction of a run by all of these, in `planner_processes`; `plan_table`, `plan_json`: its output.
 - `search/`: layouts and moves, estimates scaled from traced profiles, best-first search and coordinate descent.
 - `gate/`: memory check before a launch, cached predictions, and suggestions for a run that does not fit.
 - `visualize/`: HTML page and Perfetto timeline.

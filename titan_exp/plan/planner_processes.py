@@ -1,12 +1,10 @@
 """Processes beside this one for parts of a prediction: optimizer steps, and replays of ranks' allocation events."""
 
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -59,9 +57,8 @@ class PlannerProcesses:
         self, setup: Sequence[Event], step: Sequence[Event], *, expandable: bool, capacity: int | None
     ) -> Call[Reserved]:
         """Begin to replay a rank's events, as `steady_reserved` does."""
-        if self._processes > 0 and len(step) > MIN_EVENTS:
-            return Call(self._pool, _replay_packed, _packed(setup), _packed(step), expandable, capacity)
-        return Call(None, partial(steady_reserved, setup, step, expandable=expandable, capacity=capacity))
+        pool = self._pool if self._processes > 0 and len(step) > MIN_EVENTS else None
+        return Call(pool, _replay, setup, step, expandable, capacity)
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
@@ -69,12 +66,6 @@ class PlannerProcesses:
         return ProcessPoolExecutor(self._processes, start_forkserver(), start_worker)
 
 
-def _packed(events: Sequence[Event]) -> "array[int]":
-    """Numbers of events, which are handed to another process at once."""
-    return array("q", chain.from_iterable(events))
-
-
-def _replay_packed(setup: "array[int]", step: "array[int]", expandable: bool, capacity: int | None) -> Reserved:
+def _replay(setup: Sequence[Event], step: Sequence[Event], expandable: bool, capacity: int | None) -> Reserved:
     with no_garbage_collection():
-        before, events = (list(zip(*[iter(packed)] * 3, strict=True)) for packed in (setup, step))
-        return steady_reserved(before, events, expandable=expandable, capacity=capacity)
+        return steady_reserved(setup, step, expandable=expandable, capacity=capacity)

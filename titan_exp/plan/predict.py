@@ -235,8 +235,9 @@ def predict(
                 replays[number] = replay(trace.setup_events, trace.step_events)
 
             traces = tracer.traces(numbers, begin_replay if cuda else None, full=full)
-            reserved = [replays[number].result() if cuda else None for number in numbers]
-        plans = [rank_plan(*each) for each in zip(numbers, traces, reserved, strict=True)]
+            # The last first: processes replay them from the first on, and this one those that none has begun.
+            found = {number: replays[number].result() for number in reversed(numbers)} if cuda else {}
+        plans = [rank_plan(number, trace, found.get(number)) for number, trace in zip(numbers, traces, strict=True)]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):

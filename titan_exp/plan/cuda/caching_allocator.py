@@ -5,10 +5,11 @@ c10/core/AllocatorConfig.h. The driver chooses the address of a new segment; her
 by another stream is not held back: the trainer and FSDP2 wait on events instead of using `record_stream`.
 """
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 MIB = 2**20
 
@@ -44,6 +45,38 @@ Numbers = tuple[int, int, int]
 """Values of an `Event`."""
 
 
+class Events(Sequence[Event]):
+    """Events in order, packed: a plan holds millions, and hands them to other processes."""
+
+    def __init__(self, packed: "array[int] | None" = None) -> None:
+        self.packed: array[int] = array("q") if packed is None else packed
+
+    def add(self, storage: int, size: int, stream: int) -> None:
+        """Add an event."""
+        self.packed.extend((storage, size, stream))
+
+    def numbers(self) -> list[Numbers]:
+        """Values of all events."""
+        return list(zip(*[iter(self.packed)] * 3, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.packed) // 3
+
+    @overload
+    def __getitem__(self, place: int) -> Event: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Events": ...
+    def __getitem__(self, place: int | slice) -> "Event | Events":
+        if isinstance(place, int):
+            begin = 3 * range(len(self))[place]
+            return Event._make(self.packed[begin : begin + 3])
+        begin, end, _ = place.indices(len(self))
+        return Events(self.packed[3 * begin : 3 * end])
+
+    def __iter__(self) -> Iterator[Event]:
+        return map(Event._make, self.numbers())
+
+
 @dataclass(frozen=True)
 class Reserved:
     """Statistics of a replay."""
@@ -66,6 +99,7 @@ def steady_reserved(
     before: Sequence[Numbers], step: Sequence[Numbers], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
     """Replay setup and `STEPS` steps; if they do not fit in `capacity`, without that limit, to tell what they need."""
+    before, step = (events.numbers() if isinstance(events, Events) else events for events in (before, step))
     found = replay(repeated(before, step, STEPS), expandable=expandable, capacity=capacity)
     return found if found.fits else replay(repeated(before, step, STEPS), expandable=expandable)
 

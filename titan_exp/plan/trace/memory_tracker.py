@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_exp.plan.cuda.caching_allocator import Event
+from titan_exp.plan.cuda.caching_allocator import Events
 from titan_exp.plan.cuda.cpu_offload import PINNED, power_of_two
 
 CATEGORIES = (
@@ -86,7 +86,7 @@ class MemoryTracker:
     """Class of elementwise kernels outside a model's forward and backward passes; empty within."""
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
-    events: list[Event] = field(default_factory=list)
+    events: Events = field(default_factory=Events)
     """Allocations and releases in device memory, in order."""
     begun: int = 0
     """Number of events before `begin_step`."""
@@ -251,7 +251,7 @@ class MemoryTracker:
 
     def _record(self, storage: Storage, size: int, stream: int) -> None:
         if not storage.on_host:
-            self.events.append(Event(storage.number, size, stream))
+            self.events.add(storage.number, size, stream)
 
     def _rounded(self, size: int, storage: Storage, category: str | None) -> int:
         if storage.on_host:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
-from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
+from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Events
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
@@ -49,9 +49,9 @@ class Trace:
     """Ranks of this rank's group, by mesh axis."""
     timeline: list[Moment]
     """Memory from the beginning to the end of the step."""
-    setup_events: list[Event]
+    setup_events: Events
     """Allocations and releases before the step, from the model's build on."""
-    step_events: list[Event]
+    step_events: Events
     """Allocations and releases in the step."""
     host: HostUsage | None = None
     """Memory of the host, with offloaded parameters."""

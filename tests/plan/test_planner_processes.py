@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import wait
 
 import pytest
 
@@ -39,8 +40,8 @@ def test_processes_replay_long_ranks_as_this_one_would(cores: int, started: bool
 def test_a_call_runs_elsewhere_and_its_errors_are_raised_here():
     with PlannerProcesses(2) as processes:
         first, second = processes.call(process), processes.call(int, "no number")
-        while first._future is not None and not first._future.done():
-            pass
+        assert first._future is not None
+        wait([first._future], 60)
         assert first.result() != os.getpid()
         with pytest.raises(ValueError, match="no number"):
             second.result()

@@ -69,7 +69,7 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
             torch.optim.SGD([outer[index] for index in fragment], lr=lr, momentum=momentum, nesterov=nesterov)
             for fragment in fragments
         ]
-        apart, movements = config.interval // len(fragments), {}
+        apart, pseudo_gradients = config.interval // len(fragments), {}
         settings = {"betas": tuple(experiment.optimizer.betas), "eps": experiment.optimizer.eps, "weight_decay": 0.0}  # type: ignore[attr-defined]
         optimizers = [torch.optim.AdamW(worker.parameters(), lr=1.0, **settings) for worker in models]
         for step in range(1, training.steps + 1):
@@ -98,10 +98,10 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
             for number, fragment in enumerate(fragments):  # the outer step of fragment p is after (p + 1)·H/P
                 shifted = step - (number + 1) * apart
                 if (shifted + config.delay) % config.interval == 0 and shifted + config.delay >= 0:
-                    movements[number] = _movements(outer, models, fragment, away)
+                    pseudo_gradients[number] = _pseudo_gradients(outer, models, fragment, away)
                 if shifted % config.interval == 0 and shifted >= 0:
-                    for index, movement in zip(fragment, movements.pop(number), strict=True):
-                        outer[index].grad = movement
+                    for index, gradient in zip(fragment, pseudo_gradients.pop(number), strict=True):
+                        outer[index].grad = gradient
                     outer_optimizers[number].step()
                     _mix(outer, models, fragment, config.mixing)
             if step == end:
@@ -137,7 +137,7 @@ def _fragments(names: Sequence[str], config: SemiSyncConfig, blocks: int) -> lis
 
 
 @torch.no_grad()
-def _movements(
+def _pseudo_gradients(
     outer: list[torch.Tensor], models: Sequence[torch.nn.Module], fragment: Sequence[int], away: Sequence[int]
 ) -> list[torch.Tensor]:
     present = [list(model.parameters()) for number, model in enumerate(models) if number not in away]

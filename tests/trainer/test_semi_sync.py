@@ -1,6 +1,6 @@
 """Semi-synchronous training: curve and weights of a plain reference in one process, in any layout of the groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.predict import predict
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
-from titan_exp.trainer.replica_groups.buckets import StartedSum
+from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
@@ -126,30 +126,54 @@ class _Alone:
     """The one living group, as `SemiSync` sees it."""
 
     group, numbers, size, leads = ReplicaGroup(1, 2, ""), [1], 1, True
+    connected = True
+    """False if groups of the quorum cannot be connected."""
 
-    def start_sum(self, tensors: list[torch.Tensor]) -> StartedSum:
-        started = StartedSum(tensors)
-        started.start(lambda _: None)
+    def start_all_reduce(self, tensors: Iterable[torch.Tensor]) -> AsyncAllReduce:
+        started = AsyncAllReduce()
+        if self.connected:
+            started.start(tensors, lambda _: None)
         return started
 
-    def finish_sum(self, _: StartedSum) -> float:
+    def finish_all_reduce(self, _: AsyncAllReduce) -> float:
         return 0.0
 
     def all_reduce(self, _: list[torch.Tensor]) -> float:
         return 0.0
 
     def commit(self, *_: object) -> bool:
-        return True
+        return self.connected
 
 
-def test_a_group_that_has_healed_and_is_alone_moves_nothing(monkeypatch):
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Parameter, _Alone, SemiSync]:
+    """Weight that has been stepped once, group, and its synchronizations."""
     monkeypatch.setattr(SemiSync, "_sum_over_ranks", lambda _, value: value)
     weight = torch.nn.Parameter(torch.randn(3))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    config = SemiSyncConfig("diloco", interval=2)
-    sync = SemiSync(config, _Alone(), OuterOptimizer(optimizer, config), None, {})  # type: ignore[arg-type]
+    optimizer, group = torch.optim.SGD([weight], lr=0.1), _Alone()
+    config = SemiSyncConfig("local_sgd", interval=2)
+    sync = SemiSync(config, group, OuterOptimizer(optimizer, config), None, {})  # type: ignore[arg-type]
     weight.grad = torch.ones(3)
     optimizer.step()
+    return weight, group, sync
+
+
+def test_a_synchronization_without_connection_is_repeated(alone):
+    weight, group, sync = alone
+    before, group.connected = weight.detach().clone(), False
+    sync.send(2)
+    assert sync.apply(2) is None
+    assert not sync.in_flight
+    assert torch.equal(weight, before)
+    group.connected = True
+    sync.send(2)
+    assert sync.apply(2) is not None
+    torch.testing.assert_close(weight, before)  # the mean of one group
+    assert sync.synchronized == 2
+
+
+def test_a_group_that_has_healed_and_is_alone_moves_nothing(alone):
+    weight, _, sync = alone
     row = {"trained": True, "values": {"loss": 3.0}, "tokens": 5, "total": 5, "row": {}}
     progress = {"synchronized": 2, "tokens": 7, "rows": [row], "sent": 0.0, "sent_for": 0, "swapped": False}
     sync.heal(4, progress)
@@ -242,13 +266,13 @@ def _mixing_is_exchanged(_: ReplicaGroup) -> None:
     OuterOptimizer.mix = exchanged  # type: ignore[method-assign]
 
 
-def _movement_is_of_the_step_that_applies_it(_: ReplicaGroup) -> None:
+def _pseudo_gradient_is_of_the_step_that_applies_it(_: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
     apply = SemiSync.apply
 
     def late(sync: SemiSync, step: int) -> object:
-        sync._sending.own = None  # type: ignore[union-attr]
+        sync._fragment.own = None  # type: ignore[union-attr]
         sync.send(step)
         return apply(sync, step)
 
@@ -262,7 +286,7 @@ def _movement_is_of_the_step_that_applies_it(_: ReplicaGroup) -> None:
         _offsets_of_fragments_are_exchanged,
         _applied_a_step_early,
         _mixing_is_exchanged,
-        _movement_is_of_the_step_that_applies_it,
+        _pseudo_gradient_is_of_the_step_that_applies_it,
     ],
 )
 def test_a_mutation_of_the_stream_is_noticed(tmp_path, expected, mutate):

@@ -29,6 +29,18 @@ STREAMED = [*STREAMING, "training.steps=12", "checkpoint=sync", "checkpoint.ever
 SAVED = [*DILOCO, "training.steps=8", "checkpoint=sync", "checkpoint.every=4"]
 
 
+def curve_with_death(fleet: Fleet, mutate: Mutation) -> Curve:
+    """Curve of two groups, of which group 1 dies and is started again."""
+    try:
+        survivor, dead = [fleet.start(number, mutate) for number in range(2)]
+        with pytest.raises(AssertionError, match="died without a word"):
+            dead.results(60)
+        dead.kill()
+        return fleet.curve([survivor, fleet.start(1, mutate)])
+    finally:
+        fleet.close()
+
+
 class _DiesTraining(Dies):
     """The first start of group 1 dies after its third step, between two synchronizations."""
 
@@ -63,14 +75,7 @@ class _DiesTraining(Dies):
 def test_the_others_lose_no_step(tmp_path, mutate, first):
     """Group 1 adds nothing to the `first` synchronization after its death, and heals at that or the next."""
     fleet = Fleet(tmp_path / "run", *LONG)
-    try:
-        survivor, dead = [fleet.start(number, mutate) for number in range(2)]
-        with pytest.raises(AssertionError, match="died without a word"):
-            dead.results(60)
-        dead.kill()
-        found = fleet.curve([survivor, fleet.start(1, mutate)])
-    finally:
-        fleet.close()
+    found = curve_with_death(fleet, mutate)
     participants = [row["participants"] for row in found.rows]
     away = [step for step in (2, 4, 6, 8, 10) if participants[step - 1] == 1]
     assert away in ([first], [4, 6])
@@ -80,7 +85,7 @@ def test_the_others_lose_no_step(tmp_path, mutate, first):
     assert [1] in [event["joined"] for event in read_events(fleet.folder) if event["event"] == "quorum"]
 
 
-class _DiesOnTheWay:
+class _DiesInFlight:
     """The first start of group 1 dies after step 6, whose fragment it has sent after step 5. It comes back when the
     other joins after step `back`, which waits for it."""
 
@@ -116,21 +121,13 @@ class _DiesOnTheWay:
 @pytest.mark.parametrize(
     ("back", "participants"),
     [
-        (6, [2, 2, 1, 2, 2, 2]),  # it heals while the fragment is sent again, without its own movement
+        (6, [2, 2, 1, 2, 2, 2]),  # it heals while the fragment is sent again, without its own pseudo-gradient
         pytest.param(7, [2, 2, 1, 1, 2, 2], marks=pytest.mark.night),  # and while the next one is sent
     ],
 )
-def test_a_death_on_the_way_is_a_mean_over_the_others(tmp_path, back, participants):
+def test_a_death_with_a_fragment_in_flight_is_a_mean_over_the_others(tmp_path, back, participants):
     words = [*STREAMING, "training.steps=12"]
-    mutate, fleet = _DiesOnTheWay(back), Fleet(tmp_path / "run", *words)
-    try:
-        survivor, dead = [fleet.start(number, mutate) for number in range(2)]
-        with pytest.raises(AssertionError, match="died without a word"):
-            dead.results(60)
-        dead.kill()
-        found = fleet.curve([survivor, fleet.start(1, mutate)])
-    finally:
-        fleet.close()
+    found = curve_with_death(Fleet(tmp_path / "run", *words), _DiesInFlight(back))
     assert [row["participants"] for row in found.rows[1::2]] == participants
     assert_same(found, reference(tmp_path / "reference", *words, lost={1: (5, back)}))
 
@@ -142,7 +139,7 @@ class _SendsLate:
         from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
         from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
-        add, start, steps = SemiSync.add_step, ReplicaGroups.start_sum, [0]
+        add, start, steps = SemiSync.add_step, ReplicaGroups.start_all_reduce, [0]
 
         def adding(sync: SemiSync, *arguments: Any, **named: Any) -> None:
             add(sync, *arguments, **named)
@@ -156,10 +153,10 @@ class _SendsLate:
                 assert (groups._folder.path / "trained").exists(), "group 0 waits for the sum"
             return start(groups, *arguments)
 
-        SemiSync.add_step, ReplicaGroups.start_sum = adding, starting  # type: ignore[method-assign]
+        SemiSync.add_step, ReplicaGroups.start_all_reduce = adding, starting  # type: ignore[method-assign]
 
 
-def test_groups_train_while_a_fragment_is_on_the_way(tmp_path):
+def test_groups_train_while_a_fragment_is_in_flight(tmp_path):
     found = train_groups(tmp_path / "run", [*STREAMING, "training.steps=4"], _SendsLate())
     assert [row["participants"] for row in found.rows] == [2] * 4
 
@@ -221,7 +218,7 @@ def _stops_after_step_6(group: ReplicaGroup) -> None:
 
 
 @pytest.mark.night
-def test_a_stop_waits_for_the_fragment_on_the_way_only(tmp_path):
+def test_a_stop_waits_for_the_fragment_in_flight_only(tmp_path):
     expected, path = train_groups(tmp_path / "whole", STREAMED), tmp_path / "stopped"
     train_groups(path, STREAMED, _stops_after_step_6)
     assert CheckpointFolder(RunFolder(path).checkpoints).complete_steps()[-1] == 6

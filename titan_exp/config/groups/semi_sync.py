@@ -12,8 +12,8 @@ class SemiSyncConfig:
     another experiment than synchronous training: part of the run id."""
 
     mode: Literal["none", "local_sgd", "diloco", "streaming_diloco"] = "none"
-    """`local_sgd` averages the weights of the groups (Stich 2019). `diloco` takes the mean movement of their weights
-    since the last synchronization for a gradient, and steps an outer SGD with it (Douillard et al. 2023).
+    """`local_sgd` averages the weights of the groups (Stich 2019). `diloco` takes the mean pseudo-gradient, by
+    which their weights have moved since the last synchronization, and steps an outer SGD (Douillard et al. 2023).
     `streaming_diloco` does so fragment by fragment, in the background of training (Douillard et al. 2025). The state
     of the optimizer stays in its group. It takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like
     the weights."""
@@ -69,5 +69,5 @@ class SemiSyncConfig:
         return None
 
     def sent_fragment(self, step: int) -> int | None:
-        """Fragment whose movement is sent after a step."""
+        """Fragment whose pseudo-gradient is sent after a step."""
         return None if step == 0 else self.applied_fragment(step + self.delay)

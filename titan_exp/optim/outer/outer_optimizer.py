@@ -51,11 +51,11 @@ class OuterOptimizer:
         ]
 
     @torch.no_grad()
-    def pseudo_gradients(self, fragment: int | None = None) -> list[Tensor]:
-        """Weights of the last synchronization less the present ones, this rank's shards, in fp32."""
+    def pseudo_gradients(self, fragment: int | None = None) -> Iterator[Tensor]:
+        """Weights of the last synchronization less the present ones, this rank's shards, in fp32, one after another."""
         parameters = self.parameters(fragment)
-        kept = self._state(KEPT, parameters)
-        return [each - local_tensor(parameter) for parameter, each in zip(parameters, kept, strict=True)]
+        for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
+            yield kept - local_tensor(parameter)
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor], fragment: int | None = None) -> None:

@@ -30,10 +30,10 @@ IRRELEVANT_KEYS = {
     "optimizer": ("lr", "betas", "eps"),
     "grad_clip": ("max_value", "relative", "decay", "warmup_steps"),
     "weight_average": ("decay", "steps"),
-    "semi_sync": ("outer_lr", "outer_nesterov", "mixing"),
+    "semi_sync": ("outer_lr", "outer_nesterov"),
 }
 """Keys of relevant groups without effect on predictions."""
-ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
+ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",), "semi_sync": ("mixing",)}
 """Keys compared only as set or unset."""
 RELEVANT_GROUPS = (
     *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),

@@ -33,7 +33,7 @@ def upper_bound(experiment: Experiment) -> int | None:
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A CUDA graph keeps its memory in addition to an evaluation's.
     passes = 2 if experiment.compile.cuda_graphs else 1
-    # Weights of the last synchronization, outer momentum, and during a synchronization their movement and its sum.
+    # Weights of the last synchronization, outer momentum, and during a synchronization pseudo-gradients and their sum.
     numbers = state + experiment.weight_average.enabled + 4 * experiment.semi_sync.enabled
     per_parameter = BYTES_PER_PARAMETER + BYTES_PER_STATE * max(0, numbers - 3)
     tensors = int(per_parameter * spec.parameters) + passes * 4 * rows * seq * (blocks + ends)

@@ -42,7 +42,7 @@ def training_ends_at_a_synchronization(
 
 
 def fragments_and_delay_fit(semi_sync: SemiSyncConfig) -> Iterator[Violation]:
-    """One fragment at a time is on its way, and none at the end of an interval."""
+    """One fragment at a time is in flight, and none at the end of an interval."""
     interval, fragments, delay = semi_sync.interval, semi_sync.fragments, semi_sync.delay
     apart = interval // fragments
     if fragments > interval:

@@ -1,6 +1,6 @@
 """Buckets of tensors for collectives between replica groups."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,30 +17,33 @@ def exchange(tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *
         flat = _flat(bucket)
         operation(flat)
         if write_back:
-            for tensor, part in zip(bucket, _parts(flat, bucket), strict=True):
+            for tensor, part in zip(bucket, _parts(flat, [tensor.shape for tensor in bucket]), strict=True):
                 tensor.copy_(part)
 
 
-class StartedSum:
+class AsyncAllReduce:
     """Sum of tensors over the groups that runs in the background, in flat copies of their buckets."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._buckets = list(_buckets(tensors))
-        self.flat: list[Tensor] = []
+    def __init__(self) -> None:
+        self._flat: list[Tensor] = []
         """Buckets whose sum has been started; no one touches them until it is done."""
+        self._shapes: list[list[torch.Size]] = []
+        """Shapes of the tensors in each."""
         self._works: list[tuple[Any, int]] = []
         """Their running collectives and bytes; none in a group that is alone."""
         self.summed_bytes = 0
         """Bytes of the buckets that have been summed."""
 
     @torch.no_grad()
-    def start(self, begin: Callable[[Tensor], Any]) -> None:
-        """Start the sums by `begin`, which returns the running collective of a bucket, or None without one."""
-        for bucket in self._buckets:
-            self.flat.append(_flat(bucket))
-            work = begin(self.flat[-1])
+    def start(self, tensors: Iterable[Tensor], begin: Callable[[Tensor], Any]) -> None:
+        """Start to sum the tensors, which are copied as they come. `begin` returns the running collective of a bucket,
+        or None without one."""
+        for bucket in _buckets(tensors):
+            self._flat.append(flat := _flat(bucket))
+            self._shapes.append([tensor.shape for tensor in bucket])
+            work = begin(flat)
             if work is not None:
-                self._works.append((work, self.flat[-1].nbytes))
+                self._works.append((work, flat.nbytes))
 
     def wait(self) -> None:
         """Wait for all of them, also if one has failed. Raises RuntimeError if one has."""
@@ -57,19 +60,20 @@ class StartedSum:
     @property
     def sums(self) -> list[Tensor]:
         """Sums of the tensors, which share memory with the buckets; after `wait`."""
-        return [part for flat, bucket in zip(self.flat, self._buckets, strict=True) for part in _parts(flat, bucket)]
+        buckets = zip(self._flat, self._shapes, strict=True)
+        return [part for flat, shapes in buckets for part in _parts(flat, shapes)]
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
-def _parts(flat: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in bucket])
-    return [part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)]
+def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for shape, part in zip(shapes, parts, strict=True)]
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive tensors of one dtype and at most `BUCKET_BYTES`; the same on equal ranks of all groups."""
     bucket: list[Tensor] = []
     size = 0

@@ -26,7 +26,7 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.objective.base import Reduction
-from titan_exp.trainer.replica_groups.buckets import StartedSum, exchange
+from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce, exchange
 from titan_exp.trainer.replica_groups.quorum import Quorum, QuorumClient
 from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
@@ -197,16 +197,16 @@ class ReplicaGroups:
         self._attempt(lambda: exchange(tensors, reduce, write_back=True))
         return sent
 
-    def start_sum(self, tensors: Sequence[Tensor]) -> StartedSum:
-        """Start a sum of tensors over the groups in the background, which leaves them as they are. Until `finish_sum`
-        the quorum stays as it is, and no other collective refuses what it is for."""
-        started = StartedSum(tensors)
-        self._attempt(lambda: started.start(self._start_all_reduce))
+    def start_all_reduce(self, tensors: Iterable[Tensor]) -> AsyncAllReduce:
+        """Start to sum tensors over the groups in the background, which leaves them as they are. Until
+        `finish_all_reduce` the quorum stays as it is, and no other collective refuses what it is for."""
+        started = AsyncAllReduce()
+        self._attempt(lambda: started.start(tensors, self._begin_all_reduce))
         return started
 
-    def finish_sum(self, started: StartedSum) -> float:
-        """Wait for a started sum; returns the bytes that this rank has sent. A failure leaves the sums undefined and
-        refuses what they are for."""
+    def finish_all_reduce(self, started: AsyncAllReduce) -> float:
+        """Wait for a started all-reduce; returns the bytes that this rank has sent. A failure leaves the sums undefined
+        and refuses what they are for."""
         self._lost_since = time.monotonic()
         self._attempt(started.wait)
         return ring_bytes(started.summed_bytes, self.size)
@@ -298,7 +298,7 @@ class ReplicaGroups:
             client.first_groups.allreduce([tensor], ReduceOp.SUM).wait()
         client.process_group.broadcast(tensor, 0).wait()
 
-    def _start_all_reduce(self, tensor: Tensor) -> Any:
+    def _begin_all_reduce(self, tensor: Tensor) -> Any:
         return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
 
     def _attempt(self, operation: Any) -> None:

@@ -3,13 +3,13 @@
 Every group has a fixed block of the sequences of each step. A synchronization is committed by all groups or repeated by
 those alive; until then every group keeps the weights that it has trained, so a death costs the others no step.
 
-Streaming DiLoCo synchronizes one fragment of the parameters at a time: its movement is sent in the background after one
-step, and applied `delay` steps later. At most one fragment is on the way, and none after it has been applied, which is
-when groups save, evaluate and stop.
+Streaming DiLoCo synchronizes one fragment of the parameters at a time: its pseudo-gradient is sent in the background
+after one step, and applied `delay` steps later. At most one fragment is in flight, and none after it has been applied,
+which is when groups save, evaluate and stop.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.objective.base import Reduction
-from titan_exp.trainer.replica_groups.buckets import StartedSum
+from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce
 from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
 
 T = TypeVar("T")
@@ -47,15 +47,15 @@ class PendingRow:
 
 
 @dataclass
-class Sending:
-    """Movement of a fragment's weights that is on its way to the other groups."""
+class FragmentInFlight:
+    """Fragment whose pseudo-gradient is being summed over the groups."""
 
-    fragment: int
+    number: int
     moved: bool
     """False in a group that had just healed: it has nothing to average."""
     own: list[Tensor] | None = None
-    """Movement in this group, if its weights will not tell later."""
-    sum: StartedSum | None = None
+    """Pseudo-gradient of this group, if its weights will not tell later."""
+    sum: AsyncAllReduce | None = None
     """Running sum over the groups; None once that was refused."""
 
 
@@ -89,10 +89,10 @@ class SemiSync:
         self.states: dict[str, Tensor] = {}
         """Inner optimizer states and own weights of groups, for the next checkpoint, as far as it has not the writer's
         under their plain names."""
-        self._sending: Sending | None = None
+        self._fragment: FragmentInFlight | None = None
         self._own_tokens, self._stop, self._save = 0, False, False
         self._healed_after: int | None = None
-        """Step after which this group has healed: it has no movement of its own until the next."""
+        """Step after which this group has healed: it has no pseudo-gradient until the next."""
         self._sent, self._sent_for = 0.0, 0
         """Bytes sent by all groups, and tokens of these rounds, since the last row."""
         self._participants = 0
@@ -120,9 +120,9 @@ class SemiSync:
         return self._config.applied_fragment(step) is not None
 
     @property
-    def on_the_way(self) -> bool:
+    def in_flight(self) -> bool:
         """True if a sum runs in the background: the groups do not meet until it is applied."""
-        return self._sending is not None and self._sending.sum is not None
+        return self._fragment is not None and self._fragment.sum is not None
 
     def position(self, step: int) -> int:
         """Progress by which quorums tell who is behind: twice the step, less one until it is synchronized."""
@@ -150,32 +150,31 @@ class SemiSync:
         return begins
 
     def send(self, step: int) -> None:
-        """Start to sum a fragment's movement over the groups: after this step, or again if that was refused."""
-        if self._sending is None:
-            fragment = self._config.sent_fragment(step)
-            if fragment is None:  # this group has healed while it was on the way
-                fragment = self._config.applied_fragment(step)
-            assert fragment is not None
-            self._sending = Sending(fragment, moved=self._healed_after != step)
-        sending = self._sending
-        movement = sending.own or self.outer.pseudo_gradients(sending.fragment)
-        if not sending.moved:
-            torch._foreach_zero_(movement)
-        if self._config.delay and sending.moved:
-            sending.own = movement
-        sending.sum = self._groups.start_sum(movement)
+        """Start to sum a fragment's pseudo-gradients over the groups: after this step, or again if that was refused."""
+        if self._fragment is None:
+            number = self._config.sent_fragment(step)
+            if number is None:  # this group has healed while it was in flight
+                number = self._config.applied_fragment(step)
+            assert number is not None
+            self._fragment = FragmentInFlight(number, moved=self._healed_after != step)
+        fragment = self._fragment
+        gradients: Iterable[Tensor] = fragment.own or self.outer.pseudo_gradients(fragment.number)
+        if not fragment.moved:
+            gradients = map(torch.zeros_like, gradients)
+        elif self._config.delay:
+            gradients = fragment.own = list(gradients)
+        fragment.sum = self._groups.start_all_reduce(gradients)
 
     def apply(self, step: int) -> Agreement | None:
-        """Step the outer optimizer after a step with the fragment on the way; None if that must be sent again, with
+        """Step the outer optimizer after a step with the fragment in flight; None if that must be sent again, with
         this group's weights untouched."""
-        sending, groups = self._sending, self._groups
-        assert sending is not None
-        assert sending.sum is not None
-        self._attempted += groups.finish_sum(sending.sum)
-        gradients = sending.sum.sums
-        sending.sum = None
+        fragment, groups = self._fragment, self._groups
+        assert fragment is not None
+        assert fragment.sum is not None
+        summed, fragment.sum = fragment.sum, None
+        self._attempted += groups.finish_all_reduce(summed)
         sent = self._sum_over_ranks(self._attempted)
-        own = [sending.moved, self._stop, self._save and groups.leads, self._own_tokens, sent]
+        own = [fragment.moved, self._stop, self._save and groups.leads, self._own_tokens, sent]
         for row in self.rows:
             own += [row.trained, row.tokens, row.total, *row.values.values()]
         # A row for each group, so that sums have the same order whoever is the oldest.
@@ -187,14 +186,15 @@ class SemiSync:
         participants = self._participants = int(table[:, 0].sum())
         if participants < self._config.groups:
             get_logger().warning("step %d: averaged over %d of %s", step, participants, self._present())
-        if participants:  # else all that had a movement are dead
+        if participants:  # else all that had a pseudo-gradient are dead
+            gradients = summed.sums
             torch._foreach_div_(gradients, participants)
-            self.outer.step(gradients, sending.fragment)
+            self.outer.step(gradients, fragment.number)
         self._finish_rows(table)
         tokens = int(table[:, 3].sum())
         self.synchronized, self.tokens = step, self.tokens + tokens
         self._sent, self._sent_for = self._sent + float(table[:, 4].sum()), self._sent_for + tokens
-        self._own_tokens, self._attempted, self._stop, self._save, self._sending = 0, 0.0, False, False, None
+        self._own_tokens, self._attempted, self._stop, self._save, self._fragment = 0, 0.0, False, False, None
         return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
 
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
@@ -222,7 +222,7 @@ class SemiSync:
         self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
         self.rows = [PendingRow(**{**row, "trained": False}) for row in progress["rows"]]
         self._sent, self._sent_for, self.outer.swapped = progress["sent"], progress["sent_for"], progress["swapped"]
-        self._own_tokens, self._sending, self._healed_after = 0, None, step
+        self._own_tokens, self._fragment, self._healed_after = 0, None, step
 
     def collect_states(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Send the state of this group alone to the group that writes the checkpoint, which keeps those that arrived.

@@ -64,7 +64,7 @@ class SemiSyncTrainer(Trainer):
         groups, semi_sync = self.groups, self._semi_sync
         assert groups is not None
         while True:
-            if not semi_sync.on_the_way:
+            if not semi_sync.in_flight:
                 self._join_groups(groups)
                 if semi_sync.synchronized == self.step:
                     if self._is_over or semi_sync.complete():

@@ -355,6 +355,16 @@ def test_differing_keys(first: dict, second: dict, keys: list[str], short: list[
         assert [found.short[key] for key in keys] == short
 
 
+def test_choice_of_a_group_stands_for_keys_that_others_lack():
+    adamw = {"optimizer": {"name": "adamw", "lr": 1, "weight_decay": 0.1, "implementation": "fused"}}
+    soap = {"optimizer": {"name": "soap", "lr": 2, "weight_decay": 0.2, "max_dim": 64}}
+    found = differing_keys([adamw, soap])
+    assert found.keys == ("optimizer.name", "optimizer.lr", "optimizer.weight_decay")
+    assert found.stands_for["optimizer.name"] == ("optimizer.name", "optimizer.implementation", "optimizer.max_dim")
+    larger = {"optimizer": {**soap["optimizer"], "max_dim": 128}}
+    assert "optimizer.max_dim" in differing_keys([adamw, soap, larger]).keys
+
+
 def test_model_name_stands_for_its_shape():
     small = {"model": {"name": "s", "dim": 1, "layers": 1, "heads": 1}, "optimizer": {"lr": 1}}
     large = {"model": {"name": "l", "dim": 2, "layers": 2, "heads": 2}, "optimizer": {"lr": 2}}

@@ -1,7 +1,7 @@
 """Configuration diff: keys whose resolved values differ between runs."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,8 @@ def differing_keys(
 
     Keys that a named list of a study sets together become one column of its name: `lists` has their keys by list,
     `choices` for each configuration the chosen name by list; other axes may vary keys of a list, which keep their
-    columns. So do the shape keys of a model with a name.
+    columns. So do the shape keys of a model with a name, and the keys that one choice of a group has and another lacks,
+    such as those of an optimizer.
     """
     flat = [flatten(config) for config in configs]
     keys = [
@@ -77,6 +78,7 @@ def differing_keys(
     ]
     shape = [key for key in keys if key.startswith("model.")]
     folds.append((LABEL_OF_MODEL, shape, [values.get(LABEL_OF_MODEL) for values in flat]))
+    folds += [(choice, own, [values.get(choice) for values in flat]) for choice, own in _keys_by_choice(keys, flat)]
     stands_for: dict[str, tuple[str, ...]] = {}
     named: list[dict[str, Any]] = [{} for _ in flat]
     for column, together, names in folds:
@@ -91,6 +93,14 @@ def differing_keys(
         for values, name in zip(named, names, strict=True):
             values[column] = name
     return DifferingKeys(tuple(keys), _short_names(keys), stands_for, named)
+
+
+def _keys_by_choice(keys: Sequence[str], flat: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """Differing choices of groups, each with itself and the differing keys of its group that some choice lacks."""
+    for choice in (key for key in keys if key.rpartition(".")[2] in GENERIC and key != LABEL_OF_MODEL):
+        group = choice.rpartition(".")[0]
+        lacking = [key for key in keys if key.startswith(f"{group}.") and any(key not in values for values in flat)]
+        yield choice, [choice, *lacking]
 
 
 def value_text(value: Any) -> str:

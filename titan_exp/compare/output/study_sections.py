@@ -95,12 +95,12 @@ def _tuning_notes(comparison: Comparison, tuning: Tuning) -> Iterator[str]:
         if group.edge in ("lowest", "highest"):
             more = "lower" if group.edge == "lowest" else "higher"
             yield f"{group.label}: the best {tuning.short} is the {group.edge} that was tried; try {more} ones."
-        elif group.edge == "one value":
-            yield f"{group.label} has one value of {tuning.short}, so that it is not tuned."
         for point in group.points:
             if point.diverged:
                 runs = format_items(len(comparison.rows[point.row].runs), "run")
                 yield f"{group.label} at {tuning.short}={value_text(point.value)}: {point.diverged} of {runs} diverged."
+    if untuned := [group.label for group in tuning.groups if group.edge == "one value"]:
+        yield f"One value of {tuning.short}, so that it is not tuned: {'; '.join(untuned)}."
     yield (
         f"Steps and time to the training loss that {base.label} at its best ends with, seed by seed; time is that of "
         "training alone, at the run's mean speed. Brackets are 95 % intervals over seeds."

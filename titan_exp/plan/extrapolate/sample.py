@@ -217,9 +217,7 @@ def take_sample(
     with temporary_folder() as folder:
         small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
-            # Blocks choose their saved calls in their first forward pass.
-            passes = record_events or checkpointing.automatic is not None
-            first = (None if pipeline and record_events else fake.warmup_step) if passes else fake.optimizer_step
+            first = (None if pipeline else fake.warmup_step) if record_events else fake.optimizer_step
             trace = trace_step(
                 fake.state,
                 fake.step,

@@ -5,7 +5,7 @@ and messages follow their sizes. Messages on an axis that the traced layout does
 with it are tried early.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +49,13 @@ class Estimates:
     def least_bytes(self) -> Floats:
         """Peak of memory, if the estimate is too high."""
         return self.bytes * (1 - np.minimum(0.25, 0.03 + 0.25 * self._far))
+
+    def awaiting(self, numbers: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """Layouts to which one of these, which are being traced, is nearer than all traced ones."""
+        nearer = np.zeros(len(self._far), dtype=bool)
+        for number in numbers:
+            nearer |= self._columns.distances(number) < self._far
+        return nearer
 
     def add(self, profile: Profile, cost: LayoutCost) -> None:
         """Use a traced layout for those to which it is the nearest; `cost` is its exact one."""

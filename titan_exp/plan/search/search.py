@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -230,50 +230,35 @@ class LayoutSearch:
 
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
         """Extrapolate enumerated layouts in the order of their estimates until no other can enter the rows."""
-        waiting: dict[Key, list[Candidate]] = {}
-        running = set[Future[tuple[Candidate, TracedParts]]]()
+        running: dict[Future[tuple[Candidate, TracedParts]], int] = {}
         while True:
-            later: list[Candidate] = []
             # Layouts with better estimates may suffice: wait for their traces before tracing slower ones.
-            while len(running) < cores and not (running and self._enough([*waiting.values(), later])):
-                candidate = None if self._late else self._next()
+            while len(running) < cores and not (running and self._enough(len(running))):
+                candidate = None if self._late else self._next(running.values())
                 if candidate is None:
                     break
-                key = _key(candidate)
-                if key in self._traced:
+                if _key(candidate) in self._traced:
                     self._extrapolate(candidate)
                     continue
                 self._open[candidate.number] = False
-                if key in waiting:
-                    waiting[key].append(candidate)
-                elif any(_without_sharding(key) == _without_sharding(other) for other in waiting):
-                    # A running trace will tell more about it.
-                    later.append(candidate)
-                else:
-                    waiting[key] = [candidate]
-                    running.add(pool.submit(_trace, candidate))
-            for candidate in later:
-                self._open[candidate.number] = True
+                running[pool.submit(_trace, candidate)] = candidate.number
             if not running:
                 return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                traced, parts = future.result()
-                self._add_trace(traced, parts)
-                for candidate in waiting.pop(_key(traced)):
-                    if candidate.number != traced.number:
-                        self._open[candidate.number] = True
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                self._add_trace(*future.result())
 
-    def _enough(self, waiting: Iterable[Collection[Candidate]]) -> bool:
+    def _enough(self, waiting: int) -> bool:
         """True if the rows would be complete if every pending layout fit."""
         found = len(self._fastest())
-        return found + sum(map(len, waiting)) >= self._limit > found
+        return found + waiting >= self._limit > found
 
-    def _next(self) -> Candidate | None:
-        """Layout with the best estimate that may still enter the rows, or None."""
+    def _next(self, running: Iterable[int]) -> Candidate | None:
+        """Layout with the best estimate that may still enter the rows, or None; without those of which a running trace
+        tells more than the finished ones."""
         if not self._candidates:
             return None
-        estimates, allowed = self._estimates, self._open
+        estimates, allowed = self._estimates, self._open & ~self._estimates.awaiting(running)
         if self._bounded:
             rows = self._fastest()
             slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
@@ -377,10 +362,6 @@ def _key(candidate: Candidate) -> Key:
         candidate.shards if parallelism.cpu_offload else parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,
     )
-
-
-def _without_sharding(key: Key) -> Key:
-    return key[:-2]
 
 
 def _too_long(experiment: Experiment) -> str | None:

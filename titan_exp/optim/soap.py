@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from titan_exp.config.groups.optimizer import SplitMatrixOptimizerConfig
-from titan_exp.config.groups.types import PositiveInt
+from titan_exp.config.groups.optimizer import Betas, SplitMatrixOptimizerConfig
+from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SplitMatrixOptimizerConfig):
-    """Fields of SOAP, whose `betas` and `eps` are those of matrices too; covariances decay at the second rate."""
+    """Fields of SOAP."""
 
+    betas: Betas
+    """Decay rates of the first moment, and of the second and the covariances; AdamW's for the rest."""
+    eps: PositiveFloat
+    """Added to the denominator."""
     precondition_every: PositiveInt
     """Steps between power iterations of the eigenbases."""
     max_dim: PositiveInt

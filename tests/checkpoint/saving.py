@@ -8,6 +8,9 @@ import torch
 
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.checkpoint.dcp.checksums import require_intact
+from titan_exp.checkpoint.dcp.storage_reader import load_into
+from titan_exp.checkpoint.state_dict import model_state_dict
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 
@@ -32,6 +35,12 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[t
     """Copies of all of the training state."""
     moments = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
     return [tensor.detach().clone() for tensor in [*model.parameters(), *moments]]
+
+
+def load_model(path: Path, model: torch.nn.Module) -> None:
+    """Load the weights of an intact checkpoint. Raises UserError if it is damaged."""
+    require_intact(path)
+    load_into(path, model_state_dict([model]))
 
 
 def checkpointer(tmp_path: Path, mode: str = "async", **settings: Any) -> Checkpointer:

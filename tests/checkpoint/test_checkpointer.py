@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
+from tests.checkpoint.saving import checkpointer, load_model, one_step, snapshot, trained
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.checkpointer import Checkpointer, load_model
+from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError

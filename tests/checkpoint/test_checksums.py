@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.saving import checkpointer, saved, snapshot, trained
+from tests.checkpoint.saving import checkpointer, load_model, saved, snapshot, trained
 from tests.checkpoint.tools import exported
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.checkpointer import load_model
 from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, find_damage, has_checksums
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError

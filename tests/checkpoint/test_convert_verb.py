@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.saving import load_model
 from tests.checkpoint.test_sharded_hf_export import tensors
 from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
 from tests.config.composing import llama
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.checkpointer import load_model
 from titan_exp.checkpoint.formats import export_weights
 from titan_exp.checkpoint.formats import safetensors as safetensors_store
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint

@@ -439,9 +439,3 @@ def _first_failure(error: BaseException) -> str:
         rank, (cause, _) = sorted(error.failures.items())[0]
         return f"rank {rank}: {cause}"
     return str(error)
-
-
-def load_model(path: Path, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint into a model. Raises UserError if the checkpoint is damaged."""
-    require_intact(path)
-    load_into(path, model_state_dict([model]))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,7 +153,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Parameter, _Alone, 
     weight = torch.nn.Parameter(torch.randn(3))
     optimizer, group = torch.optim.SGD([weight], lr=0.1), _Alone()
     config = SemiSyncConfig("local_sgd", interval=2)
-    sync = SemiSync(config, group, OuterOptimizer(optimizer, config), None, {})  # type: ignore[arg-type]
+    mesh = SimpleNamespace(batch_replicas=1)
+    sync = SemiSync(config, group, OuterOptimizer(optimizer, config), mesh, {})  # type: ignore[arg-type]
     weight.grad = torch.ones(3)
     optimizer.step()
     return weight, group, sync
@@ -175,13 +177,14 @@ def test_a_synchronization_without_connection_is_repeated(alone):
 def test_a_group_that_has_healed_and_is_alone_moves_nothing(alone):
     weight, _, sync = alone
     row = {"trained": True, "values": {"loss": 3.0}, "tokens": 5, "total": 5, "row": {}}
-    progress = {"synchronized": 2, "tokens": 7, "rows": [row], "sent": 0.0, "sent_for": 0, "swapped": False}
-    sync.heal(4, progress)
+    progress = {"synchronized": 2, "tokens": 7, "round_tokens": 5, "rows": [row]}
+    sync.heal(4, progress | {"sent": 0.0, "sent_for": 0, "swapped": False})
     before = weight.detach().clone()
     sync.send(4)
     assert sync.apply(4) is not None
     assert torch.equal(weight, before)
     assert sync.rows[0].row == {"loss": 3.0, "tokens": 12}
+    assert sync.tokens == 12, "the tokens of the round, which no living group has trained"
 
 
 def _wrong_sign(_: ReplicaGroup) -> None:

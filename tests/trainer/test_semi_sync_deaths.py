@@ -85,6 +85,91 @@ def test_the_others_lose_no_step(tmp_path, mutate, first):
     assert [1] in [event["joined"] for event in read_events(fleet.folder) if event["event"] == "quorum"]
 
 
+class _AllThatTrainedDie:
+    """Group 1 dies after step 3 and heals from group 0 after step 4, which then dies before that synchronization."""
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+        add, join, send, apply = SemiSync.add_step, ReplicaGroups.join, ReplicaGroups.send_state, SemiSync.apply
+        steps, sent = [0], list[bool]()
+
+        def adding(sync: SemiSync, *arguments: Any, **named: Any) -> None:
+            add(sync, *arguments, **named)
+            steps[0] += 1
+            if (group.number, group.start, steps[0]) == (1, 1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
+            path = groups._folder.path
+            if group.start > 1:
+                (path / f"start of {group.number}").touch()
+            waits_for = {(0, 4): 1, (1, 6): 0}.get((group.number, step))
+            if waits_for is not None:
+                wait_for(path / f"start of {waits_for}")
+                time.sleep(0.5)  # so that it is in the quorum
+            return join(groups, step, *position)
+
+        def sending(groups: ReplicaGroups, *arguments: Any) -> None:
+            send(groups, *arguments)
+            sent.append(True)
+
+        def applying(sync: SemiSync, step: int) -> Any:
+            if (group.number, group.start, step) == (0, 0, 4):
+                assert sent
+                os.kill(os.getpid(), signal.SIGKILL)
+            return apply(sync, step)
+
+        SemiSync.add_step, SemiSync.apply = adding, applying  # type: ignore[method-assign]
+        ReplicaGroups.join, ReplicaGroups.send_state = joined, sending  # type: ignore[method-assign]
+
+
+def run_without_those_that_trained(path: Path, mutate: Mutation) -> Curve:
+    fleet = Fleet(path, *LONG)
+    try:
+        groups = [fleet.start(number, mutate) for number in range(2)]
+        for number, rows in ((1, 0), (0, 4)):
+            with pytest.raises(AssertionError, match="died without a word"):
+                groups[number].results(60)
+            groups[number].kill()
+            deadline = time.monotonic() + 30
+            while len(fleet.lines()) < rows and time.monotonic() < deadline:
+                time.sleep(0.02)
+            groups[number] = fleet.start(number, mutate)
+        return fleet.curve(groups)
+    finally:
+        fleet.close()
+
+
+def assert_tokens_of_batches(found: Curve, expected: Curve) -> None:
+    """Nothing is averaged after step 4, and tokens are counted as in a run without a death."""
+    assert [row["participants"] for row in found.rows[1::2]] == [2, 0, 1, 2, 2]
+    assert [row["step"] for row in found.rows] == list(range(1, 11))
+    assert [row["tokens"] for row in found.rows] == [row["tokens"] for row in expected.rows]
+
+
+def test_tokens_are_those_of_the_batches_if_all_that_trained_them_die(tmp_path):
+    found = run_without_those_that_trained(tmp_path / "run", _AllThatTrainedDie())
+    assert_tokens_of_batches(found, train_groups(tmp_path / "whole", LONG))
+
+
+class _ForgetsTokensOfTheRound(_AllThatTrainedDie):
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+
+        super().__call__(group)
+        heal = SemiSync.heal
+        SemiSync.heal = lambda sync, step, progress: heal(sync, step, {**progress, "round_tokens": 0})  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+def test_forgotten_tokens_are_noticed(tmp_path):
+    found = run_without_those_that_trained(tmp_path / "run", _ForgetsTokensOfTheRound())
+    with pytest.raises(AssertionError):
+        assert_tokens_of_batches(found, train_groups(tmp_path / "whole", LONG))
+
+
 class _DiesInFlight:
     """The first start of group 1 dies after step 6, whose fragment it has sent after step 5. It comes back when the
     other joins after step `back`, which waits for it."""

@@ -39,9 +39,9 @@ class PendingRow:
     values: dict[str, float]
     """Numbers of this group's share, and after the synchronization those of the step."""
     tokens: int
-    """Predicted tokens of the step."""
+    """Predicted tokens of this group's share of the step, or after the synchronization of all that were trained."""
     total: int
-    """Predicted tokens since the last synchronization."""
+    """Predicted tokens of whole batches since the last synchronization, on this rank; then of all ranks of a group."""
     row: dict[str, Any] | None
     """The whole row, on the first rank of a group."""
 
@@ -83,14 +83,14 @@ class SemiSync:
         self.synchronized = 0
         """Step of the last synchronization."""
         self.tokens = 0
-        """Predicted tokens of all groups up to it."""
+        """Predicted tokens of the batches up to it, whoever has trained them."""
         self.rows: list[PendingRow] = []
         """Rows since the last synchronization, and after it until they are written."""
         self.states: dict[str, Tensor] = {}
         """Inner optimizer states and own weights of groups, for the next checkpoint, as far as it has not the writer's
         under their plain names."""
         self._fragment: FragmentInFlight | None = None
-        self._own_tokens, self._stop, self._save = 0, False, False
+        self._round_tokens, self._stop, self._save = 0, False, False
         self._healed_after: int | None = None
         """Step after which this group has healed: it has no pseudo-gradient until the next."""
         self._sent, self._sent_for = 0.0, 0
@@ -129,13 +129,13 @@ class SemiSync:
         return 2 * step - (step != self.synchronized)
 
     def add_step(self, tokens: int, *, stop: bool, save: bool) -> None:
-        """Count a step; its flags wait for the synchronization."""
-        self._own_tokens += tokens
+        """Count a step, of whose whole batch this rank has read `tokens`; its flags wait for the synchronization."""
+        self._round_tokens += tokens
         self._stop, self._save = self._stop or stop, self._save or save
 
     def add_row(self, values: dict[str, float], row: dict[str, Any] | None, tokens: int) -> None:
         """Keep a row until the synchronization."""
-        self.rows.append(PendingRow(True, values, tokens, self._own_tokens, row))
+        self.rows.append(PendingRow(True, values, tokens, self._round_tokens, row))
 
     def complete(self) -> bool:
         """True if training may begin: all groups are there, or the others have not come in time. Else wait a second."""
@@ -173,10 +173,12 @@ class SemiSync:
         assert fragment.sum is not None
         summed, fragment.sum = fragment.sum, None
         self._attempted += groups.finish_all_reduce(summed)
-        sent = self._sum_over_ranks(self._attempted)
-        own = [fragment.moved, self._stop, self._save and groups.leads, self._own_tokens, sent]
+        sent, *counts = self._sum_over_ranks([self._attempted, self._round_tokens, *(row.total for row in self.rows)])
+        # Ranks that share rows count them all.
+        tokens, *totals = (round(count / self._mesh.batch_replicas) for count in counts)
+        own = [fragment.moved, self._stop, self._save and groups.leads, sent]
         for row in self.rows:
-            own += [row.trained, row.tokens, row.total, *row.values.values()]
+            own += [row.trained, row.tokens, *row.values.values()]
         # A row for each group, so that sums have the same order whoever is the oldest.
         table = torch.zeros(self._config.groups, len(own), dtype=torch.float64)
         table[groups.group.number] = torch.tensor(own, dtype=torch.float64)
@@ -190,11 +192,10 @@ class SemiSync:
             gradients = summed.sums
             torch._foreach_div_(gradients, participants)
             self.outer.step(gradients, fragment.number)
-        self._finish_rows(table)
-        tokens = int(table[:, 3].sum())
+        self._finish_rows(table, totals)
         self.synchronized, self.tokens = step, self.tokens + tokens
-        self._sent, self._sent_for = self._sent + float(table[:, 4].sum()), self._sent_for + tokens
-        self._own_tokens, self._attempted, self._stop, self._save, self._fragment = 0, 0.0, False, False, None
+        self._sent, self._sent_for = self._sent + float(table[:, 3].sum()), self._sent_for + tokens
+        self._round_tokens, self._attempted, self._stop, self._save, self._fragment = 0, 0.0, False, False, None
         return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
 
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
@@ -214,7 +215,8 @@ class SemiSync:
         """State beside tensors for a group that heals from this one."""
         rows = [vars(row) for row in self.rows]
         sent = {"sent": self._sent, "sent_for": self._sent_for, "swapped": self.outer.swapped}
-        return {"synchronized": self.synchronized, "tokens": self.tokens, "rows": rows, **sent}
+        tokens = {"tokens": self.tokens, "round_tokens": self._round_tokens}
+        return {"synchronized": self.synchronized, **tokens, "rows": rows, **sent}
 
     def heal(self, step: int, progress: Mapping[str, Any]) -> None:
         """Take over another group's progress; its tensors have been received. Within a synchronization this group then
@@ -222,7 +224,7 @@ class SemiSync:
         self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
         self.rows = [PendingRow(**{**row, "trained": False}) for row in progress["rows"]]
         self._sent, self._sent_for, self.outer.swapped = progress["sent"], progress["sent_for"], progress["swapped"]
-        self._own_tokens, self._fragment, self._healed_after = 0, None, step
+        self._round_tokens, self._fragment, self._healed_after = progress["round_tokens"], None, step
 
     def collect_states(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Send the state of this group alone to the group that writes the checkpoint, which keeps those that arrived.
@@ -247,12 +249,12 @@ class SemiSync:
                 get_logger().warning("the checkpoint is without the optimizer state of group %d, which ended", number)
         self.states |= own_weights(own, groups.group.number)
 
-    def _finish_rows(self, table: Tensor) -> None:
+    def _finish_rows(self, table: Tensor, totals: Sequence[int]) -> None:
         """Replace this group's numbers by those of all that have trained the step."""
-        column = 5
-        for row in self.rows:
-            trained, tokens, total = table[:, column : column + 3].unbind(1)
-            tokens, total, column = tokens * trained, total * trained, column + 3
+        column = 4
+        for row, total in zip(self.rows, totals, strict=True):
+            trained, tokens = table[:, column : column + 2].unbind(1)
+            tokens, column, row.total = tokens * trained, column + 2, total
             alive = bool(trained.any())  # else all that trained it are dead, and one has sent its numbers before
             for name in row.values:
                 values, kind = table[:, column], self._reductions.get(name, "mean")
@@ -268,14 +270,14 @@ class SemiSync:
                 else:
                     row.values[name] = float((values * trained).sum() / trained.sum())
             if alive:
-                row.tokens, row.total = int(tokens.sum()), int(total.sum())
+                row.tokens = int(tokens.sum())
             if row.row is not None:
                 row.row |= {**row.values, "tokens": self.tokens + row.total}
 
-    def _sum_over_ranks(self, value: float) -> float:
-        total = torch.tensor([value], dtype=torch.float64)
+    def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._mesh.cpu_group)
-        return float(total)
+        return total.tolist()
 
     def _present(self) -> str:
         return f"{self._config.groups} groups (alive are {', '.join(map(str, sorted(self._groups.numbers)))})"

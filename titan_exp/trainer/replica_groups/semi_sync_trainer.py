@@ -10,6 +10,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.objective.base import token_counts
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.train_step import StepResult, require_finite
 from titan_exp.trainer.trainer import Trainer
@@ -19,6 +20,8 @@ class SemiSyncTrainer(Trainer):
     """One rank of a semi-synchronous run; raises like `Trainer`."""
 
     _commits_steps = False
+    _batch_tokens = 0
+    """Predicted tokens of the step's whole batch, of which this rank has read its part."""
 
     def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
         super().__init__(experiment, folder, device)
@@ -45,12 +48,13 @@ class SemiSyncTrainer(Trainer):
         return True
 
     def _own(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        self._batch_tokens = sum(token_counts(self.model.objective, batch)[0] for batch in batches)
         return self._semi_sync.share(batches)
 
     def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> bool:
         """Keep the row of a step until the groups synchronize, and synchronize them if due."""
         semi_sync, step = self._semi_sync, self.step
-        semi_sync.add_step(result.tokens, stop=stop, save=save)
+        semi_sync.add_step(self._batch_tokens, stop=stop, save=save)
         if self._evaluates or self._is_over or step % self.experiment.tracking.log_every == 0:
             semi_sync.add_row(*self.report.row(step, self.tokens, result, lr=self.schedule(step)), result.tokens)
         if semi_sync.due(step):

@@ -16,15 +16,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.proofs import note
 from tests.ranks import run_ranks
+from tests.trainer.lone_group import LoneGroup
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, batch_tensors, fake_batches, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.train_state import assemble
 
 SMALL = [
@@ -232,6 +235,7 @@ def _predict_ranks(path: str, mutate: Callable[[], None] | None) -> list[dict[st
                 fake.state,
                 fake.step,
                 warmup_step=fake.warmup_step,
+                outer_step=fake.outer_step,
                 preallocated=fake.preallocated,
                 inductor=uses_inductor(experiment.compile),
             )
@@ -306,11 +310,34 @@ def _alone(path: str) -> list[int]:
         state.built.init_weights()
         fake = FakeRank(experiment, state, fake_batches(experiment))
         fake.step()
-        found.append(allocated_by(fake.step, Path(path)))
+        found.append(allocated_by(fake.step if state.outer is None else _synchronized(fake), Path(path)))
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
         torch._dynamo.reset()
     return found
+
+
+def _synchronized(rank: FakeRank) -> Callable[[], None]:
+    """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
+    outer, config = rank.state.outer, rank.experiment.semi_sync
+    assert outer is not None
+    sync = SemiSync(config, LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
+    sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]
+    first = next(step for step in itertools.count(1) if config.sent_fragment(step) == sizes.index(max(sizes)))
+
+    def run() -> None:
+        if config.delay:
+            sync.send(first)
+            rank.step()
+        else:
+            rank.step()
+            sync.send(first)
+        sync.apply(first + config.delay)
+        if rank.experiment.checkpoint.mode != "off":
+            sync.collect_states(rank.state.model.parts, rank.state.optimizer)
+            sync.states = {}
+
+    return run
 
 
 def allocated_by(step: Callable[[], None], path: Path) -> int:

@@ -82,6 +82,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
                 fake.state,
                 fake.step,
                 warmup_step=fake.warmup_step,
+                outer_step=fake.outer_step,
                 preallocated=fake.preallocated,
                 cuda=True,
                 inductor=uses_inductor(experiment.compile),

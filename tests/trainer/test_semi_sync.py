@@ -1,6 +1,6 @@
 """Semi-synchronous training: curve and weights of a plain reference in one process, in any layout of the groups."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ import torch
 
 from tests.parity.runs import LINES, Curve
 from tests.trainer.fleet import Fleet, Mutation
+from tests.trainer.lone_group import LoneGroup
 from tests.trainer.semi_sync_reference import Reference, reference
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -17,7 +18,6 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.predict import predict
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
-from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
@@ -123,35 +123,12 @@ def test_one_fragment_without_delay_is_diloco_bitwise(tmp_path):
     assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
 
 
-class _Alone:
-    """The one living group, as `SemiSync` sees it."""
-
-    group, numbers, size, leads = ReplicaGroup(1, 2, ""), [1], 1, True
-    connected = True
-    """False if groups of the quorum cannot be connected."""
-
-    def start_all_reduce(self, tensors: Iterable[torch.Tensor]) -> AsyncAllReduce:
-        started = AsyncAllReduce()
-        if self.connected:
-            started.start(tensors, lambda _: None)
-        return started
-
-    def finish_all_reduce(self, _: AsyncAllReduce) -> float:
-        return 0.0
-
-    def all_reduce(self, _: list[torch.Tensor]) -> float:
-        return 0.0
-
-    def commit(self, *_: object) -> bool:
-        return self.connected
-
-
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Parameter, _Alone, SemiSync]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Parameter, LoneGroup, SemiSync]:
     """Weight that has been stepped once, group, and its synchronizations."""
     monkeypatch.setattr(SemiSync, "_sum_over_ranks", lambda _, value: value)
     weight = torch.nn.Parameter(torch.randn(3))
-    optimizer, group = torch.optim.SGD([weight], lr=0.1), _Alone()
+    optimizer, group = torch.optim.SGD([weight], lr=0.1), LoneGroup()
     config = SemiSyncConfig("local_sgd", interval=2)
     mesh = SimpleNamespace(batch_replicas=1)
     sync = SemiSync(config, group, OuterOptimizer(optimizer, config), mesh, {})  # type: ignore[arg-type]

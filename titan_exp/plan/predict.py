@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
@@ -50,6 +51,8 @@ class RankPlan:
     """True if the run allocates in expandable segments."""
     kernels: Sequence[ClassTime] = ()
     """Kernels of the step by class."""
+    semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
+    """Semi-synchronous training, whose checkpoints have the states of all groups."""
 
     @property
     def sent(self) -> int:
@@ -74,8 +77,9 @@ class RankPlan:
     @property
     def saved(self) -> int:
         """Bytes of parameters and optimizer state on device and host, as a checkpoint holds them."""
-        host = {} if self.trace.host is None else self.trace.host.persistent
-        return sum(held.get(name, 0) for held in (self.trace.persistent, host) for name in ("parameters", "optimizer"))
+        device, host = self.trace.persistent, {} if self.trace.host is None else self.trace.host.persistent
+        weights, state = (device[name] + host.get(name, 0) for name in ("parameters", "optimizer"))
+        return round(weights * checkpoint_numbers(self.semi_sync, state / max(1, weights)))
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ def predict(
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
         kernels = class_times(trace.costs, None if seconds is None else device)
-        return RankPlan(number, trace, seconds, allocator, expandable, kernels)
+        return RankPlan(number, trace, seconds, allocator, expandable, kernels, experiment.semi_sync)
 
     room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
     load, worst = experiment.plan.worst_expert_load, None
@@ -318,6 +322,7 @@ class _Tracer:
                 rank.state,
                 rank.step,
                 warmup_step=rank.warmup_step,
+                outer_step=rank.outer_step,
                 preallocated=rank.preallocated,
                 cuda=self.cuda,
                 inductor=uses_inductor(self.experiment.compile),

@@ -19,6 +19,7 @@ from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
     OPTIMIZER_STEP,
+    SYNCHRONIZATION,
     TIED_SUM,
     CategoryBytes,
     GradientKey,
@@ -66,9 +67,10 @@ class OptimizerStepTrace:
 
     @property
     def totals(self) -> "OptimizerStepTotals":
-        """Totals of the second optimizer step."""
+        """Totals of the second optimizer step. Without a synchronization: fragments are not linear in the layers."""
+        steps = [segment for segment in self.ends[1] if segment.label != SYNCHRONIZATION]
         tied, step = (
-            join_segments(label, [segment for segment in self.ends[1] if (segment.label == TIED_SUM) is is_tied])
+            join_segments(label, [segment for segment in steps if (segment.label == TIED_SUM) is is_tied])
             for label, is_tied in ((TIED_SUM, True), (OPTIMIZER_STEP, False))
         )
         costs = sum_costs([tied.costs, step.costs])
@@ -201,7 +203,14 @@ def _without_passes(experiment: Experiment) -> Experiment:
 def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
-        trace = trace_step(fake.state, fake.optimizer_step, preallocated=fake.preallocated, cuda=cuda, segments=tracker)
+        trace = trace_step(
+            fake.state,
+            fake.optimizer_step,
+            outer_step=fake.outer_step,
+            preallocated=fake.preallocated,
+            cuda=cuda,
+            segments=tracker,
+        )
         segments, built = tracker.segments(), fake.state.built
         of_layers = {name: tensor for name, tensor in _shared_tensors(fake.state) if not tracker.is_on_host(tensor)}
         shared = category_bytes({name: tensor.untyped_storage().nbytes() for name, tensor in of_layers.items()})

@@ -58,6 +58,8 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
         inputs[group] = {name: value for name, value in inputs[group].items() if name not in names}
     for group, names in ON_OFF_KEYS.items():
         inputs[group] |= {name: bool(inputs[group][name]) for name in names}
+    # The group that writes a checkpoint collects the states of all.
+    inputs["collects_states"] = experiment.semi_sync.enabled and experiment.checkpoint.mode != "off"
     schedule = experiment.parallelism.pp_schedule
     if is_file(schedule):
         inputs["parallelism"]["pp_schedule"] = Path(schedule).expanduser().read_text(encoding="utf-8")

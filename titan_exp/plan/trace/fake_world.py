@@ -27,6 +27,7 @@ from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
+from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.train_state import TrainState, assemble
@@ -46,6 +47,15 @@ class FakeRank:
     """Mesh, model and optimizer of this rank."""
     batches: Sequence[MicroBatch]
     """Micro-batches of a step."""
+
+    @property
+    def outer_step(self) -> OuterStep | None:
+        """Synchronization of semi-synchronous training."""
+        state, config = self.state, self.experiment.semi_sync
+        if state.outer is None:
+            return None
+        saves = self.experiment.checkpoint.mode != "off"
+        return OuterStep(state.outer, config, state.model.parts, state.optimizer, saves=saves)
 
     @property
     def preallocated(self) -> list[torch.Tensor]:

@@ -22,6 +22,8 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Stora
 STEP = "the step"
 """Label of the first segment of a step."""
 MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "sum of tied gradients", "optimizer step"
+SYNCHRONIZATION = "synchronization"
+"""Label of what semi-synchronous training does between two steps."""
 ACTION, BETWEEN_ACTIONS = "action", "between actions"
 GRADIENT_SUM = "sum of gradients"
 REDUCE, GROUP, FINAL = "reduce", "group", "final"

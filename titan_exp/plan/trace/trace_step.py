@@ -18,8 +18,9 @@ from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.kernel_classes import EMBEDDING
 from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
+from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.phases import track_phases
-from titan_exp.plan.trace.segments import PhaseObserver, SegmentObserver, SegmentTracker
+from titan_exp.plan.trace.segments import SYNCHRONIZATION, PhaseObserver, SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState
 
 
@@ -64,6 +65,7 @@ def trace_step(
     step: Callable[[], object],
     *,
     warmup_step: Callable[[], object] | None = None,
+    outer_step: OuterStep | None = None,
     preallocated: Iterable[Tensor] = (),
     cuda: bool = False,
     inductor: bool = False,
@@ -73,7 +75,8 @@ def trace_step(
     """Run two steps and trace the second.
 
     The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
-    are tensors allocated before it, besides the model. With `cuda`, sizes follow CUDA's kernels and allocator, and the
+    are tensors allocated before it, besides the model. An `outer_step` follows the second step, at no costs; if it is
+    delayed, its fragment is in flight during that step. With `cuda`, sizes follow CUDA's kernels and allocator, and the
     matmul library keeps `matmul_workspace` bytes per calling thread. With `inductor`, compiled kernels are skipped.
     `segments` is an empty tracker that cuts the step into segments.
 
@@ -104,10 +107,15 @@ def trace_step(
             segments.read_costs_of(mode)
             segments.next_step()
         (warmup_step or step)()
+        if outer_step is not None and outer_step.delayed:
+            _synchronize(mode, outer_step.send)
         mode.costs = OpCosts()
         tracker.outside_passes = EMBEDDING
         tracker.begin_step()
         step()
+        if outer_step is not None:
+            sends = () if outer_step.delayed else (outer_step.send,)
+            _synchronize(mode, *sends, outer_step.apply, outer_step.collect)
         if segments is not None:
             segments.cut("after the step")
         return Trace(
@@ -122,6 +130,17 @@ def trace_step(
             HostUsage(tracker.peak(on_host=True), tracker.tensors_on_host()) if offloaded else None,
             tuple(dict.fromkeys(str(saved) for part in state.model.parts for saved in saved_calls(part))),
         )
+
+
+def _synchronize(mode: CostMode, *actions: Callable[[], object]) -> None:
+    """Trace the memory of a synchronization, which is not part of every step's costs."""
+    tracker, costs = mode.tracker, mode.costs
+    tracker.category, tracker.where = "communication", SYNCHRONIZATION
+    mode.costs = OpCosts()
+    for action in actions:
+        action()
+    mode.costs = costs
+    tracker.category, tracker.where = "other", "between steps"
 
 
 class _Streams:

@@ -9,7 +9,7 @@ which is when groups save, evaluate and stop.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.objective.base import Reduction
-from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce
+from titan_exp.trainer.replica_groups.fragment_in_flight import FragmentInFlight
 from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
 
 T = TypeVar("T")
@@ -44,19 +44,6 @@ class PendingRow:
     """Predicted tokens of whole batches since the last synchronization, on this rank; then of all ranks of a group."""
     row: dict[str, Any] | None
     """The whole row, on the first rank of a group."""
-
-
-@dataclass
-class FragmentInFlight:
-    """Fragment whose pseudo-gradient is being summed over the groups."""
-
-    number: int
-    moved: bool
-    """False in a group that had just healed: it has nothing to average."""
-    own: list[Tensor] | None = None
-    """Pseudo-gradient of this group, if its weights will not tell later."""
-    sum: AsyncAllReduce | None = None
-    """Running sum over the groups; None once that was refused."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +145,7 @@ class SemiSync:
             assert number is not None
             self._fragment = FragmentInFlight(number, moved=self._healed_after != step)
         fragment = self._fragment
-        gradients: Iterable[Tensor] = fragment.own or self.outer.pseudo_gradients(fragment.number)
-        if not fragment.moved:
-            gradients = map(torch.zeros_like, gradients)
-        elif self._config.delay:
-            gradients = fragment.own = list(gradients)
+        gradients = fragment.gradients(self.outer, delayed=self._config.delay > 0)
         fragment.sum = self._groups.start_all_reduce(gradients)
 
     def apply(self, step: int) -> Agreement | None:

@@ -1,0 +1,39 @@
+"""Stub of `ReplicaGroups` for a group that is alone: its sums are its own numbers."""
+
+from collections.abc import Iterable
+
+import torch
+
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce, exchange
+
+
+class LoneGroup:
+    """The one living group, as `SemiSync` sees it."""
+
+    group, size, leads = ReplicaGroup(1, 2, ""), 1, True
+    connected = True
+    """False if groups of the quorum cannot be connected."""
+
+    def __init__(self, numbers: list[int] | None = None) -> None:
+        self.numbers = numbers or [1]
+
+    def start_all_reduce(self, tensors: Iterable[torch.Tensor]) -> AsyncAllReduce:
+        started = AsyncAllReduce()
+        if self.connected:
+            started.start(tensors, lambda _: None)
+        return started
+
+    def finish_all_reduce(self, _: AsyncAllReduce) -> float:
+        return 0.0
+
+    def all_reduce(self, _: list[torch.Tensor]) -> float:
+        return 0.0
+
+    def receive_tensors(self, _: int, tensors: list[torch.Tensor]) -> bool:
+        """The states of groups that are only counted stay empty."""
+        exchange(tensors, lambda _: None, write_back=True)
+        return True
+
+    def commit(self, *_: object) -> bool:
+        return self.connected

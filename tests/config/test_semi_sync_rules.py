@@ -13,6 +13,8 @@ SMALL = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=
 STREAMING = ["semi_sync=streaming_diloco", "training.steps=300", "training.evaluate_every=0", "checkpoint=none"]
 TWO = [*SMALL, "cluster.replica_groups=2", "semi_sync=diloco"]
 
+BATCH = "training.global_batch_size", "training.global_batch_size=8"
+
 
 @pytest.mark.parametrize(
     ("overrides", "field", "remedy"),
@@ -35,9 +37,11 @@ TWO = [*SMALL, "cluster.replica_groups=2", "semi_sync=diloco"]
         (["training.micro_batch_size=3", "training.global_batch_size=12"], "", ""),
         (["weight_average=ema"], "weight_average.mode", "weight_average=none"),
         (["optimizer=schedule_free_adamw"], "optimizer.name", "another optimizer"),
-        (["optimizer=muon", "optimizer.qk_clip=100"], "optimizer.qk_clip", "qk_clip=null"),
-        (["parallelism.pp=2", "parallelism.pp_microbatches=2"], "parallelism.pp", "parallelism.pp=1"),
-        (["model=qwen3_moe_debug"], "semi_sync.mode", "a dense model"),
+        (["optimizer=muon", "optimizer.qk_clip=100"], "", ""),
+        (["parallelism.pp=2", "parallelism.pp_microbatches=2"], "", ""),
+        (["parallelism.pp=2"], "parallelism.pp_microbatches", "parallelism.pp_microbatches=1, 2 or 4"),
+        (["parallelism.pp=2", "parallelism.pp_microbatches=2", "training.global_batch_size=6"], *BATCH),
+        (["model=qwen3_moe_debug"], "", ""),
         (["semi_sync=local_sgd", "semi_sync.outer_lr=0.5"], "semi_sync.outer_lr", "semi_sync=diloco"),
         (["semi_sync=none", "semi_sync.interval=10"], "semi_sync.interval", "=diloco or semi_sync=streaming_diloco"),
         ([*STREAMING], "", ""),

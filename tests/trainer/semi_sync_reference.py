@@ -18,6 +18,7 @@ from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.models.blocks.router import Router
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -80,8 +81,12 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
                 if number in absent.get(end, ()) or number in _lost(lost, step):
                     continue
                 own = batches[number * share : (number + 1) * share]
+                for router in _routers(worker):
+                    router.set_batch(share)
                 loss, count = _loss(worker, objective, own)
                 (loss / count).backward()
+                for router in _routers(worker):
+                    router.finish_step(router.counts.clone())
                 norms.append(float(torch.nn.utils.clip_grad_norm_(worker.parameters(), training.max_grad_norm or 1e9)))
                 optimizer.param_groups[0]["lr"] = trainer.schedule(step)
                 optimizer.step()
@@ -104,12 +109,33 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
                         outer[index].grad = gradient
                     outer_optimizers[number].step()
                     _mix(outer, models, fragment, config.mixing)
+                    _average_buffers(models, away)
             if step == end:
                 for number in absent.get(end, ()):
                     optimizers[number].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         names = [name for name, _ in model.named_parameters()]
         found.weights = {name: value.detach().float() for name, value in zip(names, outer, strict=True)}
+        found.weights |= model_buffers(models[0])
         return found
+
+
+def _routers(model: torch.nn.Module) -> list[Router]:
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def model_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers: biases of routers and what they remember of the last step."""
+    parameters = dict(model.named_parameters())
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}
+
+
+@torch.no_grad()
+def _average_buffers(models: Sequence[torch.nn.Module], away: Sequence[int]) -> None:
+    buffers = [model_buffers(model) for model in models]
+    for name in buffers[0]:
+        mean = torch.stack([own[name] for number, own in enumerate(buffers) if number not in away]).mean(0)
+        for own in buffers:
+            own[name].copy_(mean)
 
 
 def _lost(lost: Lost, step: int) -> list[int]:

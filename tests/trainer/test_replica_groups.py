@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -115,6 +116,55 @@ def test_pipelines_and_experts_survive_a_death(tmp_path, settings):
         assert [found_row[key] for key in loads] == pytest.approx([row[key] for key in loads], rel=1e-3)
 
 
+QK_CLIP = [*SETTINGS, "optimizer=muon", "optimizer.lr=2e-3", "optimizer.eps=1e-4", "optimizer.qk_clip=0.1"]
+OWN_OBJECTIVE = [*SETTINGS, "training.objective=tests.trainer.own_objective.LogitStatistics"]
+OWN_MODEL = [*SETTINGS, "model.architecture=tests.trainer.own_statistics"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        QK_CLIP,
+        pytest.param([*QK_CLIP, "model=deepseek_debug", *SHARDED[len(SETTINGS) :]], marks=pytest.mark.night),
+        pytest.param([*QK_CLIP, *PIPELINE[len(SETTINGS) :]], marks=pytest.mark.night),
+        pytest.param(OWN_OBJECTIVE, marks=pytest.mark.night),
+        pytest.param(OWN_MODEL, marks=pytest.mark.night),
+        pytest.param([*OWN_MODEL, *PIPELINE[len(SETTINGS) :]], marks=pytest.mark.night),
+    ],
+    ids=lambda settings: " ".join(settings[len(SETTINGS) :]),
+)
+def test_numbers_beside_gradients_survive_a_death(tmp_path, settings):
+    """Largest logits, on which the update depends, and metrics of objectives and modules are those of all groups."""
+    alone = [word for word in settings if not word.startswith(("parallelism.", "cluster."))]
+    found, fleet = run_with_death(tmp_path / "run", settings, Dies(3, "sum_gradients"))
+    expected = train(tmp_path / "one", *alone)
+    assert_exact(found, fleet, expected)
+    assert {1, 2} == {row["participants"] for row in found.rows}
+    assert any(key.startswith(("model/", "objective/logit")) for key in expected.rows[0])
+
+
+def test_a_diffusion_model_survives_a_death(tmp_path):
+    store = tmp_path / "glyphs"
+    write(store)
+    data = ["model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow"]
+    words = [*SETTINGS[len(LINES) :], *data, *SIZES, "training.seq_len=24", "optimizer.lr=1e-2"]
+    found, fleet = run_with_death(tmp_path / "run", words, Dies(3, "sum_gradients"))
+    assert_exact(found, fleet, train(tmp_path / "one", *words, "cluster.replica_groups=1"))
+
+
+def _groups_clip_by_their_own_logits(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    ReplicaGroups.reduce_maxima = lambda groups, tensors: None  # type: ignore[method-assign]
+
+
+@pytest.mark.night
+def test_own_logits_are_noticed(tmp_path):
+    found, fleet = run_with_death(tmp_path / "run", QK_CLIP, _Both(_groups_clip_by_their_own_logits))
+    with pytest.raises(AssertionError):
+        assert_exact(found, fleet, train(tmp_path / "one", *QK_CLIP, "cluster.replica_groups=1"))
+
+
 def replay(path: Path, recorded: Path) -> Curve:
     """The same groups without a death, by the history of another run."""
     fleet = Fleet(path, *SETTINGS, f"cluster.group_history={recorded}")
@@ -168,7 +218,8 @@ def _writes_before_the_commit(_: ReplicaGroup) -> None:
     def early(groups: ReplicaGroups, step: int) -> bool:
         if groups.leads:
             with groups._folder.metrics.open("a") as file:
-                file.write(json.dumps({"step": step, "attempt": 1}) + "\n")
+                numbers = dict.fromkeys(("loss", "grad_norm", "tokens", "lr"), 0)
+                file.write(json.dumps({"step": step, "attempt": 1, **numbers}) + "\n")
         return commit(groups, step)
 
     ReplicaGroups.commit = early  # type: ignore[method-assign]

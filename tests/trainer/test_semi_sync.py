@@ -1,6 +1,7 @@
 """Semi-synchronous training: curve and weights of a plain reference in one process, in any layout of the groups."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.parity.runs import LINES, Curve
+from tests.data.test_latent_store import SIZES, write
+from tests.parity.runs import LINES, Curve, assert_same_curve
 from tests.trainer.fleet import Fleet, Mutation
 from tests.trainer.lone_group import LoneGroup
 from tests.trainer.semi_sync_reference import Reference, reference
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
@@ -95,6 +98,64 @@ def test_streaming_groups_are_the_reference(tmp_path, expected):
     assert sent[0] + sent[1] == pytest.approx(planned, rel=1e-12)
     assert sent[2:] == pytest.approx(sent[:2], rel=1e-12)
     assert max(sent) / 4 == pytest.approx(plan.sent_bytes_at_once, rel=1e-12)  # of four ranks
+
+
+PASSES = ["training.global_batch_size=8", "parallelism.pp=2", "parallelism.pp_microbatches=2"]
+EXPERTS = [*DILOCO, "model=deepseek_debug", "model.moe.balance.bias_rate=0.01"]
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        (DILOCO, PASSES),
+        (EXPERTS, ["parallelism.dp_shard=2", "parallelism.ep=2"]),
+        pytest.param(EXPERTS, [], marks=pytest.mark.night),
+        pytest.param([*EXPERTS, "model.moe.balance.loss=global_batch"], [], marks=pytest.mark.night),
+        pytest.param(EXPERTS, PASSES, marks=pytest.mark.night),
+        pytest.param(STREAMING, [*PASSES, "model.tied_embeddings=true"], marks=pytest.mark.night),
+        pytest.param(
+            STREAMING,
+            [*PASSES, "model.tied_embeddings=true", "parallelism.pp_schedule=ZBVZeroBubble"],
+            marks=pytest.mark.night,
+        ),
+        pytest.param([*STREAMING, "model=qwen3_moe_debug"], ["parallelism.tp=2"], marks=pytest.mark.night),
+    ],
+)
+def test_pipelines_and_experts_are_the_reference(tmp_path, expected, words, layout):
+    """Groups pass their own micro-batches through a pipeline, and average the biases of routers."""
+    found = train_groups(tmp_path / "run", [*words, *layout])
+    assert_same(found, expected(*words, *[word for word in layout if not word.startswith("parallelism.")]))
+    assert_sent_bytes_are_planned(tmp_path / "run", found)
+
+
+@pytest.mark.night
+def test_groups_clip_by_their_own_logits_in_every_layout(tmp_path):
+    words = [*DILOCO, "optimizer=muon", "optimizer.lr=2e-3", "optimizer.eps=1e-4", "optimizer.qk_clip=0.1"]
+    one = train_groups(tmp_path / "one", words)
+    assert_same_curve(train_groups(tmp_path / "many", [*words, "parallelism.dp_shard=2"]), one)
+    assert max(row["model/max_logit"] for row in one.rows) > 0.1
+
+
+@pytest.mark.night
+def test_a_diffusion_model_is_the_reference(tmp_path, expected):
+    write(tmp_path / "glyphs")
+    data = ["model=flux_debug", "data=latents", f"data.paths=[{tmp_path / 'glyphs'}]"]
+    data += ["training.objective=rectified_flow", *SIZES, "training.seq_len=24", "optimizer.lr=1e-2"]
+    words = [*DILOCO[len(LINES) :], *data]
+    assert_same(train_groups(tmp_path / "run", words), expected(*words))
+
+
+def assert_sent_bytes_are_planned(path: Path, found: Curve) -> None:
+    """Bytes of the last interval, and of its largest fragment."""
+    plan = predict(load_experiment(path / "config.yaml", trust=True), None)
+    assert plan.sent_bytes_per_token is not None
+    config, sent, before = plan.experiment.semi_sync, [], 0
+    for row in found.rows:
+        if "sent_bytes_per_token" in row:
+            sent.append(row["sent_bytes_per_token"] * (row["tokens"] - before))
+            before = row["tokens"]
+    planned = plan.sent_bytes_per_token * config.interval * plan.tokens_per_step
+    assert sum(sent[-config.fragments :]) == pytest.approx(planned, rel=1e-12)
 
 
 @pytest.mark.night
@@ -273,6 +334,56 @@ def test_a_mutation_of_the_stream_is_noticed(tmp_path, expected, mutate):
     found = train_groups(tmp_path / "run", STREAMING, mutate)
     with pytest.raises(AssertionError):
         assert_same(found, expected(*STREAMING))
+
+
+def _biases_of_routers_stay_apart(_: ReplicaGroup) -> None:
+    from titan_exp.trainer.replica_groups import semi_sync_trainer
+
+    semi_sync_trainer.persistent_buffers = lambda _: []
+
+
+def _experts_are_balanced_over_the_whole_batch(_: ReplicaGroup) -> None:
+    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+
+    SemiSyncConfig.shares = 1  # type: ignore[method-assign,assignment]
+
+
+def _fragments_are_counted_from_every_stage(_: ReplicaGroup) -> None:
+    from titan_exp.trainer import train_state
+
+    def by_stage(_: torch.nn.Module, parts: Sequence[torch.nn.Module], experiment: Experiment) -> dict:
+        named = [parameter for part in parts for _, parameter in part.named_parameters()]
+        return {parameter: int(number > len(named) // 2) for number, parameter in enumerate(named)}
+
+    train_state._fragments = by_stage
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    ("mutate", "words", "layout"),
+    [
+        (_biases_of_routers_stay_apart, EXPERTS, []),
+        (_experts_are_balanced_over_the_whole_batch, [*EXPERTS, "model.moe.balance.coefficient=0.1"], []),
+        (_fragments_are_counted_from_every_stage, STREAMING, PASSES),
+    ],
+)
+def test_a_mutation_of_pipelines_and_experts_is_noticed(tmp_path, expected, mutate, words, layout):
+    found = train_groups(tmp_path / "run", [*words, *layout], mutate)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected(*words, *[word for word in layout if not word.startswith("parallelism.")]))
+
+
+@pytest.mark.night
+def test_load_of_experts_is_that_of_all_groups(tmp_path):
+    """The same in every layout of the groups, and over the tokens of the whole batch."""
+    one = train_groups(tmp_path / "one", EXPERTS)
+    many = train_groups(tmp_path / "many", [*EXPERTS, "parallelism.dp_shard=2", "parallelism.ep=2"])
+    loads = [key for key in one.rows[0] if key.startswith("experts/")]
+    assert any(key.endswith("bias_range") for key in loads)
+    for row, other in zip(one.rows, many.rows, strict=True):
+        assert [row[key] for key in loads] == pytest.approx([other[key] for key in loads], rel=1e-3)
+    rows = [json.loads(line) for line in (tmp_path / "one" / "expert_load.jsonl").read_text().splitlines()]
+    assert {sum(row["layer_1"]) for row in rows} == {4 * 64 * 4}  # sequences, tokens, experts of each
 
 
 @pytest.mark.night

@@ -13,7 +13,7 @@ import torch
 from tests.parity.runs import Curve
 from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
 from tests.trainer.semi_sync_reference import reference
-from tests.trainer.test_semi_sync import DILOCO, STREAMING, assert_same, train_groups
+from tests.trainer.test_semi_sync import DILOCO, EXPERTS, PASSES, STREAMING, assert_same, train_groups
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -340,6 +340,22 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, words):
     saved = sum(4 * shape.numel() for key, shape in shapes if key.startswith(("model.", "optimizer.", "group.")))
     planned = predict(load_experiment(folder.config, trust=True), None).checkpoint_bytes
     assert saved == pytest.approx(planned, rel=1e-4)  # numbers of steps
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    "words", [[*SAVED, *EXPERTS[len(DILOCO) :]], [*STREAMED, *PASSES]], ids=["experts", "pipeline"]
+)
+def test_resumed_pipelines_and_experts_are_bitwise(tmp_path, words):
+    assert_bitwise(resumed(tmp_path / "resumed", saved=words), train_groups(tmp_path / "whole", words))
+
+
+@pytest.mark.night
+def test_a_group_with_experts_comes_back(tmp_path):
+    words = [*LONG, *EXPERTS[len(DILOCO) :]]
+    found = curve_with_death(Fleet(tmp_path / "run", *words), Dies(4, "all_reduce"))
+    away = [step for step in (2, 4, 6, 8, 10) if found.rows[step - 1]["participants"] == 1]
+    assert_same(found, reference(tmp_path / "reference", *words, absent={step: [1] for step in away}))
 
 
 @pytest.mark.night

@@ -20,7 +20,7 @@ from titan_exp.checkpoint.state_dict import (
     is_outer,
     model_state_dict,
     optimizer_state_dict,
-    sync_tied_weights,
+    sync_tied_state,
 )
 from titan_exp.optim.outer.outer_optimizer import KEPT
 
@@ -78,6 +78,5 @@ def load_own_state(
     if not own.keys() <= shapes.keys():
         return False
     load_into(path, own)
-    if weights:
-        sync_tied_weights(parts)
+    sync_tied_state(parts, optimizer)
     return True

@@ -45,6 +45,12 @@ def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     return _first_by_name(_model_tensors(parts))
 
 
+def persistent_buffers(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Persistent buffers of a checkpoint, such as router biases, not copied."""
+    named = [(name, buffer, part.state_dict().keys()) for part in parts for name, buffer in part.named_buffers()]
+    return [buffer for name, buffer, kept in named if name in kept]
+
+
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state tensors by full parameter name, not copied."""
     return _first_by_name(_optimizer_tensors(parts, optimizer))

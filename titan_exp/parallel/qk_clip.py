@@ -56,6 +56,12 @@ class QKClip:
             self._rank = self._rank * axis.size() + axis.get_local_rank()
             self._degree *= axis.size()
 
+    @property
+    def largest(self) -> list[Tensor]:
+        """Largest logits of the step so far, by layer of this rank; equal ranks of replica groups raise them, in place,
+        to those of all."""
+        return [self._tracked(module).largest for module in self._own.values()]
+
     @torch.no_grad()
     def clip(self) -> None:
         """Scale this rank's shards; called by all ranks after the update."""
@@ -63,9 +69,7 @@ class QKClip:
         by_layer = dict(zip(self._heads, largest.split(list(self._heads.values())), strict=True))
         for name, module in self._own.items():
             part = self._heads[name] // self._degree
-            tracked = _scoring(module).max_logits
-            assert tracked is not None, "tracked from the start"
-            by_layer[name][self._rank * part :][:part] = tracked.largest
+            by_layer[name][self._rank * part :][:part] = self._tracked(module).largest
         if dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         for name, module in self._own.items():
@@ -74,6 +78,12 @@ class QKClip:
             for linear, rows in module.clip_factors(factors).items():
                 for parameter in module.get_submodule(linear).parameters(recurse=False):
                     _scale_rows(parameter, rows)
+
+    @staticmethod
+    def _tracked(module: ClippableAttention) -> MaxLogits:
+        tracked = _scoring(module).max_logits
+        assert tracked is not None, "tracked from the start"
+        return tracked
 
 
 def _attentions(module: nn.Module) -> list[tuple[str, ClippableAttention]]:

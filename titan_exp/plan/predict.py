@@ -31,6 +31,7 @@ from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.received_rows import assume_expert_load
 from titan_exp.plan.trace.trace_step import Trace, trace_step
+from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
 T = TypeVar("T")
 
@@ -131,18 +132,20 @@ class Plan:
         config = self.experiment.semi_sync
         if not config.enabled:
             return None
-        weights = self.layout.world_size * self.ranks[0].trace.persistent["parameters"]
+        predicted = sum(rank.trace.persistent["parameters"] for rank in self.ranks)
+        weights = self.layout.world_size * predicted // len(self.ranks)
         return synchronization_bytes(config, weights) / (config.interval * self.tokens_per_step)
 
     @property
     def sent_bytes_at_once(self) -> float | None:
         """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
         for models without a description."""
-        spec, rate, config = model_spec(self.experiment.model), self.sent_bytes_per_token, self.experiment.semi_sync
-        if rate is None or spec is None:
+        spec, config = model_spec(self.experiment.model), self.experiment.semi_sync
+        if not config.enabled or spec is None:
             return None
-        rank = rate * config.interval * self.tokens_per_step / config.groups / self.layout.world_size
-        return rank * largest_fragment(config, spec)
+        shares = (largest_fragment(config, spec, self.layout, rank.pipeline_rank) for rank in self.ranks)
+        sizes = [share * rank.trace.persistent["parameters"] for share, rank in zip(shares, self.ranks, strict=True)]
+        return ring_bytes(max(sizes), config.groups)
 
     @property
     def checkpoint_bytes_per_node(self) -> float:

@@ -3,6 +3,7 @@
 import math
 
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.optim.outer.fragments import fragments_of
 from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
@@ -16,12 +17,20 @@ def synchronization_bytes(config: SemiSyncConfig, weights: int) -> float:
     return config.groups * ring_bytes(weights, config.groups)
 
 
-def largest_fragment(config: SemiSyncConfig, spec: ModelSpec) -> float:
-    """Share of a model's parameters in the largest fragment: what is sent at a time."""
-    shapes = spec.shapes
-    sizes = [0] * config.fragments
+def largest_fragment(config: SemiSyncConfig, spec: ModelSpec, layout: ResolvedLayout, pipeline_rank: int) -> float:
+    """Share of a pipeline rank's parameters in the fragment of which it has most: what it sends at a time."""
+    shapes, sizes, seen = spec.shapes, [0] * config.fragments, False
+    stages = {block: stage for stage, blocks in enumerate(layout.stage_layers) for block in blocks}
+    last = layout.stage_count - 1
     for name, fragment in fragments_of(shapes, config, len(spec.blocks)).items():
-        sizes[fragment] += math.prod(shapes[name])
+        first, _, rest = name.partition(".")
+        is_in_block = first == "blocks"
+        seen = seen or is_in_block
+        own = {stages[int(rest.partition(".")[0])] if is_in_block else last * seen}
+        if name in spec.pipeline.copied:
+            own.add(last)
+        held = [layout.stage_placement[stage] for stage in own]
+        sizes[fragment] += held.count(pipeline_rank) * math.prod(shapes[name])
     return max(sizes) / sum(sizes)
 
 

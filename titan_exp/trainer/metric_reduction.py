@@ -11,6 +11,9 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.objective.base import Objective, Reduction
 
+MODEL = "model/"
+"""Prefix of metrics of modules."""
+
 
 class MetricReducer:
     """Reduces named scalars of all ranks, and gathers each rank's own numbers, in one message over the CPU.
@@ -45,20 +48,32 @@ class MetricReducer:
         self.reductions: dict[str, Reduction] = {
             "loss": "mean",
             **{f"objective/{name}": reduction for name, reduction in objective.metrics.items()},
-            **{f"model/{name}": reduction for name, reduction in model_metrics.items()},
+            **{f"{MODEL}{name}": reduction for name, reduction in model_metrics.items()},
             **{f"optimizer/{name}": reduction for name, reduction in optimizer_metrics.items()},
             **{f"experts/{name}": reduction for name, reduction in experts.reductions.items()},
         }
         self._counts = {
             name: f"count of {name}"
             for name, kind in self.reductions.items()
-            if kind == "mean" and name.startswith(("model/", "experts/"))
+            if kind == "mean" and name.startswith((MODEL, "experts/"))
         }
 
     @property
-    def reads_modules(self) -> bool:
-        """True if a module of this rank reports metrics."""
-        return bool(self._modules)
+    def module_reductions(self) -> dict[str, Reduction]:
+        """Reductions of `module_metrics`, of which sums and counts of means are summed."""
+        return {name: kind for name, kind in self.reductions.items() if name.startswith(MODEL) and kind == "max"}
+
+    def module_metrics(self) -> dict[str, Tensor]:
+        """This rank's share of the modules' metrics so far, by logged name and name of its count. Replica groups reduce
+        it before the step is finished, and hand it to `reduce` among the metrics."""
+        found: dict[str, Tensor] = {}
+        for name, value in (item for module in self._modules for item in module.metrics().items()):  # type: ignore[operator]
+            key = f"{MODEL}{name}"
+            combine = torch.maximum if self.reductions[key] == "max" else torch.add
+            names = [key, self._counts[key]] if key in self._counts else [key]
+            for part, scalar in zip(names, value.reshape(-1), strict=True):
+                found[part] = combine(found[part], scalar) if part in found else scalar
+        return found
 
     def begin_step(self) -> None:
         """Reset the metrics of the model's modules."""
@@ -97,13 +112,9 @@ class MetricReducer:
         return self._mesh.world.size() if self.reductions[name] == "mean" else 1
 
     def _on_cpu(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
-        found = {name if name == "loss" else f"objective/{name}": value for name, value in metrics.items()}
-        for name, value in (item for module in self._modules for item in module.metrics().items()):  # type: ignore[operator]
-            key = f"model/{name}"
-            combine = torch.maximum if self.reductions[key] == "max" else torch.add
-            names = [key, self._counts[key]] if key in self._counts else [key]
-            for part, scalar in zip(names, value.reshape(-1), strict=True):
-                found[part] = combine(found[part], scalar) if part in found else scalar
+        of_modules = {name: value for name, value in metrics.items() if MODEL in name} or self.module_metrics()
+        own = {name: value for name, value in metrics.items() if name not in of_modules}
+        found = {name if name == "loss" else f"objective/{name}": value for name, value in own.items()} | of_modules
         for name, value in self._experts.shares().items():
             key = f"experts/{name}"
             names = [key, self._counts[key]] if key in self._counts else [key]

@@ -55,6 +55,8 @@ class TrainState:
     """Clipping other than by the global norm alone."""
     average: WeightAverage | None = None
     """Average of the weights, which the optimizer's steps update."""
+    qk_clip: QKClip | None = None
+    """Limit of the logits, which the optimizer's steps apply."""
     outer: OuterOptimizer | None = None
     """Optimizer of semi-synchronous training, which steps at synchronizations."""
 
@@ -91,6 +93,7 @@ def assemble(
         model = EagerModel(built.module, objective, mesh, weights)
     model.load = ExpertLoad(built.module, model.parts, experiment.training.global_batch_size, mesh)
     optimizer = build_optimizer(model.parts, experiment.optimizer, built.scales)
+    qk_clip = None
     if experiment.optimizer.max_logit is not None:
         # First of the hooks, so that the others see the scaled weights.
         with fake_mode or nullcontext():
@@ -118,15 +121,15 @@ def assemble(
         average.after_move = after_move
     outer = None
     if experiment.semi_sync.enabled:
-        outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(parts, experiment))
+        outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(built.module, parts, experiment))
         outer.after_move = after_move
-    return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average, outer)
+    return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average, qk_clip, outer)
 
 
-def _fragments(parts: Sequence[nn.Module], experiment: Experiment) -> dict[Tensor, int]:
-    named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-    fragments = fragments_of(named, experiment.semi_sync, block_count(experiment.model))
-    return {parameter: fragments[name] for name, parameter in named.items()}
+def _fragments(model: nn.Module, parts: Sequence[nn.Module], experiment: Experiment) -> dict[Tensor, int]:
+    names = [name for name, _ in model.named_parameters()]
+    fragments = fragments_of(names, experiment.semi_sync, block_count(experiment.model))
+    return {parameter: fragments[name] for part in parts for name, parameter in part.named_parameters()}
 
 
 def _clipper(

@@ -20,6 +20,7 @@ from titan_exp.checkpoint.state_dict import (
     init_optimizer_state,
     model_state_dict,
     optimizer_state_dict,
+    sync_tied_state,
 )
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -51,7 +52,7 @@ from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
-from titan_exp.trainer.replica_groups.group_commit import GroupCommit, StepRefused
+from titan_exp.trainer.replica_groups.group_commit import GroupCommit, StepNumbers, StepRefused
 from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups, build_replica_groups, known_step
 from titan_exp.trainer.sampling.training_images import TrainingImages
 from titan_exp.trainer.train_state import assemble
@@ -128,10 +129,7 @@ class Trainer:
             self.mesh,
             experts=self.experts,
         )
-        if self.groups is not None and self.reducer.reads_modules:
-            raise UserError(
-                "This model reports metrics, which replica groups do not add up yet: cluster.replica_groups=1."
-            )
+        self.numbers = StepNumbers(self.model, self.reducer, state.qk_clip)
 
     def restore(self) -> None:
         """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
@@ -217,15 +215,14 @@ class Trainer:
         with times.loading():
             batches = [next(self.loader) for _ in range(self.layout.gradient_accumulation_at(step))]
         if self.model.load is not None:
-            self.model.load.set_sequences(experiment.training.batch_size_at(step))
+            self.model.load.set_sequences(experiment.training.batch_size_at(step) // experiment.semi_sync.shares)
         stop, save = self.folder.stop_requested(), self.checkpointer.interval_elapsed()
         batches = self._own(batches)
         tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
         commit = None
         if self.groups is not None and self._commits_steps:
             batches = self.groups.share(batches, self.layout.indivisible_microbatches)
-            experts = [] if self.model.load is None else self.model.load.step_sums
-            commit = GroupCommit(self.groups, step, self.model.objective.metrics, experts, self._seed, stop, save)
+            commit = GroupCommit(self.groups, step, self.numbers, self._seed, stop, save)
         if self.clipper is not None:
             self.clipper.step = step
         if self.average is not None:
@@ -292,6 +289,7 @@ class Trainer:
             groups.send_state({**self._progress(), **data}, tensors)
             return
         progress = groups.receive_state(tensors)
+        sync_tied_state(parts, self.optimizer)
         self.step, self.tokens = progress["step"], progress["tokens"]
         self._restore_average(progress)
         self.loader.seek(progress["data"])

@@ -49,6 +49,11 @@ class SemiSyncConfig:
         return self.mode != "none"
 
     @property
+    def shares(self) -> int:
+        """Number of parts of a step's batch, each with a loss of its own."""
+        return self.groups if self.enabled else 1
+
+    @property
     def outer(self) -> tuple[float, float, bool]:
         """Learning rate, momentum and Nesterov of the outer SGD. A step of 1 without momentum is the average."""
         if self.mode == "local_sgd":

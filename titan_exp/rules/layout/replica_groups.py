@@ -141,18 +141,6 @@ RULES = (
             "it moves the weights before a step, which replica groups may have to repeat",
             f"another optimizer, or {_WITHOUT}",
         ),
-        Refuse(
-            "optimizer.qk_clip",
-            lambda optimizer: optimizer.max_logit is not None,
-            "replica groups do not compare their largest logits yet",
-            f"optimizer.qk_clip=null, or {_WITHOUT}",
-        ),
-        Refuse(
-            "training.objective",
-            lambda training: training.objective != "language_modeling",
-            "replica groups are untested with other objectives than language modeling",
-            f"training.objective=language_modeling, or {_WITHOUT}",
-        ),
         timeouts_nest,
         model_is_described,
         when=_has_groups,

@@ -7,8 +7,10 @@ from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.rules.layout.pipeline_parallel import schedule_can_be_read
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 
@@ -69,15 +71,23 @@ def every_fragment_has_a_block(semi_sync: SemiSyncConfig, spec: ModelSpec) -> It
 def batch_is_divided_among_groups(
     semi_sync: SemiSyncConfig, training: TrainingConfig, cluster: ClusterConfig, layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """Every group computes the same number of whole micro-batches of every step."""
+    """Every group computes the same number of whole micro-batches of every step, or of passes through its pipeline."""
+    parallelism = layout.parallelism
     if cluster.replica_groups != semi_sync.groups:
         return  # micro-batches are divided among the groups that are started
-    rows = semi_sync.groups * layout.dp_degree * max(1, layout.micro_batch_size)
+    unit = 1
+    if parallelism.pp > 1:
+        is_given = parallelism.pp_microbatches or is_file(parallelism.pp_schedule)
+        if not schedule_can_be_read(parallelism) or not is_given:
+            return  # refused by the rules of pipelines and of replica groups
+        unit = layout.pipeline_microbatches
+    rows = semi_sync.groups * layout.dp_degree * max(1, layout.micro_batch_size) * unit
     for size in training.batch_sizes:
         if size % rows:
-            least = semi_sync.groups * layout.dp_degree
+            least = semi_sync.groups * layout.dp_degree * unit
+            passes = f"passes of {unit} " if unit > 1 else ""
             reason = (
-                f"{semi_sync.groups} groups with {layout.dp_degree} data ranks each, in micro-batches of "
+                f"{semi_sync.groups} groups with {layout.dp_degree} data ranks each, in {passes}micro-batches of "
                 f"{layout.micro_batch_size}, compute multiples of {rows} sequences"
             )
             given = training.micro_batch_size is not None and size % least == 0
@@ -110,18 +120,6 @@ RULES = rules(
         lambda weight_average: weight_average.enabled,
         "between synchronizations it would average the weights of one group",
         "weight_average=none, or semi_sync=none",
-    ),
-    Refuse(
-        "parallelism.pp",
-        lambda parallelism: parallelism.pp > 1,
-        "the groups' shares of a step are not cut into passes of a pipeline yet",
-        "parallelism.pp=1, or semi_sync=none",
-    ),
-    Refuse(
-        "semi_sync.mode",
-        lambda spec: spec.has_experts,
-        "tokens and biases of experts are not averaged over groups yet",
-        "a dense model, or semi_sync=none",
     ),
     training_ends_at_a_synchronization,
     fragments_and_delay_fit,

@@ -27,6 +27,10 @@ TOTALS = {
 """Value over all layers of each metric, from those of the layers."""
 
 
+LOAD = "load of experts/"
+"""Prefix of token counts among the numbers of a step; a layer and an expert's number follow."""
+
+
 class ExpertMetrics:
     """Metrics of the last step from `load`: each rank's tensors for the one message, and the row that follows.
 
@@ -63,16 +67,17 @@ class ExpertMetrics:
             found |= {f"{layer}/{metric}": values[metric] for metric in _reductions(router)}
         return found
 
-    def counts(self) -> dict[str, list[int]]:
-        """Tokens per expert of the last global batch, by layer. Waits for the device."""
+    def load(self) -> dict[str, float]:
+        """Tokens per expert of the last global batch, one number for each expert of each layer, by `LOAD` names. Waits
+        for the device."""
         if self._load is None or not self._load.counts:
             return {}
-        sizes = [len(counts) for counts in self._load.counts.values()]
-        flat = torch.cat([*self._load.counts.values()]).cpu()
-        return {
-            self._layers[name]: counts.tolist()
-            for name, counts in zip(self._load.counts, flat.split(sizes), strict=True)
-        }
+        names = [
+            f"{LOAD}{self._layers[name]}/{expert}"
+            for name, counts in self._load.counts.items()
+            for expert in range(len(counts))
+        ]
+        return dict(zip(names, torch.cat([*self._load.counts.values()]).tolist(), strict=True))
 
     def row(self, counts: Mapping[str, Sequence[int]], reduced: Mapping[str, float]) -> dict[str, Value]:
         """All metrics, totals first, from the counts and the reduced shares, by logged name."""
@@ -92,6 +97,20 @@ class ExpertMetrics:
                 f"experts/{layer}/{metric}": value for layer, found in layers.items() for metric, value in found.items()
             },
         }
+
+
+def is_of_experts(name: str) -> bool:
+    """True for a number of experts among those of a step."""
+    return name.startswith(("experts/", LOAD))
+
+
+def counts_of(values: Mapping[str, float]) -> dict[str, list[int]]:
+    """Tokens per expert by layer, from the numbers of a step."""
+    counts: dict[str, list[int]] = {}
+    for name, value in values.items():
+        if name.startswith(LOAD):
+            counts.setdefault(name.split("/")[1], []).append(int(value))
+    return counts
 
 
 def layer_label(router: str) -> str:

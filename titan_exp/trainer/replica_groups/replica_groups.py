@@ -238,14 +238,27 @@ class ReplicaGroups:
 
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
         """Sums of scalars over the groups, maxima where `reductions` says `max`, in fp64, by the same names."""
-        assert self.quorum is not None
-        rows = torch.zeros(self.quorum.shares, len(values), dtype=torch.float64)
-        if self.quorum.rank < self.quorum.shares:
-            rows[self.quorum.rank] = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
-        # Every group that divides the step fills its row, so that all add the rows in the same order.
-        self._attempt(lambda: self._all_reduce(rows))
+        rows = self._gather_rows(torch.tensor([float(value) for value in values.values()], dtype=torch.float64))
         columns = zip(values, rows.unbind(1), strict=True)
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
+
+    def reduce_maxima(self, tensors: Sequence[Tensor]) -> None:
+        """Maxima of tensors of one dtype over the groups, in place. A failure leaves them undefined and refuses the
+        step."""
+        if tensors:
+            largest = self._gather_rows(torch.cat([tensor.flatten() for tensor in tensors])).amax(0)
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, part in zip(tensors, largest.split(sizes), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def _gather_rows(self, row: Tensor) -> Tensor:
+        """Rows of all groups that divide the step: each fills its own, so that all reduce them in the same order."""
+        assert self.quorum is not None
+        rows = row.new_zeros(self.quorum.shares, len(row))
+        if self.quorum.rank < self.quorum.shares:
+            rows[self.quorum.rank] = row
+        self._attempt(lambda: self._all_reduce(rows))
+        return rows
 
     def vote_to_begin(self, ready: bool) -> bool:
         """True if all ranks of this group are ready to begin training, and connected to the other groups. Else the next

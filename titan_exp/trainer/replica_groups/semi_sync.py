@@ -23,6 +23,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.experts.load_metrics import LOAD, is_of_experts
 from titan_exp.trainer.objective.base import Reduction
 from titan_exp.trainer.replica_groups.fragment_in_flight import FragmentInFlight
 from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
@@ -64,9 +65,11 @@ class SemiSync:
         outer: OuterOptimizer,
         mesh: Mesh,
         reductions: Mapping[str, Reduction],
+        *,
+        buffers: Sequence[Tensor] = (),
     ) -> None:
         self._config, self._groups, self.outer, self._mesh = config, groups, outer, mesh
-        self._reductions = reductions
+        self._reductions, self._buffers = reductions, buffers
         self.synchronized = 0
         """Step of the last synchronization."""
         self.tokens = 0
@@ -165,7 +168,8 @@ class SemiSync:
         # A row for each group, so that sums have the same order whoever is the oldest.
         table = torch.zeros(self._config.groups, len(own), dtype=torch.float64)
         table[groups.group.number] = torch.tensor(own, dtype=torch.float64)
-        groups.all_reduce([table])
+        buffers = [buffer * float(fragment.moved) for buffer in self._buffers]
+        groups.all_reduce([table, *buffers])
         if not groups.commit(step, "the synchronization after step"):
             return None
         participants = self._participants = int(table[:, 0].sum())
@@ -175,6 +179,8 @@ class SemiSync:
             gradients = summed.sums
             torch._foreach_div_(gradients, participants)
             self.outer.step(gradients, fragment.number)
+            for buffer, total in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(total / participants)
         self._finish_rows(table, totals)
         self.synchronized, self.tokens = step, self.tokens + tokens
         self._sent, self._sent_for = self._sent + float(table[:, 3].sum()), self._sent_for + tokens
@@ -240,7 +246,7 @@ class SemiSync:
             tokens, column, row.total = tokens * trained, column + 2, total
             alive = bool(trained.any())  # else all that trained it are dead, and one has sent its numbers before
             for name in row.values:
-                values, kind = table[:, column], self._reductions.get(name, "mean")
+                values, kind = table[:, column], self._reduction(name)
                 column += 1
                 if not alive:
                     continue
@@ -255,7 +261,13 @@ class SemiSync:
             if alive:
                 row.tokens = int(tokens.sum())
             if row.row is not None:
-                row.row |= {**row.values, "tokens": self.tokens + row.total}
+                logged = {name: value for name, value in row.values.items() if not is_of_experts(name)}
+                row.row |= {**logged, "tokens": self.tokens + row.total}
+
+    def _reduction(self, name: str) -> Reduction:
+        if is_of_experts(name):  # each group's metrics are over its share of the batch
+            return "sum" if name.startswith(LOAD) else "mean"
+        return self._reductions.get(name, "mean")
 
     def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)

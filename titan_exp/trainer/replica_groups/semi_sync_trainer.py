@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from titan_exp.checkpoint.group_states import WRITER, load_own_state
+from titan_exp.checkpoint.state_dict import persistent_buffers
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
@@ -27,7 +28,14 @@ class SemiSyncTrainer(Trainer):
         super().__init__(experiment, folder, device)
         assert self.groups is not None, "checked by the rules"
         assert self.outer is not None
-        self._semi_sync = SemiSync(experiment.semi_sync, self.groups, self.outer, self.mesh, self.reducer.reductions)
+        self._semi_sync = SemiSync(
+            experiment.semi_sync,
+            self.groups,
+            self.outer,
+            self.mesh,
+            self.reducer.reductions,
+            buffers=persistent_buffers(self.model.parts),
+        )
 
     def restore(self) -> None:
         """Load the state with which training begins, as in `Trainer`, and this group's own optimizer state."""
@@ -84,6 +92,9 @@ class SemiSyncTrainer(Trainer):
         self._use_agreed_weights(True)
         numbers = self._evaluate() | self.loader.epoch_metrics() | self.checkpointer.pop_timings()
         rows = semi_sync.finished_rows(self.report.attempt, numbers)
+        for row in rows:
+            if row.row is not None:
+                row.row |= self.report.expert_row(row.row["step"], row.values)
         self.report.write([row.row for row in rows if row.row is not None])
         for row in rows if self.experiment.training.stop_on_nonfinite else ():
             require_finite(self.step, row.values["loss"], row.values["grad_norm"])

@@ -12,6 +12,8 @@ import pytest
 from tests.cluster import submitting
 from tests.cluster.submitting import Submitting, ends, last
 from tests.parity.runs import PARAGRAPHS, SMALL
+from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.launch.local.run import run
 from titan_exp.tracking.run_folder.group_events import read_events, summarize_groups
@@ -117,6 +119,32 @@ def test_a_requeued_group_comes_back_alone(cluster: Submitting, expected: list[f
     assert [event["group"] for event in events(folder, "leaves")] == [0]
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
     assert steps(folder) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.night
+def test_a_requeued_group_comes_back_to_semi_synchronous_training(cluster: Submitting):
+    """The other group trains its rounds on without it, and no step is lost, repeated in a row, or counted otherwise."""
+    last_step, interval = 200, 10
+    words = [word for word in TWO if not word.startswith("data")]  # all tokens of rows are predicted
+    words += ["semi_sync=diloco", f"semi_sync.interval={interval}", f"training.steps={last_step}"]
+    folder, job = cluster.submitted(*words)
+    together = wait_for_groups(cluster, folder, [0, 1])
+    cluster.wait_until(lambda: len(steps(folder)) >= interval, lambda: cluster.story(folder))
+    cluster.slurm.run("scontrol", "requeue", f"{job}_1")
+    alone = wait_for_groups(cluster, folder, [0], after=together["time"])
+    again = wait_for_groups(cluster, folder, [0, 1], after=alone["time"])
+    cluster.ended(folder, "done")
+    assert ends(folder) == [0]
+    assert steps(folder) == list(range(1, last_step + 1))
+    rows = read_metrics(folder.metrics)
+    alive = [row["participants"] for row in rows]
+    assert alive[:interval] == [2] * interval
+    assert 1 in alive, "the other trained on"
+    assert alive[-1] == 2
+    assert alone["step"] < again["step"]
+    assert len({row["tokens"] - row["step"] * (rows[0]["tokens"]) for row in rows}) == 1  # type: ignore[operator]
+    shapes = tensor_shapes(CheckpointFolder(folder.checkpoints).path_of(last_step))
+    assert len({key.split(".")[1] for key in shapes if key.startswith("group.")}) == 1, "and the writer's"
 
 
 @pytest.mark.night

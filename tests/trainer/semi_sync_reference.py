@@ -33,7 +33,7 @@ class Reference:
 
 Absences = Mapping[int, Sequence[int]]
 """Synchronizations by step, and groups that were away in the round before it. They come back in it, with the state of
-the optimizer of group 0, unless they are away in the next one, too."""
+the optimizer of the first group that was not, unless they are away in the next one, too."""
 
 Lost = Mapping[int, tuple[int, int]]
 """First and last lost step by group, after which it comes back with weights and optimizer of group 0: streaming."""
@@ -111,8 +111,9 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
                     _mix(outer, models, fragment, config.mixing)
                     _average_buffers(models, away)
             if step == end:
+                present = next(number for number in range(config.groups) if number not in absent.get(end, ()))
                 for number in absent.get(end, ()):
-                    optimizers[number].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+                    optimizers[number].load_state_dict(copy.deepcopy(optimizers[present].state_dict()))
         names = [name for name, _ in model.named_parameters()]
         found.weights = {name: value.detach().float() for name, value in zip(names, outer, strict=True)}
         found.weights |= model_buffers(models[0])

@@ -1,0 +1,179 @@
+"""Groups of semi-synchronous training that die while they save, send a state to be saved, or heal."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.runs import Curve
+from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
+from tests.trainer.semi_sync_reference import reference
+from tests.trainer.test_semi_sync import assert_same
+from tests.trainer.test_semi_sync_deaths import LONG, SAVED
+from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}"),
+]
+
+
+class _DiesAround:
+    """A group dies the first time that `patched` methods call `die`. The other waits before the synchronization after
+    step 6 until it is back."""
+
+    def __init__(self, patch: Callable[[Callable[[], None]], None]) -> None:
+        self.patch = patch
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+        join, folder = ReplicaGroups.join, list[Path]()
+
+        def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
+            folder[:] = [groups._folder.path]
+            if group.start > 1:
+                (folder[0] / "newcomer").touch()
+            elif step == 6:
+                wait_for(folder[0] / "newcomer")
+                time.sleep(0.5)  # so that it is in the next quorum
+            return join(groups, step, *position)
+
+        def die() -> None:
+            if group.start < 2:
+                (folder[0] / f"dead-{group.number}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ReplicaGroups.join = joined  # type: ignore[method-assign]
+        self.patch(die)
+
+
+def _while_saving(die: Callable[[], None]) -> None:
+    """The writer, while the state after step 4 is written in the background."""
+    from titan_exp.checkpoint.checkpointer import Checkpointer
+
+    save = Checkpointer.save
+
+    def dying(checkpointer: Checkpointer, step: int, *arguments: Any, **named: Any) -> None:
+        save(checkpointer, step, *arguments, **named)
+        if step == 4:
+            die()
+
+    Checkpointer.save = dying  # type: ignore[method-assign]
+
+
+def _while_sending(die: Callable[[], None]) -> None:
+    """The other group, while it sends its state to the writer."""
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    ReplicaGroups.send_tensors = lambda groups, rank, tensors: die()  # type: ignore[method-assign]
+
+
+def run_with_death(fleet: Fleet, mutate: Mutation) -> tuple[Curve, int]:
+    """Curve of two groups, and the number of the one that dies and is started again."""
+    try:
+        groups = [fleet.start(number, mutate) for number in range(2)]
+        deadline = time.monotonic() + 60
+        while not (found := list(fleet.folder.path.glob("dead-*"))) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        dead = int(found[0].name.partition("-")[2])
+        groups[dead].kill()
+        groups[dead] = fleet.start(dead, mutate)
+        return fleet.curve(groups), dead
+    finally:
+        fleet.close()
+
+
+def saved_groups(fleet: Fleet, step: int) -> set[str]:
+    """Groups whose states a checkpoint has beside the writer's."""
+    path = CheckpointFolder(fleet.folder.checkpoints).path_of(step)
+    return {key.split(".")[1] for key in tensor_shapes(path) if key.startswith("group.")}
+
+
+def test_a_death_while_saving_costs_no_step(tmp_path):
+    words = [*SAVED, "checkpoint=async"]
+    fleet = Fleet(tmp_path / "run", *words)
+    found, dead = run_with_death(fleet, _DiesAround(_while_saving))
+    assert [row["participants"] for row in found.rows[1::2]] == [2, 2, 1, 2]
+    assert_same(found, reference(tmp_path / "reference", *words, absent={6: [dead]}))
+    assert CheckpointFolder(fleet.folder.checkpoints).complete_steps()[-1] == 8
+    assert saved_groups(fleet, 8) == {str(dead)}, "the other one is the oldest, which writes"
+
+
+def _half_a_state_is_kept(die: Callable[[], None]) -> None:
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    _while_sending(die)
+    receive = ReplicaGroups.receive_tensors
+    ReplicaGroups.receive_tensors = lambda groups, rank, tensors: receive(groups, rank, tensors) or True  # type: ignore[method-assign]
+
+
+def test_half_a_kept_state_is_noticed(tmp_path):
+    fleet = Fleet(tmp_path / "run", *SAVED)
+    run_with_death(fleet, _DiesAround(_half_a_state_is_kept))
+    assert saved_groups(fleet, 4) != set()
+
+
+def test_a_checkpoint_is_without_the_state_of_a_group_that_died_over_it(tmp_path):
+    fleet = Fleet(tmp_path / "run", *SAVED)
+    found, dead = run_with_death(fleet, _DiesAround(_while_sending))
+    assert [row["participants"] for row in found.rows[1::2]] == [2, 2, 1, 2]
+    assert_same(found, reference(tmp_path / "reference", *SAVED, absent={6: [dead]}))
+    assert CheckpointFolder(fleet.folder.checkpoints).complete_steps() == [4, 8]
+    assert saved_groups(fleet, 4) == set()
+
+
+class _DiesHealing(Dies):
+    """Group 1 dies after step 4, and its second start within the transfer of the state; the third comes by step 8."""
+
+    def __init__(self) -> None:
+        super().__init__(4, "all_reduce")
+
+    def __call__(self, group: ReplicaGroup) -> None:
+        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+        super().__call__(group)
+        join = ReplicaGroups.join
+
+        def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
+            marker = groups._folder.path / "third start"
+            if group.start > 2:
+                marker.touch()
+            elif step == 8:
+                wait_for(marker)
+                time.sleep(0.5)
+            return join(groups, step, *position)
+
+        def dying(groups: ReplicaGroups, _: Any) -> None:
+            assert groups.quorum is not None
+            peer = groups._client.order[groups.quorum.source]
+            groups._client.process_group.recv([torch.zeros(1, dtype=torch.int64)], peer, 0).wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        ReplicaGroups.join = joined  # type: ignore[method-assign]
+        if group.start == 2:
+            ReplicaGroups.receive_state = dying  # type: ignore[method-assign]
+
+
+def test_a_death_while_healing_costs_the_others_no_step(tmp_path):
+    fleet, mutate = Fleet(tmp_path / "run", *LONG), _DiesHealing()
+    try:
+        first, *dead = fleet.start(0, mutate), fleet.start(1, mutate)
+        for _ in range(2):
+            with pytest.raises(AssertionError, match="died without a word"):
+                dead[-1].results(60)
+            dead.append(fleet.start(1, mutate))
+        found = fleet.curve([first, dead[-1]])
+    finally:
+        fleet.close()
+    away = [step for step in (2, 4, 6, 8, 10) if found.rows[step - 1]["participants"] == 1]
+    assert away in ([4], [4, 6], [4, 6, 8]), "as soon as a start is in a quorum"
+    assert_same(found, reference(tmp_path / "reference", *LONG, absent={step: [1] for step in away}))

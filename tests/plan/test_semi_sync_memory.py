@@ -29,9 +29,17 @@ LAYOUTS = {
     "checkpoint of streaming groups": STREAMING + SHORT + "parallelism.dp_shard=2 checkpoint=sync checkpoint.every=50",
     "fragments without delay": STREAMING + SHORT + "semi_sync.delay=0",
 }
+BY_DAY = (
+    "DiLoCo, peak in the synchronization",
+    "fragment in flight, fsdp 2 x tp 2",
+    "checkpoint of streaming groups",
+)
+"""Layouts that are compared in every run of the tests; the others by `make night`."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.night]) for name in LAYOUTS]
+)
 def test_synchronizations_are_predicted_as_allocated(name: str, tmp_path: Path):
     experiment = experiment_of(LAYOUTS[name])
     guesses, allocated = predicted(experiment, tmp_path / "plan"), allocated_peaks(experiment, tmp_path / "alone")
@@ -56,7 +64,9 @@ def test_a_forgotten_copy_is_noticed(tmp_path: Path):
     assert guess.passing - guess.between_steps != pytest.approx(most, rel=0.005)
 
 
-@pytest.mark.parametrize("words", [DILOCO, STREAMING], ids=["diloco", "streaming"])
+@pytest.mark.parametrize(
+    "words", [pytest.param(DILOCO, marks=pytest.mark.night), STREAMING], ids=["diloco", "streaming"]
+)
 def test_extrapolated_synchronizations_equal_the_full_trace(words: str, tmp_path: Path):
     experiment = experiment_of(f"{words} model.layers=9 parallelism.dp_shard=2 training.micro_batch_size=1")
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))

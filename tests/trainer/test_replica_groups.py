@@ -89,6 +89,8 @@ def test_a_death_leaves_the_curve_of_one_device(tmp_path, one_device, where, set
 
 SPLIT = ["training.global_batch_size=12", "training.micro_batch_size=1"]
 PIPELINE = [*SETTINGS, *SPLIT, "model.layers=4", "parallelism.pp=2", "parallelism.pp_microbatches=4"]
+# Both copies of the embedding are on the first rank.
+TIED = [*PIPELINE, "parallelism.pp_schedule=ZBVZeroBubble", "model.tied_embeddings=true"]
 EXPERTS = [*SETTINGS, "model=deepseek_debug"]
 
 
@@ -98,6 +100,7 @@ EXPERTS = [*SETTINGS, "model=deepseek_debug"]
         EXPERTS,
         pytest.param(PIPELINE, marks=pytest.mark.night),
         pytest.param([*PIPELINE, "parallelism.pp_schedule=Interleaved1F1B"], marks=pytest.mark.night),
+        pytest.param(TIED, marks=pytest.mark.night),
         pytest.param([*EXPERTS, *SPLIT, "parallelism.dp_shard=2", "parallelism.ep=2"], marks=pytest.mark.night),
         pytest.param([*EXPERTS, *PIPELINE[len(SETTINGS) :]], marks=pytest.mark.night),
         pytest.param([*SETTINGS, "model=qwen3_moe_debug", "parallelism.tp=2"], marks=pytest.mark.night),
@@ -143,6 +146,7 @@ def test_numbers_beside_gradients_survive_a_death(tmp_path, settings):
     assert any(key.startswith(("model/", "objective/logit")) for key in expected.rows[0])
 
 
+@pytest.mark.night
 def test_a_diffusion_model_survives_a_death(tmp_path):
     store = tmp_path / "glyphs"
     write(store)
@@ -254,6 +258,20 @@ def test_forgotten_tokens_of_experts_are_noticed(tmp_path):
     expected = train(tmp_path / "one", *EXPERTS, "cluster.replica_groups=1")
     with pytest.raises(AssertionError):
         assert_exact(found, fleet, expected)
+
+
+def _heals_one_copy_of_tied_weights(_: ReplicaGroup) -> None:
+    from titan_exp.trainer import trainer
+
+    trainer.sync_tied_state = lambda *_: None  # type: ignore[assignment]
+
+
+@pytest.mark.night
+def test_one_healed_copy_of_tied_weights_is_noticed(tmp_path):
+    found, fleet = run_with_death(tmp_path / "run", TIED, _Both(_heals_one_copy_of_tied_weights))
+    alone = [word for word in TIED if not word.startswith(("parallelism.", "cluster."))]
+    with pytest.raises(AssertionError):
+        assert_exact(found, fleet, train(tmp_path / "one", *alone))
 
 
 class _Both:

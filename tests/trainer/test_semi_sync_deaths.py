@@ -149,6 +149,7 @@ def assert_tokens_of_batches(found: Curve, expected: Curve) -> None:
     assert [row["tokens"] for row in found.rows] == [row["tokens"] for row in expected.rows]
 
 
+@pytest.mark.night
 def test_tokens_are_those_of_the_batches_if_all_that_trained_them_die(tmp_path):
     found = run_without_those_that_trained(tmp_path / "run", _AllThatTrainedDie())
     assert_tokens_of_batches(found, train_groups(tmp_path / "whole", LONG))

@@ -154,6 +154,7 @@ class _DiesHealing(Dies):
 
         def dying(groups: ReplicaGroups, _: Any) -> None:
             assert groups.quorum is not None
+            assert groups.quorum.source is not None
             peer = groups._client.order[groups.quorum.source]
             groups._client.process_group.recv([torch.zeros(1, dtype=torch.int64)], peer, 0).wait()
             os.kill(os.getpid(), signal.SIGKILL)

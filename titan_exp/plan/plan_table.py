@@ -303,8 +303,9 @@ def _synchronizations(plan: Plan) -> Iterator[str]:
     config, rate = plan.experiment.semi_sync, plan.sent_bytes_per_token
     if rate is not None:
         rank = rate * config.interval * plan.tokens_per_step / config.groups / plan.layout.world_size
+        who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
         yield (
-            f"{config.groups} groups send {rate:,.6g} bytes per token: every {config.interval} steps each rank sends "
+            f"{config.groups} groups send {rate:,.6g} bytes per token: every {config.interval} steps {who} sends "
             f"{format_bytes(rank)}{_at_once(plan)}"
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.parity.runs import train
 from tests.trainer.fleet import Dies, Fleet, wait_for
-from tests.trainer.test_replica_groups import SETTINGS, assert_exact
+from tests.trainer.test_replica_groups import SETTINGS, THREE, assert_exact
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
@@ -62,6 +62,44 @@ def test_a_death_while_healing(tmp_path):
         fleet.close()
     assert_exact(found, fleet, expected)
     assert found.rows[-1]["participants"] == 2
+
+
+def _dies_sending(group: ReplicaGroup) -> None:
+    """Group 1 dies after step 3, and the group from which its second start heals dies within the transfer."""
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    Dies(3, "sum_gradients")(group)
+    send = ReplicaGroups._send
+
+    def dying(groups: ReplicaGroups, rank: int, *arguments: Any) -> None:
+        folder = groups._folder.path
+        if not (folder / "newcomer").exists() or (folder / "sender").exists():
+            send(groups, rank, *arguments)
+            return
+        (folder / "sender").write_text(str(group.number))
+        groups._client.process_group.send([torch.tensor([8])], groups._client.order[rank], 0).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ReplicaGroups._send = dying  # type: ignore[method-assign]
+
+
+def test_a_newcomer_whose_sender_dies_heals_from_another_group(tmp_path):
+    expected = train(tmp_path / "one", *SETTINGS, "cluster.replica_groups=1")
+    fleet = Fleet(tmp_path / "run", *THREE)
+    try:
+        groups = [fleet.start(number, _dies_sending) for number in range(3)]
+        with pytest.raises(AssertionError, match="died without a word"):
+            groups[1].results(60)
+        groups[1] = fleet.start(1, _dies_sending)
+        wait_for(fleet.folder.path / "sender")
+        dead = int((fleet.folder.path / "sender").read_text())
+        found = fleet.curve([groups[number] for number in {0, 1, 2} - {dead}])
+    finally:
+        fleet.close()
+    assert_exact(found, fleet, expected)
+    assert found.rows[-1]["participants"] == 2
+    assert len(fleet.groups) == 4, "the newcomer was not started again"
+    assert max(row["stall"] for row in found.rows) < 10, "no connection stayed open until the time-out of 20 s"
 
 
 def _dies_saving(group: ReplicaGroup) -> None:

@@ -271,13 +271,14 @@ class Trainer:
         """Wait for the groups of the next step, and heal from one or let others heal. Returns False if training is
         over."""
         quorum = groups.join(self.step, self._position)
-        if quorum.behind or quorum.source is not None:
-            self._heal(groups, behind=quorum.source is not None)
+        while (quorum.behind or quorum.source is not None) and not self._heal(groups, behind=quorum.source is not None):
+            quorum = groups.join(self.step, self._position)
         self.report.join_groups(self.step)
         return not self._is_over
 
-    def _heal(self, groups: ReplicaGroups, *, behind: bool) -> None:
-        """Send the state after the last step to groups that are behind, or take over that of another."""
+    def _heal(self, groups: ReplicaGroups, *, behind: bool) -> bool:
+        """Send the state after the last step to groups that are behind, or take over that of another. Returns False if
+        that has not arrived."""
         parts = self.model.parts
         free_gathered(parts)
         if not self.optimizer.state:
@@ -287,8 +288,10 @@ class Trainer:
         if not behind:
             data = {"data": self.loader.state_dict(), "rows": self.report.last_rows}
             groups.send_state({**self._progress(), **data}, tensors)
-            return
+            return True
         progress = groups.receive_state(tensors)
+        if progress is None:
+            return False
         sync_tied_state(parts, self.optimizer)
         self.step, self.tokens = progress["step"], progress["tokens"]
         self._restore_average(progress)
@@ -298,6 +301,7 @@ class Trainer:
         self.model.weights.refresh()
         self.quantize_weights()
         get_logger().info("healed: continuing after step %d", self.step)
+        return True
 
     def _after_healing(self, progress: Mapping[str, Any]) -> None:
         """Take over what else another group has sent."""

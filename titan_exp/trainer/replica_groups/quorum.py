@@ -175,7 +175,8 @@ class QuorumClient:
             if quorum.rank < quorum.shares < quorum.size:
                 self.first_groups = self._gloo(shared, f"{prefix}-first", quorum.rank, quorum.shares)
         except RuntimeError as error:
-            return error
+            self.disconnect()
+            return error.with_traceback(None)
         self._configured = configured
         return None
 

@@ -38,7 +38,8 @@ NEWCOMER_LIMIT = 60.0
 
 
 class HealingFailed(RuntimeError):
-    """The state of another group did not arrive; the group ends, and the launcher starts it again."""
+    """No group offers its state after that of another has arrived in part; the group ends, and the launcher starts it
+    again."""
 
 
 class ReplicaGroups:
@@ -50,6 +51,8 @@ class ReplicaGroups:
         self.group, self._folder, self._cluster, self._mesh = group, folder, cluster, mesh
         self._by_number = by_number
         self._error: Exception | None = None
+        self._has_state = True
+        """False if the state of another group has arrived in part."""
         self._lost_since = time.monotonic()
         """Begin of what is lost if the commit is refused."""
         self.quorum: Quorum | None = None
@@ -108,8 +111,11 @@ class ReplicaGroups:
 
         Raises:
             UserError: the run knows a later step, and no living group has its state.
+            HealingFailed: no living group has a state, and this one has a part of one.
         """
         began, before = time.monotonic(), self.quorum
+        if not self._has_state:
+            step = position = 0
         while True:
             asked = time.monotonic()
             quorum, self._error = self._client.ask(step if position is None else position)
@@ -118,12 +124,15 @@ class ReplicaGroups:
             fresh = before is None and quorum.source is None
             known = self._from_first_rank(known_step(self._folder)) if fresh else 0
             waited = time.monotonic() - began
-            if step >= known and not self._may_be_behind(before, quorum, waited):
+            may_train = self._has_state or quorum.source is not None
+            if may_train and step >= known and not self._may_be_behind(before, quorum, waited):
                 break
             # A newcomer whose peers are starting, too, or dead: it never trains from its own state. Or the others took
             # a step without this group: a lighthouse that has just started does not know them yet.
             self._client.vote(step, False)
             limit = max(NEWCOMER_LIMIT, self.group.patience)
+            if not may_train and known == 0 and waited > limit:
+                raise HealingFailed(f"replica group {self.group.number}: within {limit:.0f} s no group had its state")
             if step < known and waited > limit:
                 raise UserError(
                     f"replica group {self.group.number} has the state after step {step}, the run is after step "
@@ -155,30 +164,30 @@ class ReplicaGroups:
             self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
 
     def receive_state(self, tensors: Sequence[Tensor]) -> Any:
-        """Receive the state of a living group into the tensors; returns its progress.
-
-        Raises:
-            HealingFailed: it did not arrive as a whole.
-        """
+        """Receive the state of a living group into the tensors; returns its progress. None if it did not arrive as a
+        whole on every rank of this group, which then has no state, and joins again to heal from another."""
         assert self.quorum is not None
-        source, group = self.quorum.source, self._client.process_group
+        source, header = self.quorum.source, torch.zeros(1, dtype=torch.int64)
         assert source is not None
-        try:
-            if self._error is not None:
-                raise self._error
-            length = torch.zeros(1, dtype=torch.int64)
-            peer = self._client.order[source]
-            group.recv([length], peer, 0).wait()
-            header = torch.zeros(int(length), dtype=torch.uint8)
+
+        def receive() -> None:
+            nonlocal header
+            group, peer = self._client.process_group, self._client.order[source]
+            group.recv([header], peer, 0).wait()
+            header = torch.zeros(int(header), dtype=torch.uint8)
             group.recv([header], peer, 0).wait()
             exchange(tensors, lambda flat: group.recv([flat], peer, 0).wait(), write_back=True)
-        except RuntimeError as error:
-            self._client.disconnect()
-            raise HealingFailed(
-                f"replica group {self.group.number} could not heal from group "
-                f"{group_number(self.quorum.members[source])} ({_first_line(error)})"
-            ) from error
-        return decode_json(header)
+
+        self._attempt(receive)
+        self._has_state = self._client.vote(self.quorum.step, self._error is None)
+        if self._has_state:
+            return decode_json(header)
+        reason = "another rank of this group" if self._error is None else _first_line(self._error)
+        sender = group_number(self.quorum.members[source])
+        get_logger().warning("the state of group %d did not arrive (%s); healing from another", sender, reason)
+        self._client.disconnect()  # its members wait for this rank
+        self.quorum = None
+        return None
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over the groups, in place. A failure leaves them undefined and refuses the step."""
@@ -320,7 +329,8 @@ class ReplicaGroups:
             try:
                 operation()
             except RuntimeError as error:
-                self._error = error
+                # Frames of a traceback would keep the connections open, at which other groups wait.
+                self._error = error.with_traceback(None)
                 self._client.disconnect()
 
 

@@ -119,7 +119,9 @@ def gradients_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory
     return gradients(tmp_path_factory.mktemp("one"), words)
 
 
-@pytest.mark.parametrize("layout", [*DAY, *(pytest.param(layout, marks=pytest.mark.night) for layout in NIGHT)])
+@pytest.mark.parametrize(
+    "layout", [*DAY, *DIVIDED, *(pytest.param(layout, marks=pytest.mark.night) for layout in NIGHT)]
+)
 def test_gradients_of_every_parameter_are_those_of_one_device(
     layout: str, words: str, gradients_on_one_device: dict[str, torch.Tensor], tmp_path: Path
 ):
@@ -194,7 +196,7 @@ def positions_of_gathered_tokens_are_those_of_text_first() -> None:
     patch(f"{GatheredRopeOrder.__module__}.GatheredRopeOrder.forward", lambda _: lambda self, rope, text_tokens: rope)
 
 
-def gradients_of_modulations_are_taken_for_whole_ones() -> None:
+def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
     from titan_exp.models.blocks.linear import Linear
 
     def make(original: Callable[..., None]) -> object:
@@ -207,6 +209,20 @@ def every_tensor_rank_adds_its_gradient_of_the_result() -> None:
     patch(
         "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_result",
         lambda _: lambda self, x: self.gather_input(x),
+    )
+
+
+def gradients_of_modulations_are_those_of_a_rank_s_own_tokens() -> None:
+    patch(
+        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_vector",
+        lambda _: lambda self, part: self.gather_outputs(part, part.shape[-1] * self.degree),
+    )
+
+
+def the_conditioning_has_the_gradient_of_a_rank_s_own_outputs() -> None:
+    patch(
+        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.share_vector",
+        lambda _: lambda self, x: x,
     )
 
 
@@ -238,8 +254,13 @@ def the_conditioning_has_no_gradient_from_later_stages() -> None:
     ("layout", "mutate"),
     [
         ("parallelism.tp=2", positions_of_gathered_tokens_are_those_of_text_first),
-        ("parallelism.tp=2", gradients_of_modulations_are_taken_for_whole_ones),
+        ("parallelism.tp=2", gradients_of_replicated_linears_are_taken_for_whole_ones),
         ("parallelism.tp=2", every_tensor_rank_adds_its_gradient_of_the_result),
+        ("parallelism.tp=2", gradients_of_modulations_are_those_of_a_rank_s_own_tokens),
+        (
+            "parallelism.tp=2 parallelism.sequence_parallel=false",
+            the_conditioning_has_the_gradient_of_a_rank_s_own_outputs,
+        ),
         ("parallelism.cp=2", context_ranks_attend_causally),
         ("parallelism.cp=2", noise_depends_on_the_rank),
         ("parallelism.pp=2 training.micro_batch_size=2", the_conditioning_has_no_gradient_from_later_stages),

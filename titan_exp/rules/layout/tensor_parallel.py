@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
@@ -43,7 +44,8 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     refused = any(axis.key == FIELD for axis in spec.unsupported)
     if unsharded is not None and not refused:
         yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
-    for style in dict.fromkeys(style for _, style in _colwise(spec) if style.units):
+    # Modulations have the units of other linears.
+    for style in dict.fromkeys(replace(style, vector=False) for _, style in _colwise(spec) if style.units):
         step = math.lcm(style.width, degree) if style.common else style.width * degree
         widths = listed(multiples_near(style.units * style.width, step))
         more = f"; or {style.key}={widths}" if style.key else ""

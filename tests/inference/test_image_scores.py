@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.data.made_images import COLOURS, Flags, write_flags
-from tests.inference.test_flux_pipeline import tokenizer
+from tests.data.made_pipeline import word_tokenizer
 from tests.inference.test_generate_images import SIZES, read
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
@@ -48,7 +48,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, sizes = tmp_path_factory.mktemp("clip"), {"num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"hidden_size": 16, "intermediate_size": 32}
     torch.manual_seed(2)
-    words = tokenizer(folder, 8)
+    words = word_tokenizer(folder, 8)
     text = {**sizes, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": 2, "pad_token_id": 0}
     config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
     CLIPModel(config).save_pretrained(folder)

@@ -243,6 +243,17 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
         (["parallelism.tp=2"], []),
         (["quantization=float8_rowwise"], []),
         (["quantization=mxfp8", "training.micro_batch_size=2"], ["training.micro_batch_size"]),
+        (["quantization=mxfp8", "training.micro_batch_size=4"], []),
+        (["quantization=mxfp8", "training.micro_batch_size=4", "parallelism.cp=2"], ["training.micro_batch_size"]),
+        (
+            [
+                *("quantization=mxfp8", "training.micro_batch_size=4", "parallelism.cp=2"),
+                *("training.global_batch_size=12", "quantization.filter=['*.text.*','*.image.*']"),
+            ],
+            ["training.micro_batch_size"],
+        ),
+        (["quantization=nvfp4"], ["quantization.recipe"]),
+        (["quantization=nvfp4", "quantization.filter=['*.text.*','blocks.2.*','blocks.3.*']"], []),
         (["parallelism.tp=4"], ["parallelism.tp"]),
         (["parallelism.cp=3", "training.global_batch_size=12"], ["parallelism.cp"]),
         (["parallelism.cp=8", "parallelism.tp=2"], ["parallelism.cp"]),

@@ -92,10 +92,17 @@ def autoencoder_config(folder: str) -> Mapping[str, Any]:
         UserError: there is none.
     """
     path = Path(folder).expanduser()
-    if not (path / "config.json").is_file():
-        reason, remedy = "it has no config.json", "the folder vae of a FLUX.1 pipeline, or latents=pixels"
-        raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
-    return _config(path, "latents", folder)
+    remedy = "the folder vae of a FLUX.1 pipeline, or latents=pixels"
+    if (path / "config.json").is_file():
+        config = _config(path, "latents", folder)
+        if (kind := config.get("_class_name", "AutoencoderKL")) == "AutoencoderKL":
+            return config
+        reason = f"it is a {kind}, not an AutoencoderKL"
+    elif (path / "vae" / "config.json").is_file():
+        reason, remedy = "it is a whole pipeline", f"latents={folder}/vae"
+    else:
+        reason = "it has no config.json" if path.is_dir() else "no such folder"
+    raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
 
 
 def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +118,9 @@ def text_folders(folder: str) -> list[Path]:
         UserError: one is missing.
     """
     found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
-    if not all(path.is_dir() for path in found):
-        reason, remedy = f"it lacks one of {', '.join(TEXT_FOLDERS)}", "the folder of a FLUX.1 pipeline of diffusers"
+    if missing := [path.name for path in found if not path.is_dir()]:
+        reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "no such folder"
+        remedy = f"the folder of a FLUX.1 pipeline of diffusers, with {', '.join(TEXT_FOLDERS)}; or texts=hashed_words"
         raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
     return found
 
@@ -122,4 +130,4 @@ def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason, remedy = f"{path.name}/config.json cannot be read: {error}", "the folder as diffusers saves it"
-        raise UserError("The images cannot be coded.", [Violation(field, folder, reason, remedy)]) from error
+        raise UserError("A frozen network cannot be used.", [Violation(field, folder, reason, remedy)]) from error

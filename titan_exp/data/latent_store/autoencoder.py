@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.images.latent_format import LATENT_PATCH, autoencoder_config, autoencoder_description
 from titan_exp.data.latent_store.pixels import from_tokens, to_tokens, to_uint8
+from titan_exp.data.latent_store.pretrained import load_network, loading
 
 
 class Autoencoder:
@@ -20,17 +20,14 @@ class Autoencoder:
     """
 
     def __init__(self, folder: str) -> None:
-        try:
-            from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-        except ImportError as error:
-            reason, remedy = "it is read by diffusers, which is not installed", "pip install 'titan_exp[diffusion]'"
-            raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)]) from error
         self.description: Mapping[str, Any] = autoencoder_description(folder, autoencoder_config(folder))
         """Entry of the manifest."""
         self._shift, self._scale = self.description["shift"], self.description["scale"]
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoencoderKL.from_pretrained(Path(folder).expanduser(), local_files_only=True)
-        self._model = model.eval().to(self._device)
+        with loading("latents", folder, "the folder vae of a FLUX.1 pipeline, or latents=pixels"):
+            from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+            self._model = load_network(AutoencoderKL, Path(folder).expanduser())
+        self._device = self._model.device
         config = self._model.config
         self.token_size = LATENT_PATCH * 2 ** (len(config.block_out_channels) - 1)
         """Height and width of a token in pixels."""

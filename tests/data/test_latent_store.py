@@ -104,16 +104,16 @@ def test_an_interrupted_store_is_continued_and_is_the_same(
     monkeypatch.setattr(writer, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "store")
-    with pytest.raises(UserError, match="there is no manifest"):
+    with pytest.raises(UserError, match=r"it is not finished\n.*titan-exp encode command that began it"):
         read_latent_manifest(tmp_path / "store")
-    with pytest.raises(UserError, match="begun with other options"):
+    with pytest.raises(UserError, match="begun with other options, and differs in shard_samples"):
         write(tmp_path / "store", shard=300)
     kept = (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns
     found = write(tmp_path / "store")
     assert found.fingerprint == read_latent_manifest(store).fingerprint
     assert (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns == kept
     assert write(tmp_path / "store") == found
-    with pytest.raises(UserError, match="holds other files"):
+    with pytest.raises(UserError, match="holds a finished store, which differs in shard_samples"):
         write(tmp_path / "store", shard=300)
 
 

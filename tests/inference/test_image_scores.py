@@ -153,7 +153,9 @@ def test_a_run_is_scored_on_its_captions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["clip=nowhere"], r"clip=nowhere: there is no config\.json"),
+        (["clip=nowhere"], r"clip=nowhere: no such folder\n.*CLIPModel with its tokenizer"),
+        (["clip=empty"], r"clip=empty: there is no config\.json"),
+        (["fid=empty"], r"fid=empty: it is a folder"),
         (["clip=."], r"clip=\.: it cannot be loaded"),
         (["fid=nowhere.pt"], r"fid=nowhere\.pt: there is no such file"),
         (["fid=config.json"], r"fid=config\.json: it is no TorchScript"),
@@ -164,6 +166,7 @@ def test_missing_networks_are_said(
     words: list[str], message: str, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(UserError, match=message):
         generate_command([str(drawn), *words])

@@ -1,5 +1,7 @@
 """Training through an autoencoder, T5 and CLIP of a folder: the same bits from a store and on the fly."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from tests.parity.runs import Curve, assert_same_curve, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.cli.encode import run
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.latent_store.image_codec import image_codec
+from titan_exp.data.latent_store.pretrained import encoders_of_samples
 from titan_exp.inference.generate import generate_command
 
 pytestmark = needs_diffusers
@@ -75,6 +79,67 @@ def test_batches_on_the_fly_are_those_of_a_store(place: Path):
         assert all(map(torch.equal, batch, other))
     assert expected[0][0].std() > 0.1
     assert not torch.equal(expected[0][1][0], expected[0][1][1])
+
+
+def no_folder(place: Path) -> None:
+    shutil.rmtree(place)
+
+
+def weights_of_another_network(place: Path) -> None:
+    shutil.copy(place / "text_encoder" / "model.safetensors", place / "text_encoder_2")
+
+
+def no_tokenizer(place: Path) -> None:
+    shutil.rmtree(place / "tokenizer_2")
+
+
+def no_words(place: Path) -> None:
+    (place / "tokenizer_2" / "tokenizer.json").unlink()
+
+
+def half_an_autoencoder(place: Path) -> None:
+    os.truncate(place / "vae" / "diffusion_pytorch_model.safetensors", 1000)
+
+
+def no_weights(place: Path) -> None:
+    (place / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def another_class(place: Path) -> None:
+    shutil.rmtree(place / "vae")
+    shutil.copytree(place / "transformer", place / "vae")
+
+
+@pytest.mark.day
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_folder, r"latents=.*vae: no such folder"),
+        (weights_of_another_network, r"texts=.*: it cannot be loaded: text_encoder_2 has no weights of encoder\."),
+        (no_tokenizer, r"texts=.*: it lacks tokenizer_2\n.*with text_encoder, tokenizer, text_encoder_2, tokenizer_2"),
+        (no_words, r"texts=.*: it cannot be loaded: tokenizer_2 has no tokenizer\.json, and no vocabulary in"),
+        (half_an_autoencoder, r"latents=.*vae: it cannot be loaded: "),
+        (no_weights, r"latents=.*vae: it cannot be loaded: .*no file named diffusion_pytorch_model"),
+        (another_class, r"latents=.*vae: it is a FluxTransformer2DModel, not an AutoencoderKL"),
+    ],
+)
+def test_folders_without_an_encoder_are_refused(
+    damage: Callable[[Path], None], message: str, place: Path, tmp_path: Path
+):
+    shutil.copytree(place / "flux", tmp_path / "flux")
+    damage(tmp_path / "flux")
+    words = ["images=glyphs", *options(tmp_path), f"out={tmp_path / 'store'}"]
+    with pytest.raises(UserError, match=message):
+        run(words)
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_whole_pipeline_is_no_autoencoder_and_a_lost_one_is_named(place: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"it is a whole pipeline\n.*latents=.*flux/vae"):
+        run(["images=glyphs", f"latents={place / 'flux'}", f"out={tmp_path / 'store'}"])
+    description = {"name": "autoencoder_kl", "folder": "/nowhere", "shift": 0.1159, "scale": 0.3611}
+    with pytest.raises(UserError, match=r"no such folder\n.*back in this place"), encoders_of_samples():
+        image_codec(description)
 
 
 @pytest.mark.night

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.latent_store.pretrained import load_network, loading
+from titan_exp.data.latent_store.pretrained import load_network, load_tokenizer, loading
 
 BATCH = 32
 """Pairs in a call of the model."""
@@ -29,9 +29,9 @@ class CLIPScore:
             reason = "there is no config.json in it" if path.is_dir() else "no such folder"
             raise UserError("The CLIP score cannot be computed.", [Violation("clip", folder, reason, CONTENTS)])
         with loading("clip", folder, CONTENTS):
-            from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+            from transformers import CLIPImageProcessor, CLIPModel
 
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._tokenizer: Any = load_tokenizer(path)
             self._processor: Any = CLIPImageProcessor.from_pretrained(path, local_files_only=True)
             self._model = load_network(CLIPModel, path)
         self._device = self._model.device

@@ -69,7 +69,7 @@ def latent_format(options: ImageOptions) -> LatentFormat:
     texts: Mapping[str, Any] = {"name": HASHED_WORDS, "seed": options.seed}
     if options.texts != HASHED_WORDS:
         clip, _, t5, _ = text_folders(options.texts)
-        texts = {"name": T5_AND_CLIP, "folder": options.texts}
+        texts = {"name": T5_AND_CLIP, "folder": absolute(options.texts)}
         text_dim = _config(t5, "texts", options.texts).get("d_model", 512)
         pooled_dim = _config(clip, "texts", options.texts).get("hidden_size", 512)
     side = options.size // token_size
@@ -108,7 +108,12 @@ def autoencoder_config(folder: str) -> Mapping[str, Any]:
 def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Entry `latents` of a manifest, with the shift and scale of the configuration."""
     shift, scale = float(config.get("shift_factor") or 0), float(config.get("scaling_factor", 0.18215))
-    return {"name": AUTOENCODER, "folder": folder, "shift": shift, "scale": scale, "posterior": True}
+    return {"name": AUTOENCODER, "folder": absolute(folder), "shift": shift, "scale": scale, "posterior": True}
+
+
+def absolute(folder: str) -> str:
+    """Absolute path of an encoder's folder, by which every working directory finds it."""
+    return str(Path(folder).expanduser().absolute())
 
 
 def text_folders(folder: str) -> list[Path]:

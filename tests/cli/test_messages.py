@@ -126,6 +126,10 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "training.stesp=4"], "training.stesp=4: unknown key\n    did you mean training.steps?"),
         (["train", "lr=3e-4"], "lr=3e-4: unknown key\n    did you mean optimizer.lr?"),
         (
+            ["train", "data=images", "data.options.latnets=vae"],
+            "do not have it yet\n    did you mean latents? Otherwise add it with a plus: +data.options.latnets=vae",
+        ),
+        (
             ["train", "cluster.partition=gpu"],
             "cluster=local does not have this key\n    it comes with cluster=slurm or",
         ),

@@ -57,8 +57,29 @@ def test_folders_have_captions_beside_images_or_in_a_list(tmp_path: Path, capsys
     assert found == {**EXPECTED, "wide, again": (3, 12)}
     assert "1 without caption left out" in capsys.readouterr().out
     picture("high").save(folder / "high.png", compress_level=0)
-    with pytest.raises(UserError, match="holds other files"):  # other images than the store has
+    with pytest.raises(UserError, match=r"finished store, which differs in images\n"):
         encoded(tmp_path / "store", "images=folder", f"paths={folder}")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("square.txt", b"\xff\xfe\x00", r"square\.txt: the caption cannot be read.*\n.*UTF-8"),
+        ("list.jsonl", b'{"file_name": "wide.png"', r"list\.jsonl: row 1 cannot be read: .*delimiter"),
+        ("list.jsonl", b'\n{"file_name": "wide.png", "text": "a"}\n[1]', r"row 2 cannot be read: it is no JSON object"),
+        ("list.jsonl", b'{"file_name": "wide.png", "txt": "a"}', r"row 1 has no text under text; .*\n.*caption_key"),
+        ("list.csv", b"file_name,text\nwide.png,\xff", r"list\.csv: row 1 cannot be read"),
+        ("00.tar.gz", b"\x1f\x8b", r"00\.tar\.gz: the shard cannot be read.*\n.*uncompressed"),
+    ],
+)
+def test_damaged_captions_and_shards_are_named(file: str, content: bytes, message: str, tmp_path: Path):
+    picture("square").save(tmp_path / "square.png")
+    (tmp_path / file).write_bytes(content)
+    source = (
+        ["images=webdataset", f"paths={tmp_path}/*.gz"] if "tar" in file else ["images=folder", f"paths={tmp_path}"]
+    )
+    with pytest.raises(UserError, match=message):
+        encoded(tmp_path / "store", *source)
 
 
 def test_webdataset_shards_hold_samples_by_key(tmp_path: Path):
@@ -68,12 +89,16 @@ def test_webdataset_shards_hold_samples_by_key(tmp_path: Path):
         picture(name).save(stream, "PNG")
         files[f"part/{name}.seg.png" if name == "high" else f"part/{name}.png"] = stream.getvalue()
     files |= {"part/square.txt": b"a square", "part/wide.json": b'{"text": "a wide"}', "part/lone.txt": b"no image"}
-    with tarfile.open(tmp_path / "00.tar", "w") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    found = encoded(tmp_path / "store", "images=webdataset", f"paths={tmp_path}/*.tar")
+    damaged = {**files, "part/wide.json": b'{"text": '}
+    for name, contents in (("broken", damaged), ("00", files)):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
+            for member, content in contents.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    with pytest.raises(UserError, match=r"broken\.tar: part/wide\.json: the caption cannot be read"):
+        encoded(tmp_path / "other", "images=webdataset", f"paths={tmp_path}/broken.tar")
+    found = encoded(tmp_path / "store", "images=webdataset", f"paths={tmp_path}/00.tar")
     assert found == {key: EXPECTED[key] for key in ("a square", "a wide")}
     tokens = LatentSplit(read_latent_manifest(tmp_path / "store"), "train")[0].latents
     shape = next(iter(found.values()))
@@ -124,7 +149,7 @@ def test_images_are_scaled_to_cover_a_bucket_and_cropped_in_the_middle():
         (["images=huggingface", "paths=./nothing_here"], "cannot be loaded"),
         (["images=huggingface"], "no data set is given"),
         (["latents=."], "no config.json"),
-        (["texts=."], "lacks one of text_encoder"),
+        (["texts=."], "it lacks text_encoder, tokenizer, text_encoder_2, tokenizer_2"),
         (["size=30", "patch=4"], r"image tokens are 4 pixels wide\n.*size=32"),
     ],
 )

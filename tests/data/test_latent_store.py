@@ -104,16 +104,16 @@ def test_an_interrupted_store_is_continued_and_is_the_same(
     monkeypatch.setattr(writer, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "store")
-    with pytest.raises(UserError, match="there is no manifest"):
+    with pytest.raises(UserError, match=r"it is not finished\n.*titan-exp encode command that began it"):
         read_latent_manifest(tmp_path / "store")
-    with pytest.raises(UserError, match="begun with other options"):
+    with pytest.raises(UserError, match="begun with other options, and differs in shard_samples"):
         write(tmp_path / "store", shard=300)
     kept = (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns
     found = write(tmp_path / "store")
     assert found.fingerprint == read_latent_manifest(store).fingerprint
     assert (tmp_path / "store" / "train-00000.latents.npy").stat().st_mtime_ns == kept
     assert write(tmp_path / "store") == found
-    with pytest.raises(UserError, match="holds other files"):
+    with pytest.raises(UserError, match="holds a finished store, which differs in shard_samples"):
         write(tmp_path / "store", shard=300)
 
 
@@ -243,7 +243,23 @@ def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
         (["parallelism.tp=2"], []),
         (["quantization=float8_rowwise"], []),
         (["quantization=mxfp8", "training.micro_batch_size=2"], ["training.micro_batch_size"]),
+        (["quantization=mxfp8", "training.micro_batch_size=4"], []),
+        (["quantization=mxfp8", "training.micro_batch_size=4", "parallelism.cp=2"], ["training.micro_batch_size"]),
+        (
+            [
+                *("quantization=mxfp8", "training.micro_batch_size=4", "parallelism.cp=2"),
+                *("training.global_batch_size=12", "quantization.filter=['*.text.*','*.image.*']"),
+            ],
+            ["training.micro_batch_size"],
+        ),
+        (["quantization=nvfp4"], ["quantization.recipe"]),
+        (["quantization=nvfp4", "quantization.filter=['*.text.*','blocks.2.*','blocks.3.*']"], []),
         (["parallelism.tp=4"], ["parallelism.tp"]),
+        # Four ranks of FSDP divide the rows of no projection, and 20 columns, which biases do not have.
+        (
+            ["parallelism.tp=2", "parallelism.dp_shard=4", "model.dim=20", "model.rope_axes=[2,4,4]"],
+            ["parallelism.dp_shard"],
+        ),
         (["parallelism.cp=3", "training.global_batch_size=12"], ["parallelism.cp"]),
         (["parallelism.cp=8", "parallelism.tp=2"], ["parallelism.cp"]),
         (["parallelism.cp=8", "parallelism.tp=2", "parallelism.sequence_parallel=false"], []),

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.data.made_images import COLOURS, Flags, write_flags
-from tests.inference.test_flux_pipeline import tokenizer
+from tests.data.made_pipeline import word_tokenizer
 from tests.inference.test_generate_images import SIZES, read
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
@@ -48,7 +48,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, sizes = tmp_path_factory.mktemp("clip"), {"num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"hidden_size": 16, "intermediate_size": 32}
     torch.manual_seed(2)
-    words = tokenizer(folder, 8)
+    words = word_tokenizer(folder, 8)
     text = {**sizes, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": 2, "pad_token_id": 0}
     config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
     CLIPModel(config).save_pretrained(folder)
@@ -153,7 +153,9 @@ def test_a_run_is_scored_on_its_captions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["clip=nowhere"], r"clip=nowhere: there is no config\.json"),
+        (["clip=nowhere"], r"clip=nowhere: no such folder\n.*CLIPModel with its tokenizer"),
+        (["clip=empty"], r"clip=empty: there is no config\.json"),
+        (["fid=empty"], r"fid=empty: it is a folder"),
         (["clip=."], r"clip=\.: it cannot be loaded"),
         (["fid=nowhere.pt"], r"fid=nowhere\.pt: there is no such file"),
         (["fid=config.json"], r"fid=config\.json: it is no TorchScript"),
@@ -164,6 +166,7 @@ def test_missing_networks_are_said(
     words: list[str], message: str, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(UserError, match=message):
         generate_command([str(drawn), *words])

@@ -29,6 +29,8 @@ NIGHT = [
     "parallelism.dp_replicate=2 activation_checkpoint=selective",
     "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager",
     "parallelism.dp_shard=4 parallelism.reshard_after_forward=always",
+    "parallelism.dp_shard=2 activation_checkpoint=full compile=blocks compile.backend=inductor",
+    "parallelism.tp=2 compile=all compile.backend=inductor",
     "parallelism.tp=2 parallelism.sequence_parallel=false",
     "parallelism.tp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
     "parallelism.tp=2 compile=blocks compile.backend=aot_eager",
@@ -40,6 +42,11 @@ NIGHT = [
     "parallelism.pp=4 parallelism.pp_schedule=GPipe training.micro_batch_size=2",
     "parallelism.pp=2 parallelism.cp=2 training.micro_batch_size=2",
 ]
+
+
+def limit_of(layout: str) -> float:
+    """Seconds for a run; inductor's first compilation takes minutes on busy cores."""
+    return 360.0 if "inductor" in layout else 120.0
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +75,7 @@ def on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -> Curve
     ],
 )
 def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device: Curve, tmp_path: Path):
-    found = train(tmp_path / "many", *words.split(), *layout.split())
+    found = train(tmp_path / "many", *words.split(), *layout.split(), timeout=limit_of(layout))
     assert_same_curve(found, on_one_device)
     last, expected = found.rows[-1], on_one_device.rows[-1]
     losses = [key for key in expected if key.startswith("validation_loss")]
@@ -102,7 +109,8 @@ def gradients(
     one = ["training.steps=1", "optimizer=sgd", "optimizer.lr=1e7", "optimizer.weight_decay=0"]
     one += ["training.max_grad_norm=1e9", "lr_schedule=constant", "training.evaluate_every=0"]
     given = [word for word in words.split() if not word.startswith(("optimizer.", "training.evaluate_every"))]
-    found = train(path, *given, *one, *layout.split(), mutate=partial(broken, mutate))
+    broken_too = partial(broken, mutate)
+    found = train(path, *given, *one, *layout.split(), mutate=broken_too, timeout=limit_of(layout))
     assert mutate is not None or found.disputed == []
     return found.weights
 
@@ -119,7 +127,15 @@ def gradients_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory
     return gradients(tmp_path_factory.mktemp("one"), words)
 
 
-@pytest.mark.parametrize("layout", [*DAY, *(pytest.param(layout, marks=pytest.mark.night) for layout in NIGHT)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *DAY,
+        pytest.param(DIVIDED[0], marks=pytest.mark.day),
+        *DIVIDED[1:],
+        *(pytest.param(layout, marks=pytest.mark.night) for layout in NIGHT),
+    ],
+)
 def test_gradients_of_every_parameter_are_those_of_one_device(
     layout: str, words: str, gradients_on_one_device: dict[str, torch.Tensor], tmp_path: Path
 ):
@@ -194,7 +210,7 @@ def positions_of_gathered_tokens_are_those_of_text_first() -> None:
     patch(f"{GatheredRopeOrder.__module__}.GatheredRopeOrder.forward", lambda _: lambda self, rope, text_tokens: rope)
 
 
-def gradients_of_modulations_are_taken_for_whole_ones() -> None:
+def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
     from titan_exp.models.blocks.linear import Linear
 
     def make(original: Callable[..., None]) -> object:
@@ -207,6 +223,20 @@ def every_tensor_rank_adds_its_gradient_of_the_result() -> None:
     patch(
         "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_result",
         lambda _: lambda self, x: self.gather_input(x),
+    )
+
+
+def gradients_of_modulations_are_those_of_a_rank_s_own_tokens() -> None:
+    patch(
+        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_vector",
+        lambda _: lambda self, part: self.gather_outputs(part, part.shape[-1] * self.degree),
+    )
+
+
+def the_conditioning_has_the_gradient_of_a_rank_s_own_outputs() -> None:
+    patch(
+        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.share_vector",
+        lambda _: lambda self, x: x,
     )
 
 
@@ -238,8 +268,13 @@ def the_conditioning_has_no_gradient_from_later_stages() -> None:
     ("layout", "mutate"),
     [
         ("parallelism.tp=2", positions_of_gathered_tokens_are_those_of_text_first),
-        ("parallelism.tp=2", gradients_of_modulations_are_taken_for_whole_ones),
+        ("parallelism.tp=2", gradients_of_replicated_linears_are_taken_for_whole_ones),
         ("parallelism.tp=2", every_tensor_rank_adds_its_gradient_of_the_result),
+        ("parallelism.tp=2", gradients_of_modulations_are_those_of_a_rank_s_own_tokens),
+        (
+            "parallelism.tp=2 parallelism.sequence_parallel=false",
+            the_conditioning_has_the_gradient_of_a_rank_s_own_outputs,
+        ),
         ("parallelism.cp=2", context_ranks_attend_causally),
         ("parallelism.cp=2", noise_depends_on_the_rank),
         ("parallelism.pp=2 training.micro_batch_size=2", the_conditioning_has_no_gradient_from_later_stages),
@@ -260,11 +295,17 @@ def test_mutations_of_divided_models_are_noticed(
 
 RECIPES = {recipe: f"quantization={recipe}" for recipe in ("float8_tensorwise", "float8_rowwise", "mxfp8")}
 RECIPES["float8_rowwise_gw_hp"] = "quantization=float8_rowwise_gw_hp quantization.filter=['*.text.*']"
+RECIPES["nvfp4"] = "quantization=nvfp4"
+# NVFP4 transforms 16 tokens of a sequence together, of text or of the image, on each of two ranks.
+LONG = "model.text_tokens=32 data.options.text_tokens=32 data.options.size=16 training.seq_len=96"
 
 
 def quantized(path: Path, words: str, recipe: str, layout: str = "", mutate: Callable[[], None] | None = None) -> Curve:
     """Three steps; initial weights are drawn, since blocks whose gates are zero round nothing that anyone sees."""
     few = ["training.steps=3", "training.evaluate_every=0", "optimizer.lr=1e-3"]
+    if recipe == "nvfp4":
+        sizes = "data.options.patch=2 data.options.text_dim=32 data.options.pooled_dim=24 model.patch_dim=12"
+        words = f"model=flux_debug data=images training.objective=rectified_flow {sizes} {LONG}"
     given = [word for word in words.split() if word.partition("=")[0] not in {key.partition("=")[0] for key in few}]
     chosen = [] if "quantization=none" in layout else RECIPES[recipe].split()
     return train(path, *given, *few, *chosen, *layout.split(), mutate=partial(broken, mutate))
@@ -281,6 +322,9 @@ def recipe_on_one_device(words: str, tmp_path_factory: pytest.TempPathFactory) -
         ("float8_rowwise", "parallelism.tp=2 training.micro_batch_size=4"),
         pytest.param("float8_tensorwise", "parallelism.dp_shard=2", marks=pytest.mark.night),
         pytest.param("float8_tensorwise", "parallelism.tp=2 activation_checkpoint=full", marks=pytest.mark.night),
+        pytest.param("nvfp4", "parallelism.tp=2 training.micro_batch_size=4", marks=pytest.mark.night),
+        pytest.param("nvfp4", "parallelism.cp=2 activation_checkpoint=full", marks=pytest.mark.night),
+        pytest.param("nvfp4", "parallelism.pp=2 training.micro_batch_size=2", marks=pytest.mark.night),
         pytest.param("mxfp8", "parallelism.cp=2 training.micro_batch_size=8", marks=pytest.mark.night),
         pytest.param("float8_rowwise_gw_hp", "parallelism.pp=2 training.micro_batch_size=2", marks=pytest.mark.night),
         pytest.param("mxfp8", "parallelism.tp=2 compile=blocks compile.backend=aot_eager", marks=pytest.mark.night),
@@ -327,6 +371,8 @@ def one_linear_stays_in_high_precision() -> None:
         ("float8_rowwise", modulations_are_rounded_too),
         ("float8_rowwise", one_linear_stays_in_high_precision),
         ("mxfp8", one_linear_stays_in_high_precision),
+        ("nvfp4", None),
+        ("nvfp4", one_linear_stays_in_high_precision),
     ],
 )
 @pytest.mark.night

@@ -9,8 +9,11 @@ from titan_exp.config.command_line.verb_options import EncodeOptions
 from titan_exp.config.errors.user_error import UserError, Violation
 
 if TYPE_CHECKING:
+    from titan_exp.config.images.latent_format import LatentFormat
     from titan_exp.data.latent_store.writer import StoreOptions
 
+EXPERIMENT = "flux_laptop"
+"""Experiment that trains from a store."""
 USAGE = """\
 titan-exp encode images=KIND out=STORE [paths=...] [size=...]
   for example: titan-exp encode images=emoji out=stores/emoji
@@ -49,8 +52,26 @@ def run(argv: Sequence[str]) -> int:
         f"{options.out}: {images.name}; {samples['train']:,} samples to train on and {samples['validation']:,} held "
         f"out, each of {manifest.text_tokens} text and {manifest.rows * manifest.columns} image tokens"
     )
-    print(f"To train from it: titan-exp train +experiment=flux_laptop data.paths='[{options.out}]'")
+    sizes = "".join(f" {key}={value}" for key, value in _sizes_unlike(EXPERIMENT, manifest).items())
+    print(f"To train from it: titan-exp train +experiment={EXPERIMENT} data.paths='[{options.out}]'{sizes}")
     return 0
+
+
+def _sizes_unlike(name: str, encoded: "LatentFormat") -> dict[str, int]:
+    """Keys of an experiment that have other values than the samples need."""
+    from omegaconf import OmegaConf
+
+    from titan_exp.config.hydra.compose import compose
+
+    sizes = {
+        "model.patch_dim": encoded.channels,
+        "model.text_tokens": encoded.text_tokens,
+        "model.text_dim": encoded.text_dim,
+        "model.pooled_dim": encoded.pooled_dim,
+        "training.seq_len": encoded.tokens,
+    }
+    config = compose([f"+experiment={name}"])
+    return {key: value for key, value in sizes.items() if OmegaConf.select(config, key) != value}
 
 
 def _store_options(options: EncodeOptions) -> "StoreOptions":

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.data.latent_store.pretrained import load_network, load_tokenizer, loading
 
 BATCH = 32
 """Pairs in a call of the model."""
+CONTENTS = "the folder of a CLIPModel with its tokenizer and image processor, as transformers saves it"
+"""Remedy where there is none."""
 
 
 class CLIPScore:
@@ -21,23 +24,17 @@ class CLIPScore:
     """
 
     def __init__(self, folder: str) -> None:
-        try:
-            from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
-        except ImportError as error:
-            reason, remedy = "it is read by transformers, which is not installed", "pip install 'titan_exp[diffusion]'"
-            raise _refusal(folder, reason, remedy) from error
         path = Path(folder).expanduser()
         if not (path / "config.json").is_file():
-            raise _refusal(folder, "there is no config.json in it", "a folder of CLIPModel as transformers saves it")
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            reason = "there is no config.json in it" if path.is_dir() else "no such folder"
+            raise UserError("The CLIP score cannot be computed.", [Violation("clip", folder, reason, CONTENTS)])
+        with loading("clip", folder, CONTENTS):
+            from transformers import CLIPImageProcessor, CLIPModel
+
+            self._tokenizer: Any = load_tokenizer(path)
             self._processor: Any = CLIPImageProcessor.from_pretrained(path, local_files_only=True)
-            model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = f"it cannot be loaded: {str(error).strip().partition(chr(10))[0]}"
-            raise _refusal(folder, reason, "CLIPModel with its tokenizer and image processor") from error
-        self._model = model.eval().to(self._device)
+            self._model = load_network(CLIPModel, path)
+        self._device = self._model.device
 
     @torch.no_grad()
     def __call__(self, images: Sequence[np.ndarray], prompts: Sequence[str]) -> float:
@@ -57,7 +54,3 @@ class CLIPScore:
             cosines = torch.nn.functional.cosine_similarity(found.image_embeds, found.text_embeds)
             total += float((100 * cosines.double()).clamp(min=0).sum())
         return total / len(images)
-
-
-def _refusal(folder: str, reason: str, remedy: str) -> UserError:
-    return UserError("The CLIP score cannot be computed.", [Violation("clip", folder, reason, remedy)])

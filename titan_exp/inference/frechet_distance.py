@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ def inception_features(file: str) -> Features:
     path = Path(file).expanduser()
     remedy = "the path of inception-2015-12-05.pt, as NVIDIA publishes it, or of another TorchScript module"
     if not path.is_file():
-        raise UserError("FID cannot be computed.", [Violation("fid", file, "there is no such file", remedy)])
+        reason = "it is a folder" if path.is_dir() else "there is no such file"
+        raise UserError("FID cannot be computed.", [Violation("fid", file, reason, remedy)])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with warnings.catch_warnings():
@@ -41,7 +43,7 @@ def inception_features(file: str) -> Features:
             warnings.simplefilter("ignore", DeprecationWarning)
             network: Any = torch.jit.load(str(path), map_location=device).eval()
     except RuntimeError as error:
-        reason = f"it is no TorchScript module: {str(error).strip().partition(chr(10))[0]}"
+        reason = f"it is no TorchScript module: {shorten(str(error), 100, placeholder=' ...')}"
         raise UserError("FID cannot be computed.", [Violation("fid", file, reason, remedy)]) from error
     takes = {argument.name for argument in network.forward.schema.arguments}
     options = {"return_features": True} if "return_features" in takes else {}

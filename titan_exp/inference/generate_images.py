@@ -25,6 +25,7 @@ from titan_exp.config.schema.typed_config import load_group
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.data.latent_store.image_codec import ImageCodec, image_codec
 from titan_exp.data.latent_store.latent_data import LatentData, open_latents, open_store
+from titan_exp.data.latent_store.pretrained import encoders_of_samples
 from titan_exp.data.latent_store.text_encoder import TextEncoder, text_encoder
 from titan_exp.inference.image_scores import ImageScores, real_images
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
@@ -155,7 +156,8 @@ def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> Sampling
             violations.append(Violation("store", options.store, reason, remedy))
     if violations:
         raise UserError("The images cannot be drawn.", violations)
-    codec = image_codec(encoded.latents)
+    with encoders_of_samples():
+        codec, encoder = image_codec(encoded.latents), text_encoder(encoded)
     grid = [encoded.rows, encoded.columns]
     for place, (key, pixels) in enumerate((("height", options.height), ("width", options.width))):
         if pixels % codec.token_size:
@@ -167,7 +169,7 @@ def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> Sampling
     if violations:
         raise UserError("The images cannot be drawn.", violations)
     shift = options.shift == "on" or (options.shift == "training" and _trained_shift(run))
-    return SamplingSetup(text_encoder(encoded), codec, grid[0], grid[1], shift)
+    return SamplingSetup(encoder, codec, grid[0], grid[1], shift)
 
 
 def encoders_of(source: OpenCheckpoint, options: GenerateOptions) -> LatentFormat:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.diffusion import modulate, modulation
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.token_order import ResultGather, TokenShard
-from titan_exp.models.spec.diffusion import TIME_FEATURES, DiffusionConfig, diffusion_spec, end_linears
+from titan_exp.models.spec.diffusion import (
+    TIME_FEATURES,
+    DiffusionConfig,
+    diffusion_spec,
+    end_linears,
+    modulation_style,
+)
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
 from titan_exp.ops.attention.axial_rope import AxialRotaryEmbedding
@@ -39,7 +45,7 @@ class DiffusionTransformer(nn.Module):
         self.shard = TokenShard()
         self.inputs: Inputs | None = Inputs(linears)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
-        self.output: Output | None = Output(linears, config.norm_eps)
+        self.output: Output | None = Output(linears, modulation_style(config), config.norm_eps)
         self.rope = AxialRotaryEmbedding(config.rope_axes, seq_len, config.rope_theta)
 
     def forward(
@@ -136,15 +142,15 @@ class Inputs(nn.Module):
 class Output(nn.Module):
     """Modulated norm and linear to the numbers of a patch."""
 
-    def __init__(self, linears: Mapping[str, Linear], eps: float) -> None:
+    def __init__(self, linears: Mapping[str, Linear], style: TPStyle, eps: float) -> None:
         super().__init__()
         self.modulation, self.linear = linears["output.modulation"], linears["output.linear"]
         self.gather = ResultGather()
-        self.eps = eps
+        self.eps, self._style = eps, style
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Replicated linears over this rank's tokens."""
-        return {"modulation": SEQUENCE_PARALLEL, "linear": SEQUENCE_PARALLEL}
+        """Sharded modulation, and a replicated linear over this rank's tokens."""
+        return {"modulation": self._style, "linear": SEQUENCE_PARALLEL}
 
     def forward(
         self, x: Float[Tensor, "batch patches dim"], conditioning: Float[Tensor, "batch dim"]

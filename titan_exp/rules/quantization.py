@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
@@ -16,6 +16,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
+from titan_exp.models.spec.token_span import EVERY_TOKEN
 from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
@@ -93,7 +94,7 @@ def tokens_divide(
     block, tokens = _block(quantization, device), layout.micro_batch_size * training.seq_len
     run, rest = divmod(training.seq_len, chunks)
     if spec.latents is not None:
-        yield from _streams_divide(spec.latents, quantization, layout, block * cp)
+        yield from _streams_divide(spec, spec.latents, quantization, layout, block)
     elif recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
         reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
@@ -105,19 +106,35 @@ def tokens_divide(
 
 
 def _streams_divide(
-    latents: LatentInputs, config: QuantizationConfig, layout: ResolvedLayout, block: int
+    spec: ModelSpec, latents: LatentInputs, config: QuantizationConfig, layout: ResolvedLayout, block: int
 ) -> Iterator[Violation]:
-    """Text and image tokens of a micro-batch, which linear layers of their own read, form whole scaling blocks."""
-    # NVFP4 transforms consecutive tokens of one sequence together.
-    rows = 1 if config.recipe == "nvfp4" else layout.micro_batch_size
-    text, image = rows * latents.text_tokens, rows * (layout.training.seq_len - latents.text_tokens)
-    if text % block or image % block:
-        reason = (
-            f"{config.recipe} quantizes blocks of {block} tokens, and {rows} sequences have {text} of text and {image} "
-        )
-        few = block // math.gcd(block, latents.text_tokens, layout.training.seq_len - latents.text_tokens)
-        remedy = f"a multiple of {few}; or quantization.filter=['*.text.*', '*.image.*']"
-        yield Violation("training.micro_batch_size", rows, reason + "of the image", remedy)
+    """Tokens that a quantized linear layer reads, of text, image or both, form whole scaling blocks."""
+    seq_len, rows, cp = layout.training.seq_len, layout.micro_batch_size, layout.parallelism.cp
+    spans = {linear.tokens for _, linear in _quantized(spec, config)}
+    text, image = latents.text_tokens, seq_len - latents.text_tokens
+    counts = [round(span.share(seq_len) * seq_len) for span in spans]
+    if config.recipe == "nvfp4":
+        # Gathered for a layer that reads both, tokens come by rank: text and image of the first, then of the second.
+        axes = {"cp": cp, "tp": layout.parallelism.tp if layout.parallelism.sequence_parallel else 1}
+        shares = math.prod(axes.values()) if EVERY_TOKEN in spans else cp
+        runs = (text, image) if EVERY_TOKEN in spans else counts
+        if any(run % (BLOCK["nvfp4"] * shares) for run in runs):
+            degrees = listed([f"parallelism.{axis}={degree}" for axis, degree in axes.items() if degree > 1], "and")
+            among = f", divided by {degrees}" if degrees else ""
+            reason = f"it transforms {BLOCK['nvfp4']} consecutive tokens of a sequence together, which has {text} text "
+            reason += f"and {image} image tokens{among}"
+            remedy = f"both a multiple of {BLOCK['nvfp4'] * shares} (model.text_tokens, size of the images)"
+            remedy += ", or fewer ranks that share a sequence" if among else ""
+            yield Violation(RECIPE, "nvfp4", reason, f"{remedy}; or quantization=mxfp8")
+            return
+    if any(rows * count % (block * cp) for count in counts):
+        among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
+        reason = f"{config.recipe} quantizes blocks of {block} tokens{among}, and {rows} sequences have {rows * text} "
+        few = block * cp // math.gcd(block * cp, *counts)
+        remedy = f"a multiple of {few}"
+        if len(spans) > 1 and EVERY_TOKEN in spans and rows * seq_len % (block * cp) == 0:
+            remedy += "; or quantization.filter=['*.text.*', '*.image.*']"
+        yield Violation("training.micro_batch_size", rows, f"{reason}of text and {rows * image} of the image", remedy)
 
 
 def kv_heads_are_whole(

@@ -126,6 +126,8 @@ class NameCheck:
         value = "" if override.is_delete() else str(override.input_line).partition("=")[2]
         if str(annotation_of(parent)).startswith("dict"):
             remedy = f"{parent} has no such key" if override.is_delete() else f"add it with a plus: +{key}={value}"
+            if isinstance(node, dict) and (offer := did_you_mean(name, [str(other) for other in node])):
+                remedy = f"{offer} Otherwise {remedy}"
             yield Violation(key, value, "these keyword arguments do not have it yet", remedy)
             return
         meant = other_names(key)

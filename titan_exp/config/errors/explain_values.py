@@ -133,7 +133,7 @@ _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def _choice(value: Any, annotation: Any) -> tuple[str, str]:
-    options = [shown(option) for option in choices_of(annotation)]
+    options = [shown(option) for option in choices_of(annotation) if option != ""]
     offer = did_you_mean(str(value), options)
     remedy = f"{offer} The choices are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
     return "unknown choice", remedy

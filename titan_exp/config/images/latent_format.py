@@ -69,7 +69,7 @@ def latent_format(options: ImageOptions) -> LatentFormat:
     texts: Mapping[str, Any] = {"name": HASHED_WORDS, "seed": options.seed}
     if options.texts != HASHED_WORDS:
         clip, _, t5, _ = text_folders(options.texts)
-        texts = {"name": T5_AND_CLIP, "folder": options.texts}
+        texts = {"name": T5_AND_CLIP, "folder": absolute(options.texts)}
         text_dim = _config(t5, "texts", options.texts).get("d_model", 512)
         pooled_dim = _config(clip, "texts", options.texts).get("hidden_size", 512)
     side = options.size // token_size
@@ -92,16 +92,28 @@ def autoencoder_config(folder: str) -> Mapping[str, Any]:
         UserError: there is none.
     """
     path = Path(folder).expanduser()
-    if not (path / "config.json").is_file():
-        reason, remedy = "it has no config.json", "the folder vae of a FLUX.1 pipeline, or latents=pixels"
-        raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
-    return _config(path, "latents", folder)
+    remedy = "the folder vae of a FLUX.1 pipeline, or latents=pixels"
+    if (path / "config.json").is_file():
+        config = _config(path, "latents", folder)
+        if (kind := config.get("_class_name", "AutoencoderKL")) == "AutoencoderKL":
+            return config
+        reason = f"it is a {kind}, not an AutoencoderKL"
+    elif (path / "vae" / "config.json").is_file():
+        reason, remedy = "it is a whole pipeline", f"latents={folder}/vae"
+    else:
+        reason = "it has no config.json" if path.is_dir() else "no such folder"
+    raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
 
 
 def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Entry `latents` of a manifest, with the shift and scale of the configuration."""
     shift, scale = float(config.get("shift_factor") or 0), float(config.get("scaling_factor", 0.18215))
-    return {"name": AUTOENCODER, "folder": folder, "shift": shift, "scale": scale, "posterior": True}
+    return {"name": AUTOENCODER, "folder": absolute(folder), "shift": shift, "scale": scale, "posterior": True}
+
+
+def absolute(folder: str) -> str:
+    """Absolute path of an encoder's folder, by which every working directory finds it."""
+    return str(Path(folder).expanduser().absolute())
 
 
 def text_folders(folder: str) -> list[Path]:
@@ -111,8 +123,9 @@ def text_folders(folder: str) -> list[Path]:
         UserError: one is missing.
     """
     found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
-    if not all(path.is_dir() for path in found):
-        reason, remedy = f"it lacks one of {', '.join(TEXT_FOLDERS)}", "the folder of a FLUX.1 pipeline of diffusers"
+    if missing := [path.name for path in found if not path.is_dir()]:
+        reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "no such folder"
+        remedy = f"the folder of a FLUX.1 pipeline of diffusers, with {', '.join(TEXT_FOLDERS)}; or texts=hashed_words"
         raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
     return found
 
@@ -122,4 +135,4 @@ def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason, remedy = f"{path.name}/config.json cannot be read: {error}", "the folder as diffusers saves it"
-        raise UserError("The images cannot be coded.", [Violation(field, folder, reason, remedy)]) from error
+        raise UserError("A frozen network cannot be used.", [Violation(field, folder, reason, remedy)]) from error

@@ -16,6 +16,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.images.latent_format import LatentFormat
+from titan_exp.config.paths.token_store_manifest import UNFINISHED
 
 FORMAT, VERSION = "titan_exp latent store", 1
 MANIFEST = "manifest.json"
@@ -76,6 +77,8 @@ def read_latent_manifest(folder: str | Path) -> LatentManifest:
     except FileNotFoundError:
         remedy = f"titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
         reason = f"there is no {MANIFEST} in it" if path.is_dir() else "no such folder"
+        if (path / UNFINISHED).is_dir():
+            reason, remedy = "it is not finished", "the titan-exp encode command that began it, which continues"
     except (KeyError, TypeError):
         reason = f"its {MANIFEST} is not that of a latent store of this version"
         remedy = "encode the images again, into another folder"

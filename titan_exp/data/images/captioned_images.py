@@ -64,9 +64,11 @@ def to_rgb(image: Any, name: str) -> np.ndarray:
     return np.asarray(Image.alpha_composite(background, layers).convert("RGB"))
 
 
-def damaged(name: str, error: Exception) -> UserError:
-    """Error of an image that cannot be decoded."""
-    violation = Violation("paths", name, f"the image cannot be read: {error}", "replace or remove the file")
+def damaged(
+    name: str, error: Exception, part: str = "the image", remedy: str = "replace or remove the file"
+) -> UserError:
+    """Error of an image, or another part of a data set, that cannot be decoded."""
+    violation = Violation("paths", name, f"{part} cannot be read: {error}", remedy)
     return UserError("This cannot be encoded.", [violation])
 
 

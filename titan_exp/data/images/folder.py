@@ -4,12 +4,13 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.images.captioned_images import SUFFIXES, no_images, open_image, to_rgb
+from titan_exp.data.images.captioned_images import SUFFIXES, damaged, no_images, open_image, to_rgb
 
 FILE_KEY = "file_name"
 """Key of an image's path in a file of captions, as in Hugging Face's image folders."""
@@ -69,13 +70,26 @@ class FolderImages:
 
 def _caption(path: Path, listed: Mapping[Path, str]) -> str:
     text = path.with_suffix(".txt")
-    return text.read_text(encoding="utf-8").strip() if text.is_file() else listed.get(path.resolve(), "").strip()
+    if not text.is_file():
+        return listed.get(path.resolve(), "").strip()
+    try:
+        return text.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise damaged(str(text), error, "the caption", "save it as UTF-8, or remove the file") from error
 
 
 def _rows(file: Path, caption_key: str) -> Iterator[Mapping[str, str]]:
     with file.open(encoding="utf-8", newline="") as lines:
         rows = csv.DictReader(lines) if file.suffix == ".csv" else (json.loads(line) for line in lines if line.strip())
-        for number, row in enumerate(rows, 1):
+        for number in count(1):
+            try:
+                row = next(rows, None)
+            except (csv.Error, ValueError) as error:
+                raise damaged(str(file), error, f"row {number}", "correct the row, or remove it") from error
+            if row is None:
+                return
+            if not isinstance(row, dict):
+                raise damaged(str(file), TypeError("it is no JSON object"), f"row {number}", "correct it, or remove it")
             missing = [key for key in (FILE_KEY, caption_key) if not isinstance(row.get(key), str)]
             if missing:
                 reason = f"row {number} has no text under {' and '.join(missing)}; it has {', '.join(map(str, row))}"

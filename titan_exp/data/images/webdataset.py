@@ -85,7 +85,8 @@ def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
                     member = _Member(shard, info.name, info.offset_data, info.size)
                     samples.setdefault(f"{folder}/{key}", {})[f".{suffix.lower()}"] = member
     except (tarfile.TarError, OSError) as error:
-        raise damaged(str(shard), error) from error
+        remedy = "copy it again, or remove it" if shard.suffix == ".tar" else "an uncompressed tar file, as of gunzip"
+        raise damaged(str(shard), error, "the shard", remedy) from error
     for files in samples.values():
         image = next((files[suffix] for suffix in SUFFIXES if suffix in files), None)
         if image is None:
@@ -94,6 +95,12 @@ def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
         if ".txt" in files:
             caption = files[".txt"].read().decode("utf-8", "replace")
         elif ".json" in files:
-            found = json.loads(files[".json"].read()).get(caption_key)
-            caption = found if isinstance(found, str) else ""
+            try:
+                found = json.loads(files[".json"].read())
+            except ValueError as error:
+                raise damaged(
+                    f"{shard}: {files['.json'].name}", error, "the caption", "write the shard again"
+                ) from error
+            text = found.get(caption_key) if isinstance(found, dict) else None
+            caption = text if isinstance(text, str) else ""
         yield image, caption.strip()

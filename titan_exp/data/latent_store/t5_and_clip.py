@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.images.latent_format import T5_AND_CLIP, text_folders
+from titan_exp.config.images.latent_format import T5_AND_CLIP, absolute, text_folders
+from titan_exp.data.latent_store.pretrained import load_network, load_tokenizer, loading
 
 
 class T5AndCLIP:
@@ -18,22 +18,14 @@ class T5AndCLIP:
     """
 
     def __init__(self, folder: str, tokens: int) -> None:
-        try:
-            from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
-        except ImportError as error:
-            reason, remedy = "it is read by transformers, which is not installed", "pip install 'titan_exp[diffusion]'"
-            raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)]) from error
         clip, clip_tokenizer, t5, t5_tokenizer = text_folders(folder)
-        self._folder = folder
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._tokenizers: list[Any] = [
-            AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (clip_tokenizer, t5_tokenizer)
-        ]
-        models: list[Any] = [
-            CLIPTextModel.from_pretrained(clip, local_files_only=True),
-            T5EncoderModel.from_pretrained(t5, local_files_only=True),
-        ]
-        self._clip, self._t5 = (model.eval().to(self._device) for model in models)
+        self._folder = absolute(folder)
+        with loading("texts", folder, "the folder of a FLUX.1 pipeline of diffusers, or texts=hashed_words"):
+            from transformers import CLIPTextModel, T5EncoderModel
+
+            self._tokenizers: list[Any] = [load_tokenizer(path) for path in (clip_tokenizer, t5_tokenizer)]
+            self._clip, self._t5 = load_network(CLIPTextModel, clip), load_network(T5EncoderModel, t5)
+        self._device = self._t5.device
         self.tokens, self.dim, self.pooled_dim = tokens, self._t5.config.d_model, self._clip.config.hidden_size
 
     @property

@@ -5,7 +5,7 @@ A complete shard has its checksums in a separate file, so that the same command 
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.paths.latent_store_manifest import (
     FORMAT,
     MANIFEST,
@@ -86,9 +87,11 @@ def write_latent_store(
     }
     if (out / MANIFEST).is_file():
         done = read_latent_manifest(out)
-        if all(getattr(done, key) == value for key, value in plan.items()):
-            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
-            return done
+        if differing := _differing(vars(done), plan):
+            reason = f"it holds a finished store, which differs in {differing}"
+            raise refusal(str(out), reason, "another folder, or remove this one")
+        shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+        return done
     with explain_disk_errors(out):
         _begin(out, plan)
         with store_lock(out / UNFINISHED / "lock", str(out), "encode"):
@@ -130,12 +133,21 @@ def _advanced(progress: Callable[[int, int], None], before: int, total: int, don
     progress(before + done, total)
 
 
+def _differing(found: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """Names of what a store has otherwise than the plan, options by their own names."""
+    names = [key for key, value in plan.items() if key != "options" and found.get(key) != value]
+    options = found.get("options", {})
+    return listed([*names, *(key for key, value in plan["options"].items() if options.get(key) != value)], "and")
+
+
 def _begin(out: Path, journal: dict[str, Any]) -> None:
     """Make the folder and its journal, or find that of an interrupted run."""
     path = out / UNFINISHED / "plan.json"
     if path.is_file():
-        if json.loads(path.read_text(encoding="utf-8")) != journal:
-            raise refusal(str(out), "this store was begun with other options", "those options, or another folder")
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        if begun != journal:
+            reason = f"this store was begun with other options, and differs in {_differing(begun, journal)}"
+            raise refusal(str(out), reason, "those options, or another folder")
         return
     if out.exists() and any(entry.name != UNFINISHED for entry in out.iterdir()):
         raise refusal(str(out), "the folder holds other files", "a new folder")

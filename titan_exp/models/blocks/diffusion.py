@@ -91,7 +91,7 @@ class Stream(_Heads):
         self.down = linear(layer, f"{name}.down")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by heads and channels; the modulation is replicated."""
+        """Tensor-parallel sharding of the linears, by heads and channels."""
         return self._plan
 
     def after_attention(
@@ -148,7 +148,7 @@ class SingleBlock(_Heads):
         self.out = linear(layer, "out")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears, by heads; the modulation is replicated."""
+        """Tensor-parallel sharding of the linears, by heads."""
         return self._plan
 
     def forward(

@@ -6,7 +6,7 @@ pooled text) modulates every block.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
@@ -100,7 +100,7 @@ def end_linears(config: DiffusionConfig) -> tuple[LinearSpec, ...]:
         _linear("inputs.image", config.patch_dim, dim, image),
         _linear("inputs.text", config.text_dim, dim, text),
         *embedders,
-        _linear("output.modulation", dim, 2 * dim, ONCE, zero=True),
+        _linear("output.modulation", dim, 2 * dim, ONCE, zero=True, tp=modulation_style(config)),
         _linear("output.linear", dim, config.patch_dim, image, zero=True),
     )
 
@@ -129,10 +129,10 @@ def diffusion_violations(config: DiffusionConfig) -> Iterator[Violation]:
 def _double_layer(config: DiffusionConfig) -> LayerSpec:
     dim, rows, channels = config.dim, FusedRows("attention", _projections(config)), FFN_RATIO * config.dim
     up = Colwise(channels, described=f"{channels} feed-forward channels ({FFN_RATIO} by model.dim)")
-    linears, vectors = [], []
+    modulations, linears, vectors = modulation_style(config), [], []
     for name, tokens in zip(("text", "image"), _spans(config), strict=True):
         linears += [
-            _linear(f"{name}.modulation", dim, 6 * dim, ONCE, zero=True),
+            _linear(f"{name}.modulation", dim, 6 * dim, ONCE, zero=True, tp=modulations),
             _linear(f"{name}.qkv", dim, 3 * dim, tokens, rows=rows, tp=_by_heads(config)),
             _linear(f"{name}.out", dim, dim, tokens, writes_residual=True, tp=Rowwise()),
             _linear(f"{name}.up", dim, channels, tokens, tp=up),
@@ -147,7 +147,7 @@ def _single_layer(config: DiffusionConfig) -> LayerSpec:
     up = RowPiece("up", ratio * dim // config.heads)
     rows = FusedRows("attention", (*_projections(config), up))
     linears = (
-        _linear("modulation", dim, 3 * dim, ONCE, zero=True),
+        _linear("modulation", dim, 3 * dim, ONCE, zero=True, tp=modulation_style(config)),
         _linear("qkv_up", dim, (3 + ratio) * dim, rows=rows, tp=_by_heads(config)),
         _linear("out", (1 + ratio) * dim, dim, writes_residual=True, tp=Rowwise()),
     )
@@ -159,6 +159,11 @@ def _attention(config: DiffusionConfig) -> AttentionSpec:
     return AttentionSpec(
         config.heads, config.heads, qk_dim=width, v_dim=width, qk_dim_key="model.dim / model.heads", causal=False
     )
+
+
+def modulation_style(config: DiffusionConfig) -> Colwise:
+    """Tensor-parallel sharding of a modulation, a quarter of FLUX.1's parameters in all."""
+    return replace(_by_heads(config), vector=True)
 
 
 def _by_heads(config: DiffusionConfig) -> Colwise:

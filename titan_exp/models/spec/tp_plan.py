@@ -50,6 +50,9 @@ class Colwise:
     """False if the linear's input is the output of a `GatherTokens` module, or an input of one with `GatherInput`."""
     gathers_output: bool = False
     """True if every rank gets the outputs of all, for a `Rowwise` linear that splits them again."""
+    vector: bool = False
+    """True for a modulation: its input is a vector per sequence, which every rank has, and every rank gets the outputs
+    of all, for its own tokens."""
 
     @property
     def pieces(self) -> int:

@@ -37,6 +37,7 @@ from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     GatheredTokens,
     RowParallelLinear,
+    VectorParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
@@ -164,6 +165,9 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
     if not style.is_replicated(region.degree):
         divided = _divided(weight, axis, dim=0)
         part = None if bias is None else _divided(bias, axis, dim=0)
+        if style.vector:
+            block.set_submodule(name, VectorParallelLinear(divided, region, part))
+            return
         outputs = weight.shape[0] if style.gathers_output else None
         block.set_submodule(
             name,

@@ -43,6 +43,15 @@ class TensorParallelGroup:
         """
         return _GatherOutputs.apply(part, self, outputs)  # type: ignore[return-value]  # a Tensor
 
+    def share_vector(self, x: Tensor) -> Tensor:
+        """A vector per sequence, which ranks use in part; with sequence parallelism the gradient stays partial."""
+        return x if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+
+    def gather_vector(self, part: Tensor) -> Tensor:
+        """All outputs from equal shards of the ranks. With sequence parallelism ranks use them for their own tokens,
+        and gradients are summed."""
+        return _GatherVector.apply(part, self)  # type: ignore[return-value]  # a Tensor
+
     def split_inputs(self, x: Tensor) -> Tensor:
         """This rank's part of whole features [batch, seq, features]; the gradient is gathered."""
         return _SplitInputs.apply(x, self)  # type: ignore[return-value]  # a Tensor
@@ -132,6 +141,20 @@ class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0][..., ctx.mine].contiguous(), None, None
+
+
+class _GatherVector(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, region: TensorParallelGroup) -> Tensor:
+        ctx.region = region
+        return torch.cat(all_gather(part, region.degree, region.group).chunk(region.degree), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = gradients[0].chunk(ctx.region.degree, dim=-1)
+        if not ctx.region.sequence:
+            return parts[ctx.region.rank].contiguous(), None
+        return reduce_scatter(torch.cat(parts), ctx.region.degree, ctx.region.group), None
 
 
 class _GatherResult(_AllGatherSeq):

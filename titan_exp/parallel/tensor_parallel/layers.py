@@ -52,6 +52,20 @@ class ColumnParallelLinear(nn.Module):
         return out if self.whole_outputs is None else self.region.gather_outputs(out, self.whole_outputs)
 
 
+class VectorParallelLinear(nn.Module):
+    """Column-parallel linear layer over a vector per sequence; every rank gets all outputs, for its own tokens."""
+
+    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias, self.region = weight, bias, region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs] to [batch, outputs of all ranks]."""
+        bias = None if self.bias is None else local_tensor(self.bias)
+        part = F.linear(self.region.share_vector(x), local_tensor(self.weight))
+        return self.region.gather_vector(add_bias(part, bias))
+
+
 class GatheredTokens(nn.Module):
     """All tokens from this rank's tokens, for readers that each use them in part."""
 

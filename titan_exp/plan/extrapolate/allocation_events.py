@@ -84,7 +84,8 @@ class EventComposer:
         if _is_across(sample, there, source):
             # A sum over all blocks is allocated in the last one and released in the first one.
             ends = self._block(sample, there, source._replace(block=None), at)
-            places += [(micro, ends) for micro, block in places if block != ends]
+            others = [(micro, ends) for micro, block in places if block != ends]
+            places = others + places if _is_far(sample, there, source) else places + others
         for micro, block in places:
             found = self._allocated.get(position._replace(micro=micro, block=block), {}).get(site.key, [])
             if len(found) >= -site.place and (len(micros) == 1 or self.tracker.allocated_bytes(found[site.place])):
@@ -216,3 +217,10 @@ def _is_across(sample: Sample, there: StepPosition, source: StepPosition) -> boo
     first, last = sorted((there.block, source.block))
     distinct, end = 0 if there.stage else sample.distinct, sample.blocks[there.stage] - sample.last_of(there.stage)
     return first < distinct + sample.edge <= end - sample.edge <= last
+
+
+def _is_far(sample: Sample, there: StepPosition, source: StepPosition) -> bool:
+    """True if no block refers to another one at this distance by its place among repeated blocks."""
+    assert there.block is not None, "across blocks"
+    assert source.block is not None, "across blocks"
+    return abs(there.block - source.block) > sample.edge

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
@@ -43,7 +44,8 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     refused = any(axis.key == FIELD for axis in spec.unsupported)
     if unsharded is not None and not refused:
         yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
-    for style in dict.fromkeys(style for _, style in _colwise(spec) if style.units):
+    # Modulations have the units of other linears.
+    for style in dict.fromkeys(replace(style, vector=False) for _, style in _colwise(spec) if style.units):
         step = math.lcm(style.width, degree) if style.common else style.width * degree
         widths = listed(multiples_near(style.units * style.width, step))
         more = f"; or {style.key}={widths}" if style.key else ""
@@ -72,21 +74,27 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
 
 
 def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """FSDP can shard every column-parallel weight evenly, by rows or else by columns."""
+    """FSDP can shard every column-parallel weight evenly, by rows or else by columns, and its bias by rows."""
     cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
     shards = dp_shard * cp
     rows = {"model.vocab_size": spec.vocab_size}
-    sharded = (linear for linear, style in _colwise(spec) if not style.is_replicated(tp))
+    sharded = [linear for linear, style in _colwise(spec) if not style.is_replicated(tp)]
     rows |= {f"the rows of {linear.name}": linear.outputs for linear in sharded}
-    uneven = [f"{name} ({count})" for name, count in rows.items() if count % (tp * shards)]
-    reason = (
-        f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: {shards} shards divide "
-        f"neither {listed(uneven, 'and')} nor model.dim ({spec.dim})"
-    )
+    biases = {f"the bias of {linear.name}": linear.outputs for linear in sharded if linear.bias}
+    by_columns = spec.dim % shards == 0
+    given = biases if by_columns else rows
+    uneven = listed([f"{name} ({count})" for name, count in given.items() if count % (tp * shards)], "and")
+    reason = f"with parallelism.tp={tp}, "
+    if by_columns:
+        reason += f"biases are sharded evenly: {shards} shards do not divide a rank's part of {uneven}"
+    else:
+        reason += "weights are sharded evenly, by rows or by columns: "
+        reason += f"{shards} shards divide neither {uneven} nor model.dim ({spec.dim})"
 
     def is_even(degree: int) -> bool:
         shards = degree * cp
-        return spec.dim % shards == 0 or all(count % (tp * shards) == 0 for count in rows.values())
+        by_columns = spec.dim % shards == 0 and all(count % (tp * shards) == 0 for count in biases.values())
+        return by_columns or all(count % (tp * shards) == 0 for count in rows.values())
 
     more = "" if is_even(1) else "a parallelism.cp that divides model.dim"
     yield from check_number("parallelism.dp_shard", dp_shard, is_even, reason, largest=2 * dp_shard - 1, more=more)

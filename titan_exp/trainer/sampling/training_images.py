@@ -13,6 +13,7 @@ from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.config.paths.latent_store_manifest import SPLITS
 from titan_exp.data.latent_store.image_codec import image_codec
 from titan_exp.data.latent_store.latent_data import open_latents
+from titan_exp.data.latent_store.pretrained import encoders_of_samples
 from titan_exp.ops.attention.axial_rope import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.tracking.image_grid import image_grid, save_image
@@ -57,7 +58,8 @@ class TrainingImages:
         tokens = encoded.rows * encoded.columns
         self._noise = sampling_noise(0, range(len(samples)), tokens, encoded.channels)
         self._times = sampling_times(STEPS, tokens, shift=options.shift)
-        self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
+        with encoders_of_samples():
+            self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
 
     def due(self, step: int, *, last: bool) -> bool:
         """True if images are drawn after this step."""

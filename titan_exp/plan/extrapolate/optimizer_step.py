@@ -110,6 +110,8 @@ class OptimizerStepsByStage:
     """Added by the embedding of a pipeline."""
     last_stage: OptimizerStepTotals
     """Added by the head of a pipeline, and its last layers."""
+    both: OptimizerStepTotals
+    """Peak and costs added besides on a rank with both ends, of which the optimizer updates equal tensors together."""
     elsewhere: OptimizerStepTotals
     """Added by a period of blocks of another rank, whose counts of experts' tokens are summed."""
     distinct: int
@@ -129,6 +131,7 @@ class OptimizerStepsByStage:
         has_first, has_last, own = FIRST in blocks or WHOLE in blocks, LAST in blocks, sum(blocks.values())
         others = layers - own - (0 if has_first else self.distinct)
         ends = [(int(FIRST in blocks), self.first), (int(has_last), self.last_stage)]
+        ends.append((int(FIRST in blocks and has_last), self.both))
         counts = [(own // self.period, self.block), (others // self.period, self.elsewhere)]
         total = _sum([*counts, *ends, (1, self.constant)])
         rounded = -(-total.shared // self.granularity) * self.granularity
@@ -149,8 +152,8 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
     # Gradients of several micro-batches are summed in fp32.
     micro_batches = min(ResolvedLayout.of(experiment).gradient_accumulation, 2) if pp == 1 else 1
 
-    def totals(rank: int, *layers: int) -> OptimizerStepTotals:
-        small = small_run(experiment, layers, micro_batches, experiment.activation_checkpoint, pp=pp)
+    def totals(rank: int, *layers: int, pp: int = pp, schedule: str = "1F1B") -> OptimizerStepTotals:
+        small = small_run(experiment, layers, micro_batches, experiment.activation_checkpoint, pp=pp, schedule=schedule)
         global_rank = rank * ResolvedLayout.of(small).world_size // pp
         return trace_optimizer_step(small, global_rank, cuda=cuda).totals
 
@@ -161,7 +164,7 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
         if not is_linear:
             _check_linear(experiment, block, _difference(totals(0, few + last + 2 * period), two))
         constant = _sum([(1, one), (-(few // period), block)])
-        return OptimizerStepsByStage(constant, block, none, none, none, *kinds)
+        return OptimizerStepsByStage(constant, block, none, none, none, none, *kinds)
     ends, one, tail = (totals(rank, few, period, period + last) for rank in range(pp))
     two = totals(1, few, 2 * period, period + last)
     block = _difference(two, one)
@@ -171,7 +174,12 @@ def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerSte
     elsewhere = _difference(totals(1, few, period, 2 * period + last), one) if has_experts else _sum([])
     constant = _sum([(1, one), (-1, block), (-2, elsewhere)])
     first = _sum([(1, ends), (-1, constant), (-(few // period), block), (-2, elsewhere)])
-    return OptimizerStepsByStage(constant, block, first, _difference(tail, one), elsewhere, *kinds)
+    last_stage, both, placement = _difference(tail, one), _sum([]), ResolvedLayout.of(experiment).stage_placement
+    if placement[0] == placement[-1]:
+        ends_alone = totals(0, few, period, period, period + last, pp=2, schedule="ZBVZeroBubble")
+        apart = _sum([(1, constant), (few // period + 1, block), (1, first), (1, last_stage), (2, elsewhere)])
+        both = replace(both, peak=ends_alone.peak - apart.peak, costs=_difference(ends_alone, apart).costs)
+    return OptimizerStepsByStage(constant, block, first, last_stage, both, elsewhere, *kinds)
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:

@@ -12,8 +12,8 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import node_size
-from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory, usable_cores
+from titan_exp.config.machine.devices import node_size, process_threads
+from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory
 from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.tracking.device_rates import DeviceRates, read_rates
@@ -149,9 +149,8 @@ def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> 
         if cluster.memory_gb:
             return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
         return DeviceMemory(None, None, processes, overhead, "a node", unknown)
-    name = cpu_name()
-    threads = cluster.threads_per_process or max(1, usable_cores() // world)
-    device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)
+    name, processes = cpu_name(), processes * cluster.replica_groups
+    device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
     fitted, capacity = read_constants(cache, name).overhead_gb, host_memory()
     overhead = round((CPU_OVERHEAD_GB if fitted is None else fitted) * 1e9)
     unknown = "" if capacity else "the system does not report its memory"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.cuda_support import torch_build
-from titan_exp.config.machine.local_machine import visible_gpus
+from titan_exp.config.machine.local_machine import usable_cores, visible_gpus
 
 
 def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
@@ -28,6 +28,11 @@ def offered_devices(cluster: ClusterConfig) -> int:
     if device_type(cluster) == "cpu":
         return 1
     return (cluster.nodes or 1) * (cluster.gpus_per_node or visible_gpus())
+
+
+def process_threads(cluster: ClusterConfig, world_size: int) -> int:
+    """Threads of each process of a run on this machine, whose cores all ranks of all replica groups share."""
+    return cluster.threads_per_process or max(1, usable_cores() // (world_size * cluster.replica_groups))
 
 
 def node_size(cluster: ClusterConfig, world_size: int) -> int:

@@ -10,8 +10,7 @@ import psutil
 
 import titan_exp
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.machine.devices import device_type
-from titan_exp.config.machine.local_machine import usable_cores
+from titan_exp.config.machine.devices import device_type, process_threads
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 from titan_exp.tracking.run_folder.temporary_folder import redirect_temporary_files
@@ -24,10 +23,9 @@ def rank_environment(
 
     `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
     """
-    threads = cluster.threads_per_process or max(1, usable_cores() // world_size)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(process_threads(cluster, world_size)),
         # Spinning threads starve other processes: beside one busy process on two cores, CPU training was four times
         # slower; alone there was no difference.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),

@@ -14,7 +14,7 @@ from tests.config.composing import experiment
 from tests.data.made_pipeline import write_photos, write_pipeline
 from tests.data.test_latent_store import loader, take
 from tests.models.flux_shapes import needs_diffusers
-from tests.parity.runs import Curve, assert_same_curve, train
+from tests.parity.runs import Curve, assert_same_curve, same_bits, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.cli.encode import run
@@ -59,16 +59,6 @@ def encoded(place: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def from_the_store(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     return train(tmp_path_factory.mktemp("stored") / "run", *stored(place), *FSDP2.split())
-
-
-def same_bits(found: Curve, expected: Curve) -> bool:
-    losses = [key for key in expected.rows[-1] if key.startswith("validation_loss")]
-    assert len(losses) == 10
-    return (
-        (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
-        and [found.rows[-1][key] for key in losses] == [expected.rows[-1][key] for key in losses]
-        and all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
-    )
 
 
 def test_batches_on_the_fly_are_those_of_a_store(place: Path):

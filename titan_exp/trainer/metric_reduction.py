@@ -57,6 +57,7 @@ class MetricReducer:
             for name, kind in self.reductions.items()
             if kind == "mean" and name.startswith((MODEL, "experts/"))
         }
+        self._module_metric_names = {f"{of}{MODEL}{name}" for name in model_metrics for of in ("", "count of ")}
 
     @property
     def module_reductions(self) -> dict[str, Reduction]:
@@ -112,8 +113,9 @@ class MetricReducer:
         return self._mesh.world.size() if self.reductions[name] == "mean" else 1
 
     def _on_cpu(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
-        of_modules = {name: value for name, value in metrics.items() if MODEL in name} or self.module_metrics()
-        own = {name: value for name, value in metrics.items() if name not in of_modules}
+        names = self._module_metric_names
+        of_modules = {name: value for name, value in metrics.items() if name in names} or self.module_metrics()
+        own = {name: value for name, value in metrics.items() if name not in names}
         found = {name if name == "loss" else f"objective/{name}": value for name, value in own.items()} | of_modules
         for name, value in self._experts.shares().items():
             key = f"experts/{name}"

@@ -22,7 +22,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
 from titan_exp.tracking.sinks.sink import ImageSink, Sink, Value
 from titan_exp.tracking.throughput import Throughput
-from titan_exp.trainer.experts.load_metrics import ExpertMetrics, counts_of
+from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
@@ -160,14 +160,15 @@ class Report:
         values, row = self.row(step, tokens, result, lr=lr, also=also)
         if row is not None:
             groups = {} if self._groups is None else self._groups.row()
-            self.write([row | self.expert_row(step, values) | groups | {"attempt": self.attempt}])
+            experts = self.expert_row(step, values, self.expert_counts())
+            self.write([row | experts | groups | {"attempt": self.attempt}])
         return values["loss"]
 
     def row(
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Mapping[str, float | int | None] = {}
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Reduce the metrics of a step; all ranks call it. Returns the numbers of the step's sequences, and the row on
-        the first rank, without metrics of experts: `expert_row` makes them from the numbers."""
+        the first rank, without metrics of experts: `expert_row` makes them from these numbers and `expert_counts`."""
         own = dataclasses.astuple(self.times.take())
         reported, rows = self._reducer.reduce(result.metrics, own)
         times = [OwnTimes(*row) for row in rows]
@@ -193,13 +194,16 @@ class Report:
         }
         self._spare_memory.check(memory["memory_reserved"])
         self.memory.reset()
-        return {**numbers, **reported, **self._experts.load()}, row
+        return {**numbers, **reported}, row
 
-    def expert_row(self, step: int, values: Mapping[str, float]) -> dict[str, Value]:
-        """Metrics of experts from the numbers of a step; their token counts go to the record."""
+    def expert_counts(self) -> dict[str, list[int]]:
+        """Tokens per expert of the last step, by layer."""
+        return self._experts.counts()
+
+    def expert_row(self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]) -> dict[str, Value]:
+        """Metrics of experts from the numbers of a step and the tokens of each expert, which go to the record."""
         if self._load_log is None:
             return {}
-        counts = counts_of(values)
         self._load_log.log(step, counts)
         return self._experts.row(counts, values)
 

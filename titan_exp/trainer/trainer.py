@@ -268,8 +268,7 @@ class Trainer:
         seed_step(self.experiment.experiment.seed, self.step + 1, self.mesh.dp_rank, self.mesh.device)
 
     def _join_groups(self, groups: ReplicaGroups) -> bool:
-        """Wait for the groups of the next step, and heal from one or let others heal. Returns False if training is
-        over."""
+        """Wait for the groups of the next step, and heal or let others heal. Returns False if training is over."""
         quorum = groups.join(self.step, self._position)
         while (quorum.behind or quorum.source is not None) and not self._heal(groups, behind=quorum.source is not None):
             quorum = groups.join(self.step, self._position)
@@ -277,8 +276,7 @@ class Trainer:
         return not self._is_over
 
     def _heal(self, groups: ReplicaGroups, *, behind: bool) -> bool:
-        """Send the state after the last step to groups that are behind, or take over that of another. Returns False if
-        that has not arrived."""
+        """Send the state to groups that are behind, or take over another's. Returns False if that has not arrived."""
         parts = self.model.parts
         free_gathered(parts)
         if not self.optimizer.state:

@@ -51,10 +51,11 @@ class Estimates:
         return self.bytes * (1 - np.minimum(0.25, 0.03 + 0.25 * self._far))
 
     def awaiting(self, numbers: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Layouts to which one of these, which are being traced, is nearer than all traced ones."""
+        """Layouts to which one of these, which are being traced, is nearer than all traced ones, or equal."""
         nearer = np.zeros(len(self._far), dtype=bool)
         for number in numbers:
-            nearer |= self._columns.distances(number) < self._far
+            far = self._columns.distances(number)
+            nearer |= (far < self._far) | (far == 0)
         return nearer
 
     def add(self, profile: Profile, cost: LayoutCost) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -196,23 +196,14 @@ class LayoutSearch:
         return list(seeds.values())
 
     def _evaluate(self, pool: ProcessPoolExecutor, candidates: Iterable[Candidate]) -> None:
-        """Trace what candidates need, and extrapolate them."""
-        self._extrapolate_traced(self._begin_traces(pool, candidates))
-
-    def _begin_traces(
-        self, pool: ProcessPoolExecutor, candidates: Iterable[Candidate]
-    ) -> dict[Future[tuple[Candidate, TracedParts]], list[Candidate]]:
-        """Begin to trace what candidates need, and extrapolate those whose parts are traced already."""
+        """Trace what candidates need, and extrapolate them. Moves that cannot be extrapolated are left out."""
         waiting: dict[Key, list[Candidate]] = {}
         for candidate in candidates:
             waiting.setdefault(_key(candidate), []).append(candidate)
         for key in waiting.keys() & self._traced.keys():
             for candidate in waiting.pop(key):
                 self._extrapolate(candidate)
-        return {pool.submit(_trace, group[0]): group for group in waiting.values()}
-
-    def _extrapolate_traced(self, futures: Mapping[Future[tuple[Candidate, TracedParts]], Sequence[Candidate]]) -> None:
-        """Extrapolate candidates when their parts are traced. Moves that cannot be extrapolated are left out."""
+        futures = {pool.submit(_trace, group[0]): group for group in waiting.values()}
         for future in as_completed(futures):
             group = futures[future]
             if future.exception() is None or group[0].number >= 0:
@@ -304,11 +295,7 @@ class LayoutSearch:
                 return
             self._expanded |= {cost.candidate.identity for cost in starts}
             near = {moved.identity: moved for start in starts for moved in self._near(start)}
-            traces = self._begin_traces(pool, near.values())
-            # Further rows are planned meanwhile, where a process is idle; a move may displace them.
-            plans = self._begin_plans(pool, min(self._limit, cores + cores // 2)) if traces else []
-            self._extrapolate_traced(traces)
-            self._collect(plans)
+            self._evaluate(pool, near.values())
 
     def _starts(self) -> list[LayoutCost]:
         best = self._fastest()[:1]
@@ -337,20 +324,12 @@ class LayoutSearch:
 
     def _confirm(self, pool: ProcessPoolExecutor, count: int) -> None:
         """Plan the fastest layouts, until `count` fit by the rule of the gate."""
-        while pending := self._begin_plans(pool, count):
+        while pending := [cost for cost in self._fastest()[:count] if cost.reserved is None]:
             self._show(f"planning the fastest {len(pending)} that are not planned yet")
-            self._collect(pending)
-
-    def _begin_plans(self, pool: ProcessPoolExecutor, count: int) -> list[Future[LayoutCost]]:
-        """Begin to plan those of the `count` fastest layouts that are not planned."""
-        pending = [cost for cost in self._fastest()[:count] if cost.reserved is None]
-        return [pool.submit(planned_cost, cost.candidate, self._device) for cost in pending]
-
-    def _collect(self, plans: Iterable[Future[LayoutCost]]) -> None:
-        for future in as_completed(plans):
-            cost = future.result()
-            self._costs[cost.candidate.identity] = cost
-            self._report()
+            for future in as_completed([pool.submit(planned_cost, cost.candidate, self._device) for cost in pending]):
+                cost = future.result()
+                self._costs[cost.candidate.identity] = cost
+                self._report()
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:

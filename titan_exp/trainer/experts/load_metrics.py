@@ -67,17 +67,16 @@ class ExpertMetrics:
             found |= {f"{layer}/{metric}": values[metric] for metric in _reductions(router)}
         return found
 
-    def load(self) -> dict[str, float]:
-        """Tokens per expert of the last global batch, one number for each expert of each layer, by `LOAD` names. Waits
-        for the device."""
+    def counts(self) -> dict[str, list[int]]:
+        """Tokens per expert of the last global batch, by layer. Waits for the device."""
         if self._load is None or not self._load.counts:
             return {}
-        names = [
-            f"{LOAD}{self._layers[name]}/{expert}"
-            for name, counts in self._load.counts.items()
-            for expert in range(len(counts))
-        ]
-        return dict(zip(names, torch.cat([*self._load.counts.values()]).tolist(), strict=True))
+        sizes = [len(counts) for counts in self._load.counts.values()]
+        flat = torch.cat([*self._load.counts.values()]).cpu()
+        return {
+            self._layers[name]: counts.tolist()
+            for name, counts in zip(self._load.counts, flat.split(sizes), strict=True)
+        }
 
     def row(self, counts: Mapping[str, Sequence[int]], reduced: Mapping[str, float]) -> dict[str, Value]:
         """All metrics, totals first, from the counts and the reduced shares, by logged name."""
@@ -104,8 +103,13 @@ def is_of_experts(name: str) -> bool:
     return name.startswith(("experts/", LOAD))
 
 
+def load_numbers(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Tokens per expert by layer as numbers of a step, which groups add up."""
+    return {f"{LOAD}{layer}/{expert}": count for layer, loads in counts.items() for expert, count in enumerate(loads)}
+
+
 def counts_of(values: Mapping[str, float]) -> dict[str, list[int]]:
-    """Tokens per expert by layer, from the numbers of a step."""
+    """Tokens per expert by layer, from the numbers of a step; inverse of `load_numbers`."""
     counts: dict[str, list[int]] = {}
     for name, value in values.items():
         if name.startswith(LOAD):

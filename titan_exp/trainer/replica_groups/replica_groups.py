@@ -37,11 +37,6 @@ NEWCOMER_LIMIT = 60.0
 """Seconds that a new group waits for one with the run's newest step."""
 
 
-class HealingFailed(RuntimeError):
-    """No group offers its state after that of another has arrived in part; the group ends, and the launcher starts it
-    again."""
-
-
 class ReplicaGroups:
     """The groups of a run, as one rank sees them. All ranks of a group call the methods together."""
 
@@ -110,8 +105,7 @@ class ReplicaGroups:
         `position`, by default the step, are behind.
 
         Raises:
-            UserError: the run knows a later step, and no living group has its state.
-            HealingFailed: no living group has a state, and this one has a part of one.
+            UserError: no living group offers a state, and the run knows a later step or this group has a part of one.
         """
         began, before = time.monotonic(), self.quorum
         if not self._has_state:
@@ -131,15 +125,15 @@ class ReplicaGroups:
             # a step without this group: a lighthouse that has just started does not know them yet.
             self._client.vote(step, False)
             limit = max(NEWCOMER_LIMIT, self.group.patience)
-            if not may_train and known == 0 and waited > limit:
-                raise HealingFailed(f"replica group {self.group.number}: within {limit:.0f} s no group had its state")
-            if step < known and waited > limit:
+            is_behind = step < known or not may_train
+            if is_behind and waited > limit:
+                own = f"the state after step {step}" if self._has_state else "a part of another group's state"
                 raise UserError(
-                    f"replica group {self.group.number} has the state after step {step}, the run is after step "
-                    f"{known}, and within {limit:.0f} s no living group offered it. Start the run again: "
-                    "all groups then continue from its newest checkpoint."
+                    f"replica group {self.group.number} has {own}, the run is after step {known}, and within "
+                    f"{limit:.0f} s no living group offered that. Start the run again: all groups then continue from "
+                    "its newest checkpoint."
                 )
-            time.sleep(1.0 if step < known else self._cluster.group_heartbeat_seconds / 10)
+            time.sleep(1.0 if is_behind else self._cluster.group_heartbeat_seconds / 10)
         # A group that was away heals, though it may know these members already.
         returns = before is not None and quorum.source is not None
         self.quorum, self.changed = quorum, before is None or returns or before.members != quorum.members

@@ -11,6 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.experts.load_metrics import counts_of, load_numbers
 from titan_exp.trainer.objective.base import token_counts
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.train_step import StepResult, require_finite
@@ -64,7 +65,9 @@ class SemiSyncTrainer(Trainer):
         semi_sync, step = self._semi_sync, self.step
         semi_sync.add_step(self._batch_tokens, stop=stop, save=save)
         if self._evaluates or self._is_over or step % self.experiment.tracking.log_every == 0:
-            semi_sync.add_row(*self.report.row(step, self.tokens, result, lr=self.schedule(step)), result.tokens)
+            values, row = self.report.row(step, self.tokens, result, lr=self.schedule(step))
+            values |= {} if row is None else load_numbers(self.report.expert_counts())
+            semi_sync.add_row(values, row, result.tokens)
         if semi_sync.due(step):
             return self._synchronize()
         self.checkpointer.poll()
@@ -94,7 +97,7 @@ class SemiSyncTrainer(Trainer):
         rows = semi_sync.finished_rows(self.report.attempt, numbers)
         for row in rows:
             if row.row is not None:
-                row.row |= self.report.expert_row(row.row["step"], row.values)
+                row.row |= self.report.expert_row(row.row["step"], row.values, counts_of(row.values))
         self.report.write([row.row for row in rows if row.row is not None])
         for row in rows if self.experiment.training.stop_on_nonfinite else ():
             require_finite(self.step, row.values["loss"], row.values["grad_norm"])

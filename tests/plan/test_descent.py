@@ -12,6 +12,7 @@ import pytest
 from tests.plan.test_search import LONG, composed
 from titan_exp.plan.cuda.devices import Device, device_named
 from titan_exp.plan.search import search
+from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_cost import LayoutCost, room_of
 from titan_exp.plan.search.layouts import Candidate, fixed_keys, search_space
 from titan_exp.plan.search.moves import moves
@@ -99,6 +100,21 @@ def test_no_neighbour_of_the_best_row_is_better(gib: int, formulas: list[Candida
     assert all(row.step_seconds <= other + 1e-12 for row, other in zip([best, *others], admitted, strict=False))
     # Rows are planned, and what the allocator refused before them; not every layout that was looked at.
     assert len(formulas) < min(result.looked_at, len(enumerated)) / 2
+
+
+def test_a_layout_awaits_a_running_trace_that_is_nearer_than_finished_ones():
+    words = [*LONG, "parallelism.dp_replicate=1", "parallelism.cp=1", "parallelism.pp=1"]
+    found = search_space(composed(*words), 8, fixed_keys([*words, "activation_checkpoint=full"])).candidates
+    space = [replace(each, number=number) for number, each in enumerate(found)]
+    estimates = Estimates(space, device_named("h100"))
+    assert estimates.awaiting([0]).all(), "nothing is known without a trace"
+    of_tp = {each.parallelism.tp: each.number for each in space}
+    estimates._far = estimates._columns.distances(of_tp[1])
+    awaiting = estimates.awaiting([of_tp[2]])
+    assert awaiting[of_tp[2]]
+    assert awaiting[of_tp[4]]
+    assert not awaiting[of_tp[1]]
+    assert not estimates.awaiting([]).any()
 
 
 def test_what_the_allocator_refuses_leads_to_less_memory():

@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +97,23 @@ def with_death_and_alone(path: Path, settings: list[str]) -> tuple[Curve, Curve]
     assert_exact(found, fleet, expected)
     assert {1, 2} == {row["participants"] for row in found.rows}
     return found, expected
+
+
+def test_a_failed_collective_releases_its_connections():
+    """Frames of the exception have them as locals, and other groups would wait at what is still open."""
+    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+
+    client = SimpleNamespace(process_group=Event(), disconnect=lambda: setattr(client, "process_group", None))
+    groups, connections = ReplicaGroups.__new__(ReplicaGroups), weakref.ref(client.process_group)
+    groups.__dict__ |= {"_client": client, "_error": None}
+
+    def fail() -> None:
+        group = client.process_group
+        raise RuntimeError(f"lost {group}")
+
+    groups._attempt(fail)
+    assert groups._error is not None
+    assert connections() is None
 
 
 SPLIT = ["training.global_batch_size=12", "training.micro_batch_size=1"]

@@ -115,8 +115,8 @@ class ReplicaGroups:
             quorum, self._error = self._client.ask(step if position is None else position)
             self._lost_since = asked + quorum.seconds
             self.stall += quorum.seconds
-            fresh = before is None and quorum.source is None
-            known = self._from_first_rank(known_step(self._folder)) if fresh else 0
+            knows_none = quorum.source is None and (before is None or not self._has_state)
+            known = self._from_first_rank(known_step(self._folder)) if knows_none else 0
             waited = time.monotonic() - began
             may_train = self._has_state or quorum.source is not None
             if may_train and step >= known and not self._may_be_behind(before, quorum, waited):
@@ -130,8 +130,8 @@ class ReplicaGroups:
                 own = f"the state after step {step}" if self._has_state else "a part of another group's state"
                 raise UserError(
                     f"replica group {self.group.number} has {own}, the run is after step {known}, and within "
-                    f"{limit:.0f} s no living group offered that. Start the run again: all groups then continue from "
-                    "its newest checkpoint."
+                    f"{limit:.0f} s no living group offered its state. Start the run again: all groups then continue "
+                    "from its newest checkpoint."
                 )
             time.sleep(1.0 if is_behind else self._cluster.group_heartbeat_seconds / 10)
         # A group that was away heals, though it may know these members already.

@@ -11,9 +11,10 @@ import pytest
 
 from tests.plan.test_search import LONG, composed
 from titan_exp.plan.cuda.devices import Device, device_named
+from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.search import search
 from titan_exp.plan.search.estimates import Estimates
-from titan_exp.plan.search.layout_cost import LayoutCost, room_of
+from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import Candidate, fixed_keys, search_space
 from titan_exp.plan.search.moves import moves
 from titan_exp.tracking.number_format import GIB

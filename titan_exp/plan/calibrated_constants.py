@@ -53,11 +53,7 @@ def read_constants(cache: Path, device: str) -> Constants:
 
 
 def write_constants(cache: Path, constants: Constants) -> Path:
-    """Write constants and return their file.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    """Write constants and return their file. Raises OSError if the disk is full or read-only."""
     path = constants_file(cache, constants.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(constants), indent=1) + "\n", durable=False)

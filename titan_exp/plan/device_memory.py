@@ -57,6 +57,11 @@ def process_groups(layout: ResolvedLayout) -> int:
     return (layout.world_size > 1) + sum(getattr(layout.parallelism, name) > 1 for name in DEGREES)
 
 
+def room_of(layout: ResolvedLayout, device: Device) -> int:
+    """Bytes of a GPU that the allocator may reserve: without the CUDA context and NCCL's buffers."""
+    return device.memory - device.overhead(process_groups(layout))
+
+
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
     """Device of one of several processes on a CPU; None if `titan-exp doctor` has not measured the CPU.
 

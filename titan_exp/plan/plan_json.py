@@ -14,6 +14,27 @@ SPEED = ("bubble", "step_seconds", "tokens_per_second_per_device", "mfu")
 
 
 @dataclass(frozen=True)
+class RankTime:
+    """Seconds of a rank's step, without the pipeline bubble."""
+
+    matmuls: float
+    """Matmuls and attention."""
+    elementwise: float
+    """Operators bound by memory bandwidth."""
+    exposed: float
+    """Exposed communication: tensor, context and pipeline parallelism, FSDP's first gather and its last reduction."""
+    behind: float
+    """Overlapped communication: FSDP, replication and their host copies, in sequence."""
+    operators: float = 0.0
+    """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind)
+
+
+@dataclass(frozen=True)
 class RankPrediction:
     """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
@@ -39,10 +60,7 @@ class RankPrediction:
     @property
     def total(self) -> float | None:
         """Seconds of the rank's step, without the bubble."""
-        if self.seconds is None:
-            return None
-        behind = self.seconds["behind"]
-        return max(sum(seconds for name, seconds in self.seconds.items() if name != "behind"), behind)
+        return None if self.seconds is None else RankTime(**self.seconds).total
 
     @property
     def peak(self) -> int:
@@ -100,11 +118,7 @@ def to_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Prediction:
-    """Inverse of `to_json`.
-
-    Raises:
-        TypeError, KeyError: the values do not form a prediction.
-    """
+    """Inverse of `to_json`. Raises TypeError or KeyError if the values do not form a prediction."""
     return Prediction(**{**values, "ranks": tuple(RankPrediction(**rank) for rank in values["ranks"])})
 
 

@@ -1,6 +1,6 @@
 """Output of `titan-exp plan`: tables and lines for a terminal, or JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,14 +9,13 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.device_memory import process_groups
-from titan_exp.plan.expert_rows import expert_rows
+from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
-from titan_exp.plan.trace.trace_step import Trace
 from titan_exp.quantization.hardware_support import MIN_CAPABILITY
 from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
@@ -37,31 +36,30 @@ _SHORT = {
 def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = False) -> None:
     """Print a plan on a terminal; with `kernels`, also the step of the largest rank by class of kernels."""
     console = console or Console()
-    experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.bytes)
-    layout = plan.layout
-    sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens per micro-batch"
+    training, layout = plan.experiment.training, plan.layout
+    sequences = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"
     console.print(
-        f"{experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
+        f"{plan.experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
         f"{sequences}, {layout.gradient_accumulation} per step",
         highlight=False,
     )
-    if experiment.training.batch_ramp:
-        largest_batch = (
-            f"training.global_batch_size={experiment.training.global_batch_size}, the largest batch of the ramp"
-        )
-        console.print(f"Memory and time of a step are those with {largest_batch}.", highlight=False, soft_wrap=True)
+    if training.batch_ramp:
+        batch = f"training.global_batch_size={training.global_batch_size}, the largest batch of the ramp"
+        print_lines(console, [f"Memory and time of a step are those with {batch}."])
     print_unwrapped(console, _memory(plan))
-    console.print(_fit_sentence(plan, largest), highlight=False, soft_wrap=True)
-    saved = dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
-    for line in (*_sent_activations(plan, largest), *_experts(plan), *_on_host(plan, largest), *saved):
-        console.print(line, highlight=False, soft_wrap=True)
-    print_unwrapped(console, _messages(plan, largest))
+    print_lines(console, _memory_lines(plan))
+    print_unwrapped(console, _messages(plan))
     if kernels:
-        print_unwrapped(console, _kernels(plan, largest))
-    for line in (*_emulated(plan), *_speed(plan)):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_unwrapped(console, _kernels(plan))
+    print_lines(console, [*_emulated(plan), *_speed(plan)])
     full = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
     console.print(f"planned in {plan.planning_seconds:.1f} s{full}", style="dim", highlight=False, soft_wrap=True)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines as they are: not wrapped, and without colours of numbers."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_unwrapped(console: Console, table: Table) -> None:
@@ -74,7 +72,7 @@ def print_unwrapped(console: Console, table: Table) -> None:
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Plan as JSON values in bytes, seconds and FLOPs."""
     return {
-        "device": None if plan.device is None else asdict(plan.device),
+        "device": plan.device and asdict(plan.device),
         "world_size": plan.layout.world_size,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
@@ -115,7 +113,12 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "saved_bytes": rank.saved,
         "allocation_retries": 0 if rank.allocator is None else rank.allocator.retries,
         "saved_calls": list(trace.saved_calls),
-        "host": _host_json(trace),
+        "host": trace.host
+        and {
+            "peak_bytes": trace.host.peak.bytes,
+            "peak_by_category": trace.host.peak.by_category,
+            "update_bytes_moved": trace.costs.host_bytes,
+        },
         "flops": trace.costs.flops,
         "operators": trace.costs.operators,
         "messages": messages,
@@ -124,17 +127,8 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
     }
 
 
-def _host_json(trace: Trace) -> dict[str, Any] | None:
-    return trace.host and {
-        "peak_bytes": trace.host.peak.bytes,
-        "peak_by_category": trace.host.peak.by_category,
-        "update_bytes_moved": trace.costs.host_bytes,
-    }
-
-
 def _memory(plan: Plan) -> Table:
-    largest = max(rank.bytes for rank in plan.ranks)
-    unit, word = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+    unit, word = (GIB, "GiB") if plan.largest.bytes >= GIB else (MIB, "MiB")
     shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
     reserving = any(rank.allocator is not None for rank in plan.ranks)
     sizes = [_SHORT.get(name, name) for name in shown] + ["in all", *(["reserved"] if reserving else [])]
@@ -147,11 +141,19 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    """Sentences below the table of memory."""
+    yield _fit_sentence(plan)
+    yield from (*_sent_activations(plan), *_experts(plan), *_on_host(plan))
+    yield from dict.fromkeys(f"{line[0].upper()}{line[1:]}." for rank in plan.ranks for line in rank.trace.saved_calls)
+
+
+def _fit_sentence(plan: Plan) -> str:
     if plan.device is None or plan.layout.device_type == "cpu":
         return "Sizes are those of tensor storages on a CPU."
-    room, tensors, allocator = plan.device.memory, largest.trace.peak.bytes, largest.allocator
-    overhead = plan.device.overhead(process_groups(plan.layout))
+    largest, room = plan.largest, plan.device.memory
+    tensors, allocator = largest.trace.peak.bytes, largest.allocator
+    overhead = room - room_of(plan.layout, plan.device)
     needs = f"{_gib(tensors)} GiB of tensors"
     if allocator is not None and tensors <= room:
         way = "expandable" if largest.expandable else "fixed"
@@ -173,21 +175,26 @@ def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
     )
 
 
-def _sent_activations(plan: Plan, largest: RankPlan) -> Iterator[str]:
+def _sent_activations(plan: Plan) -> Iterator[str]:
     """Line about sent activations, which a pipeline on GPUs may free earlier than predicted."""
-    if largest.sent and plan.layout.device_type == "cuda":
+    if plan.largest.sent and plan.layout.device_type == "cuda":
         passes = plan.layout.gradient_accumulation // plan.layout.pipeline_microbatches
         yield (
-            f"Up to {format_bytes(largest.sent / passes)} of it are sent activations: each is counted until its pass "
-            "ends, and is freed earlier where the GPU keeps up with its host."
+            f"Up to {format_bytes(plan.largest.sent / passes)} of it are sent activations: each is counted until its "
+            "pass ends, and is freed earlier where the GPU keeps up with its host."
         )
 
 
 def _experts(plan: Plan) -> Iterator[str]:
     """Lines about the assumed load of experts."""
-    rows = expert_rows(plan.layout, plan.experiment.model)
-    if rows is None:
+    spec, layout = model_spec(plan.experiment.model), plan.layout
+    router = None if spec is None else next((layer.router for layer in spec.layers if layer.router is not None), None)
+    if router is None:
         return
+    tokens = layout.micro_batch_size * layout.training.seq_len / layout.parallelism.cp
+    # A rank routes its own tokens; ranks with other channels of the same experts compute the tokens of all of them.
+    tokens *= layout.parallelism.ep * layout.parallelism.etp / layout.parallelism.tp
+    rows = tokens * router.moe.active_experts / router.moe.experts
     yield f"Uniform routing: {rows:,.0f} rows per expert and micro-batch."
     if plan.worst_bytes is not None:
         yield (
@@ -196,8 +203,9 @@ def _experts(plan: Plan) -> Iterator[str]:
         )
 
 
-def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
-    host, node = largest.trace.host, plan.host_bytes_per_node
+def _on_host(plan: Plan) -> Iterator[str]:
+    trace, node = plan.largest.trace, plan.host_bytes_per_node
+    host = trace.host
     if host is None:
         return
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in host.peak.by_category.items() if size >= MIB)
@@ -210,32 +218,31 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
         "Parameters and gradients are pinned, in blocks of powers of two."
     )
     if plan.step_seconds is not None:
-        reading = format_si(largest.trace.costs.host_bytes, "B")
+        reading = format_si(trace.costs.host_bytes, "B")
         yield (
             f"The host clips and updates: it reads {reading} for each rank while the GPU waits. The estimates "
             "below leave that out, since the host's speed is not known."
         )
 
 
-def _messages(plan: Plan, largest: RankPlan) -> Table:
+def _messages(plan: Plan) -> Table:
     numbers = ["ranks", "nodes", "calls", "MiB", *([] if plan.device is None else ["ms"])]
-    table = _table(f"Messages{_of_rank(plan, largest)} in a step", ["axis", "message"], numbers)
-    work, node = largest.trace.costs, plan.layout.node_size
-    for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
-        ranks = largest.trace.axes.get(axis, [])
+    table = _table(f"Messages{_of_largest(plan)} in a step", ["axis", "message"], numbers)
+    trace, node = plan.largest.trace, plan.layout.node_size
+    for (axis, kind), size in sorted(trace.costs.messages.items(), key=lambda item: -item[1]):
+        ranks, calls = trace.axes.get(axis, []), trace.costs.calls[axis, kind]
         group = [str(len(ranks)), str(len({rank // node for rank in ranks}))] if ranks else ["", ""]
-        row = [axis, kind, *group, str(work.calls[axis, kind]), f"{size / MIB:,.2f}"]
+        row = [axis, kind, *group, str(calls), f"{size / MIB:,.2f}"]
         if plan.device is not None:
-            calls = work.calls[axis, kind]
             seconds = message_seconds(kind, size, ranks, plan.device, node, calls=calls)
             row.append(f"{seconds * 1e3:,.2f}" if ranks else "")
         table.add_row(*row)
     return table
 
 
-def _kernels(plan: Plan, largest: RankPlan) -> Table:
-    table = _table(f"Kernels{_of_rank(plan, largest)} in a step", ["class"], ["launches", "TFLOP", "GB", "ms"])
-    for part in largest.kernels:
+def _kernels(plan: Plan) -> Table:
+    table = _table(f"Kernels{_of_largest(plan)} in a step", ["class"], ["launches", "TFLOP", "GB", "ms"])
+    for part in plan.largest.kernels:
         seconds = "?" if part.seconds is None else f"{part.seconds * 1e3:,.2f}"
         amounts = (part.flops / 1e12, part.bytes / 1e9)
         table.add_row(
@@ -254,8 +261,8 @@ def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
     return table
 
 
-def _of_rank(plan: Plan, rank: RankPlan) -> str:
-    return f" of pipeline rank {rank.pipeline_rank}" if len(plan.ranks) > 1 else ""
+def _of_largest(plan: Plan) -> str:
+    return f" of pipeline rank {plan.largest.pipeline_rank}" if len(plan.ranks) > 1 else ""
 
 
 def _emulated(plan: Plan) -> Iterator[str]:
@@ -279,11 +286,10 @@ def _speed(plan: Plan) -> list[str]:
         f"{plan.checkpoint_bytes_per_node / 1e9:.2g} s at 1 GB/s per node",
         *_synchronizations(plan),
     ]
-    slowest = max(
-        (rank.time for rank in plan.ranks if rank.time is not None), key=lambda time: time.total, default=None
-    )
-    if slowest is None or plan.step_seconds is None:
+    times = [rank.time for rank in plan.ranks if rank.time is not None]
+    if not times or plan.step_seconds is None:
         return lines
+    slowest = max(times, key=lambda time: time.total)
     operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
     lines.append(
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "

@@ -18,15 +18,16 @@ from titan_exp.models.spec.lookup import model_spec, with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
-from titan_exp.plan.device_memory import process_groups
+from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
+from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.planner_processes import Call, PlannerProcesses
-from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on, with_run_kernels
+from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
 from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, largest_fragment, synchronization_bytes
-from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
+from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.received_rows import assume_expert_load
@@ -76,11 +77,16 @@ class RankPlan:
         return steady_reserved(*events, expandable=not self.expandable).reserved
 
     @property
-    def saved(self) -> int:
-        """Bytes of parameters and optimizer state on device and host, as a checkpoint holds them."""
+    def state(self) -> tuple[int, int]:
+        """Bytes of parameters and of optimizer state, on device and host."""
         device, host = self.trace.persistent, {} if self.trace.host is None else self.trace.host.persistent
-        weights, state = (device[name] + host.get(name, 0) for name in ("parameters", "optimizer"))
-        return round(weights * checkpoint_numbers(self.semi_sync, state / max(1, weights)))
+        return device["parameters"] + host.get("parameters", 0), device["optimizer"] + host.get("optimizer", 0)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of parameters and optimizer state, as a checkpoint holds them."""
+        weights, optimizer = self.state
+        return round(weights * checkpoint_numbers(self.semi_sync, optimizer / max(1, weights)))
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,11 @@ class Plan:
     def layout(self) -> ResolvedLayout:
         """Layout of the run."""
         return ResolvedLayout.of(self.experiment)
+
+    @property
+    def largest(self) -> RankPlan:
+        """Predicted pipeline rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.bytes)
 
     @property
     def tokens_per_step(self) -> int:
@@ -204,17 +215,14 @@ def predict(
 
     `pipeline_ranks` defaults to all; `on_rank` is called with each rank and its fake rank before the step. `full`
     traces every layer and micro-batch instead of extrapolating. With `worst_load`, the largest rank is also predicted
-    with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by default all.
-
-    Raises:
-        UserError: an option of the run is not supported.
+    with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by default all. Raises UserError if an
+    option of the run is not supported.
     """
     began = time.perf_counter()
     layout = ResolvedLayout.of(experiment)
     cuda = layout.device_type == "cuda"
-    check_supported(experiment)
+    check_supported(experiment, device)
     if cuda and device is not None:
-        check_supported_on(experiment, device)
         device = with_run_kernels(device, experiment)
     traced = on_cpu(experiment) if cuda else experiment
     node = layout.node_size if cuda else layout.world_size
@@ -231,36 +239,32 @@ def predict(
         kernels = class_times(trace.costs, None if seconds is None else device)
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, experiment.semi_sync)
 
-    room = device.memory - device.overhead(process_groups(layout)) if cuda and device is not None else None
-    load, worst = experiment.plan.worst_expert_load, None
-    replay = partial(processes.replay, expandable=expandable, capacity=room)
+    traces, replays, worst = dict[int, Trace](), dict[int, Call[Reserved]](), None
+    room = room_of(layout, device) if cuda and device is not None else None
     with assumptions(), no_garbage_collection():
         with processes:
-            replays = dict[int, Call[Reserved]]()
-
-            def begin_replay(number: int, trace: Trace) -> None:
-                replays[number] = replay(trace.setup_events, trace.step_events)
-
-            traces = tracer.traces(numbers, begin_replay if cuda else None, full=full)
+            for number, trace in tracer.traces(numbers, full=full):
+                traces[number] = trace
+                if cuda:
+                    events = trace.setup_events, trace.step_events
+                    replays[number] = processes.replay(*events, expandable=expandable, capacity=room)
             # The last first: processes replay them from the first on, and this one those that none has begun.
-            found = {number: replays[number].result() for number in reversed(numbers)} if cuda else {}
-        plans = [rank_plan(number, trace, found.get(number)) for number, trace in zip(numbers, traces, strict=True)]
+            found = {number: replays[number].result() for number in reversed(replays)}
+        plans = [rank_plan(number, trace, found.get(number)) for number, trace in traces.items()]
+        load = experiment.plan.worst_expert_load
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
-                (trace,) = replace(tracer, on_rank=None).traces([largest], full=full)
+                ((_, trace),) = replace(tracer, on_rank=None).traces([largest], full=full)
             events = trace.setup_events, trace.step_events
             allocator = steady_reserved(*events, expandable=expandable, capacity=room) if cuda else None
             worst = rank_plan(largest, trace, allocator).bytes
-    held, state = 0, 0
-    for trace in traces:
-        for persistent in (trace.persistent, {} if trace.host is None else trace.host.persistent):
-            held, state = held + persistent.get("parameters", 0), state + persistent.get("optimizer", 0)
+    weights, state = (sum(part) for part in zip(*(plan.state for plan in plans), strict=True))
     bubble = pipeline_bubble(layout)
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
     # Optimizer state is proportional to the weights of every rank.
-    checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(experiment.semi_sync, state / held))
+    checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(experiment.semi_sync, state / weights))
     took = time.perf_counter() - began
     return Plan(
         experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst
@@ -285,37 +289,30 @@ class _Tracer:
     flops_per_token: float = 0.0
     why_full: str = ""
 
-    def traces(
-        self, numbers: Sequence[int], on_trace: Callable[[int, Trace], None] | None = None, *, full: bool
-    ) -> list[Trace]:
-        """Traces of pipeline ranks; `on_trace` is called with each rank and its trace as soon as there is one."""
-        on_trace = on_trace or (lambda number, trace: None)
+    def traces(self, numbers: Sequence[int], *, full: bool) -> Iterator[tuple[int, Trace]]:
+        """Pipeline ranks with their traces, each as soon as there is one; all anew if one cannot be extrapolated."""
         if not full and is_worthwhile(self.layout, self.experiment.activation_checkpoint, len(numbers)):
             self.why_full = unsupported_reason(self.experiment) or ""
             try:
                 if not self.why_full:
-                    return self._extrapolate(numbers, on_trace)
+                    yield from self._extrapolate(numbers)
+                    return
             except ExtrapolationError as error:
                 self.why_full = f"it cannot be extrapolated: {error}"
-        found = list[Trace]()
         for number in numbers:
-            found.append(self._trace(number))
-            on_trace(number, found[-1])
-        return found
+            yield number, self._trace(number)
 
-    def _extrapolate(self, numbers: Sequence[int], on_trace: Callable[[int, Trace], None]) -> list[Trace]:
-        extrapolator, found = TraceExtrapolator(self.experiment, self.cuda, self.workspace), list[Trace]()
+    def _extrapolate(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trace]]:
+        extrapolator = TraceExtrapolator(self.experiment, self.cuda, self.workspace)
         if not import_paths(self.experiment):
             extrapolator.trace_optimizer_steps(numbers, partial(self.processes.call, _assuming, self.assumptions))
         for number in numbers:
-            found.append(extrapolator.trace(number))
-            on_trace(number, found[-1])
+            yield number, extrapolator.trace(number)
             model = extrapolator.optimizer_step(number)
             self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
         for number in numbers if self.on_rank is not None else ():
             with self._rank(number):
                 pass
-        return found
 
     def _trace(self, number: int) -> Trace:
         with self._rank(number) as rank:

@@ -1,5 +1,6 @@
 """Supported options of the planner, checked without importing torch for a fast error."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_exp.config.errors.did_you_mean import listed
@@ -19,6 +20,9 @@ HOPPER = (9, 0)
 BLACKWELL = (10, 0)
 """First CUDA capability with NVFP4 instructions."""
 
+SYMMETRIC_MEMORY = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
+"""Reason against options that exchange by symmetric memory."""
+
 WHY_NOT = {
     "fa3": "only its own package knows its workspaces",
     "fa4": "only its own package knows its workspaces",
@@ -27,56 +31,45 @@ WHY_NOT = {
 """Reason by unsupported attention backend."""
 
 
-def check_supported(experiment: Experiment) -> None:
-    """Check that the planner supports every option of a run.
-
-    Raises:
-        UserError: an option is not supported.
-    """
-    cuda, found = device_type(experiment.cluster) == "cuda", list[Violation]()
-    if experiment.compile.enabled and experiment.compile.backend not in BACKENDS:
-        reason, remedy = "the memory of this backend is not known", f"one of {listed(BACKENDS)}, or compile=none"
-        found.append(Violation("compile.backend", experiment.compile.backend, reason, remedy))
-    backend = attention_backend(experiment.model)
-    if cuda and experiment.parallelism.async_tp:
-        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
-        found.append(Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false"))
-    if cuda and experiment.parallelism.token_exchange == "symmetric_memory":
-        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
-        remedy = "parallelism.token_exchange=all_to_all plans the same run without"
-        found.append(Violation("parallelism.token_exchange", "symmetric_memory", reason, remedy))
-    if cuda and experiment.compile.cuda_graphs:
-        reason, remedy = "the private memory pool of a CUDA graph is not modelled", "compile.cuda_graphs=false"
-        found.append(Violation("compile.cuda_graphs", True, reason, f"{remedy} plans the same run without"))
-    if cuda and backend in WHY_NOT:
-        remedy = f"{ATTENTION_BACKEND}=auto, or math"
-        found.append(Violation(ATTENTION_BACKEND, backend, WHY_NOT[backend], remedy))
-    if cuda and backend == "cudnn" and experiment.data.document_mask:
-        reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
-        found.append(Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=auto"))
-    if found:
+def check_supported(experiment: Experiment, device: Device | None = None) -> None:
+    """Raise UserError if the planner does not support an option of a run, or a kernel on a known GPU."""
+    if found := list(_violations(experiment, device)):
         raise UserError("This run cannot be planned.", found)
 
 
-def check_supported_on(experiment: Experiment, device: Device) -> None:
-    """Check that the planner models the run's kernels on this GPU.
-
-    Raises:
-        UserError: a kernel is not supported.
-    """
-    found = list[Violation]()
+def _violations(experiment: Experiment, device: Device | None) -> Iterator[Violation]:
+    compiled, parallelism = experiment.compile, experiment.parallelism
+    if compiled.enabled and compiled.backend not in BACKENDS:
+        remedy = f"one of {listed(BACKENDS)}, or compile=none"
+        yield Violation("compile.backend", compiled.backend, "the memory of this backend is not known", remedy)
+    if device_type(experiment.cluster) != "cuda":
+        return
+    if parallelism.async_tp:
+        yield Violation("parallelism.async_tp", True, SYMMETRIC_MEMORY, "parallelism.async_tp=false")
+    if parallelism.token_exchange == "symmetric_memory":
+        remedy = "parallelism.token_exchange=all_to_all plans the same run without"
+        yield Violation("parallelism.token_exchange", "symmetric_memory", SYMMETRIC_MEMORY, remedy)
+    if compiled.cuda_graphs:
+        reason = "the private memory pool of a CUDA graph is not modelled"
+        remedy = "compile.cuda_graphs=false plans the same run without"
+        yield Violation("compile.cuda_graphs", True, reason, remedy)
+    backend = attention_backend(experiment.model)
+    if backend in WHY_NOT:
+        yield Violation(ATTENTION_BACKEND, backend, WHY_NOT[backend], f"{ATTENTION_BACKEND}=auto, or math")
+    if backend == "cudnn" and experiment.data.document_mask:
+        reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
+        yield Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=auto")
+    if device is None:
+        return
     if device.capability is None and attention_kernel(experiment) == "efficient":
         reason = f"fp32 and document masks take the efficient kernel, and that of {device.name} is another one"
-        backend = attention_backend(experiment.model)
-        found.append(Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=math"))
+        yield Violation(ATTENTION_BACKEND, backend, reason, f"{ATTENTION_BACKEND}=math")
     quantization = experiment.quantization
     instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
     if quantization.recipe == "nvfp4" and instructed:
         reason = f"{device.name} runs it with Triton kernels, which cannot be traced without a GPU"
         remedy = "quantization=mxfp8; or quantization.emulate=true, which computes other numbers, slowly"
-        found.append(Violation("quantization.recipe", "nvfp4", reason, remedy))
-    if found:
-        raise UserError("This run cannot be planned.", found)
+        yield Violation("quantization.recipe", "nvfp4", reason, remedy)
 
 
 def attention_kernel(experiment: Experiment) -> str:

@@ -62,7 +62,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.child_process import start_forkserver
     from titan_exp.plan.search.layouts import fixed_keys, search_space
-    from titan_exp.plan.supported import check_supported, check_supported_on, with_run_kernels
+    from titan_exp.plan.supported import check_supported, with_run_kernels
 
     experiment = to_experiment(cfg)
     if device_type(experiment.cluster) == "cpu":
@@ -74,8 +74,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     assert device is not None, "a GPU is in the device table, or refused"
     gpus = options.gpus or offered_devices(experiment.cluster)
     # Refuse unsupported options that no layout changes before the search.
-    check_supported(experiment)
-    check_supported_on(experiment, device)
+    check_supported(experiment, device)
     device = with_run_kernels(device, experiment)
     if experiment.training.mixed_precision == "fp32":
         raise UserError(

@@ -138,19 +138,19 @@ def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
 
 def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[str, Any]:
     experiment = request.experiment
+    explaining = nullcontext()
     if import_paths(experiment):
         from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
 
         check_user_code(experiment)
-    else:
-        failing_user_code = None
+        explaining = failing_user_code(experiment, FAILED)
     if not ranks:
         return {}
     from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
 
     try:
-        with nullcontext() if failing_user_code is None else failing_user_code(experiment, FAILED):
+        with explaining:
             return plan_to_json(predict(experiment, request.device, ranks))
     except UserError:
         raise

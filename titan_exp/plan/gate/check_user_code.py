@@ -5,7 +5,7 @@ Runs in a child process of the launcher, which itself imports neither torch nor 
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,26 +39,15 @@ DECAY_SAMPLES = 1000
 
 
 def check_user_code(experiment: Experiment) -> None:
-    """Check every import path of a run with a resolved layout.
-
-    Raises:
-        UserCodeError: with every violation, and the user's frames of exceptions.
-    """
+    """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
+    user's frames of exceptions."""
     named, messages, found = import_paths(experiment), list[str](), list[Violation]()
-    checks: dict[str, Callable[[Experiment], None]] = {
-        "model.architecture": _check_model,
-        "optimizer.name": _check_optimizer,
-        "parametrization.name": _check_parametrization,
-        "training.objective": _check_objective,
-        "lr_schedule.decay": _check_decay,
-        "data.source": lambda experiment: own_source(experiment.data) and None,
-    }
-    for key, check in checks.items():
+    for key, violations in _CHECKS.items():
         if key not in named:
             continue
         try:
             with failing_user_code(experiment, f"{key}={named[key]} fails before the run is started:"):
-                check(experiment)
+                found += violations(experiment)
         except UserError as error:
             found += error.violations
             if not error.violations:
@@ -107,29 +96,25 @@ _FAKE_ONLY = ("numpy() is not supported for tensor subclasses", "data pointer of
 """Messages of torch about tensors without values."""
 
 
-def _check_model(experiment: Experiment) -> None:
-    config, training = experiment.model, experiment.training
-    model, spec = _build(experiment), model_spec(config)
-    violations = list(
-        module_violations(
-            model, spec, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile
-        )
-    )
+def _model(experiment: Experiment) -> Iterable[Violation]:
+    config, layout = experiment.model, ResolvedLayout.of(experiment)
+    model = _build(experiment)
+    checks = experiment.activation_checkpoint, experiment.compile
+    violations = list(module_violations(model, model_spec(config), layout, *checks))
     for check in (
-        lambda: require_modules(model, training.fp32_modules),
+        lambda: require_modules(model, experiment.training.fp32_modules),
         lambda: require_quantized_linears(model, experiment.quantization, layers=block_count(config)),
     ):
         try:
             check()
         except UserError as error:
             violations += error.violations
-    if violations:
-        raise UserError("This run cannot be started.", violations)
-    if experiment.checkpoint.export != "none":
+    if not violations and experiment.checkpoint.export != "none":
         mapped = state_dict_map(config, "huggingface")
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         check_tensors(mapped.shapes, shapes, where=f"{config.architecture}.state_dict_map")
         to_huggingface(config, dtype="bfloat16", special_tokens={})
+    return violations
 
 
 def _build(experiment: Experiment) -> nn.Module:
@@ -138,7 +123,7 @@ def _build(experiment: Experiment) -> nn.Module:
         return build_model(experiment.model, seq_len=experiment.training.seq_len, attention_backend="math")
 
 
-def _check_optimizer(experiment: Experiment) -> None:
+def _optimizer(experiment: Experiment) -> Iterable[Violation]:
     if isinstance(experiment.optimizer, TorchOptimizerConfig):
         optimizer_class(experiment.optimizer)
     try:
@@ -149,40 +134,54 @@ def _check_optimizer(experiment: Experiment) -> None:
         # An optimizer may read the parameters' values; the gate's fake tensors have none either.
         if not _is_limitation(error, experiment):
             raise
+    return ()
 
 
-def _check_parametrization(experiment: Experiment) -> None:
-    spec, scales = model_spec(experiment.model), scales_of(experiment.parametrization, experiment.model)
-    wrong = next((name for name, scale in scales.items() if not isinstance(scale, ParameterScale)), None)
-    unknown = next((name for name in scales if spec is not None and name not in spec.shapes), None)
-    if wrong is not None or unknown is not None:
+def _parametrization(experiment: Experiment) -> Iterator[Violation]:
+    spec, name = model_spec(experiment.model), experiment.parametrization.name
+    scales = scales_of(experiment.parametrization, experiment.model)
+    wrong = [key for key, scale in scales.items() if not isinstance(scale, ParameterScale)]
+    unknown = [key for key in scales if spec is not None and key not in spec.shapes]
+    if wrong or unknown:
         reason = (
-            f"the model has no parameter {unknown}" if wrong is None else f"the value of {wrong} is no ParameterScale"
+            f"the value of {wrong[0]} is no ParameterScale" if wrong else f"the model has no parameter {unknown[0]}"
         )
         remedy = "return a ParameterScale by full parameter name, as in spec.shapes"
-        violation = Violation("parametrization.name", experiment.parametrization.name, reason, remedy)
-        raise UserError("This run cannot be started.", [violation])
+        yield Violation("parametrization.name", name, reason, remedy)
 
 
-def _check_objective(experiment: Experiment) -> None:
+def _objective(experiment: Experiment) -> Iterator[Violation]:
     objective = build_objective(experiment.training, experiment.compile, None)
     if not callable(objective):
         reason, remedy = "its objects cannot be called", "define __call__(self, model, batch, hidden=None)"
-        name = experiment.training.objective
-        raise UserError("This run cannot be started.", [Violation("training.objective", name, reason, remedy)])
-    if "hidden" not in inspect.signature(objective).parameters and experiment.parallelism.pp > 1:
+        yield Violation("training.objective", experiment.training.objective, reason, remedy)
+    elif "hidden" not in inspect.signature(objective).parameters and experiment.parallelism.pp > 1:
         reason, remedy = f"{type(objective).__name__}.__call__ takes no `hidden`", "parallelism.pp=1"
-        violation = Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy)
-        raise UserError("This run cannot be started.", [violation])
+        yield Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy)
 
 
-def _check_decay(experiment: Experiment) -> None:
+def _decay(experiment: Experiment) -> Iterator[Violation]:
     schedule = LRSchedule(experiment.lr_schedule, peak=1.0, steps=experiment.training.steps)
     steps, decayed = experiment.training.steps, experiment.lr_schedule.decay_steps
     for step in range(steps, steps - decayed, -max(1, decayed // DECAY_SAMPLES)):
         rate = schedule(step)
         if not 0 <= rate <= 1:
-            name = experiment.lr_schedule.decay
             reason = f"at step {step} its factor makes the learning rate {rate:g} of the peak"
-            violation = Violation("lr_schedule.decay", name, reason, "return a factor in [0, 1]")
-            raise UserError("This run cannot be started.", [violation])
+            yield Violation("lr_schedule.decay", experiment.lr_schedule.decay, reason, "return a factor in [0, 1]")
+            return
+
+
+def _source(experiment: Experiment) -> Iterable[Violation]:
+    own_source(experiment.data)
+    return ()
+
+
+_CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
+    "model.architecture": _model,
+    "optimizer.name": _optimizer,
+    "parametrization.name": _parametrization,
+    "training.objective": _objective,
+    "lr_schedule.decay": _decay,
+    "data.source": _source,
+}
+"""Violations of user code, by the key that names it. Its exceptions are those of the code."""

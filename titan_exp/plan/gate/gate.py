@@ -39,11 +39,16 @@ class MemoryCheck:
     user_error: str = ""
     """Failure of the run's user code, with its frames; else empty."""
 
+    @property
+    def planned(self) -> tuple[Prediction, DeviceMemory]:
+        """Prediction of a run that was planned, as all that are refused, and its memory."""
+        assert self.prediction is not None, "an upper bound refuses nothing"
+        assert self.device_memory is not None, "plan.gate=off refuses nothing"
+        return self.prediction, self.device_memory
+
     def process_bytes(self, rank: RankPrediction) -> int:
         """Bytes of a rank's process in the memory that limits the run."""
-        memory = self.device_memory
-        assert memory is not None, "plan.gate=off refuses nothing"
-        return rank.peak + memory.overhead + staged(self.experiment, rank)
+        return rank.peak + self.planned[1].overhead + staged(self.experiment, rank)
 
     @property
     def needed(self) -> int | None:
@@ -82,9 +87,8 @@ def check_memory(
     `runs/.cache` holds predictions and measured rates; `say` is called with a line before slow work.
     """
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
-    pending = [number for number, check in enumerate(checks) if _needs_prediction(check) or _has_user_code(check)]
-    requests = [_request(checks[number]) for number in pending]
-    for number, answer in zip(pending, predict_many(requests, runs / ".cache", say), strict=True):
+    found = {number: request for number, check in enumerate(checks) if (request := _request(check)) is not None}
+    for number, answer in zip(found, predict_many(list(found.values()), runs / ".cache", say), strict=True):
         if isinstance(answer, Prediction):
             checks[number] = replace(checks[number], prediction=answer)
         elif answer.user_error or answer is not _UNNEEDED:
@@ -104,9 +108,7 @@ def check_plan(experiment: Experiment, device: Device | None, runs: Path, plan: 
 
 def explain_fit(memory_check: MemoryCheck) -> str:
     """Sentence about a run that fits: what its processes need, and what is left."""
-    prediction, memory = memory_check.prediction, memory_check.device_memory
-    assert prediction is not None, "it was planned"
-    assert memory is not None, "it was planned"
+    prediction, memory = memory_check.planned
     needed, room = memory_check.needed or 0, memory.capacity or 0
     who = "its process needs" if memory.sharing == 1 else f"the {memory.sharing} ranks that share its memory need"
     text = f"Fits, {format_bytes(room - needed)} of {memory.name}'s {format_bytes(room)} are left: {who} "
@@ -124,9 +126,7 @@ def explain_retries(memory_check: MemoryCheck) -> str:
 
 def explain_oom(memory_check: MemoryCheck) -> str:
     """Explain why a run does not fit: pipeline rank, peak and its breakdown."""
-    prediction, memory = memory_check.prediction, memory_check.device_memory
-    assert prediction is not None, "an upper bound refuses nothing"
-    assert memory is not None, "plan.gate=off refuses nothing"
+    prediction, memory = memory_check.planned
     largest = prediction.largest
     who = f"pipeline rank {largest.pipeline_rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else "a rank"
     text = f"{who} needs {format_bytes(memory_check.process_bytes(largest))} at its peak ({largest.during})"
@@ -137,12 +137,11 @@ def explain_oom(memory_check: MemoryCheck) -> str:
 
 def breakdown(memory_check: MemoryCheck, rank: RankPrediction) -> str:
     """Breakdown of a process's memory, the largest category of its peak first."""
-    assert memory_check.device_memory is not None, "it was planned"
     parts = sorted(((size, name) for name, size in rank.by_category.items()), reverse=True)
     if rank.reserved is not None:
         parts.append((rank.reserved - rank.allocated, "reserved but not allocated"))
     parts.append((staged(memory_check.experiment, rank), "copy of the state while a checkpoint is written"))
-    parts.append((memory_check.device_memory.overhead, "process overhead"))
+    parts.append((memory_check.planned[1].overhead, "process overhead"))
     return f"Breakdown: {', '.join(f'{name} {format_bytes(size)}' for size, name in parts if size >= GIB / 200)}."
 
 
@@ -187,26 +186,16 @@ def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
     return MemoryCheck(experiment, memory, bound if fits else None)
 
 
-def _needs_prediction(memory_check: MemoryCheck) -> bool:
-    if memory_check.device_memory is None:
-        return False
-    if memory_check.experiment.plan.predict == "always":
-        return True
-    return memory_check.device_memory.capacity is not None and memory_check.bound is None
-
-
-def _has_user_code(memory_check: MemoryCheck) -> bool:
-    return memory_check.device_memory is not None and bool(import_paths(memory_check.experiment))
-
-
-def _request(memory_check: MemoryCheck) -> PredictionRequest:
-    answer = None if _needs_prediction(memory_check) else _UNNEEDED
-    return PredictionRequest(memory_check.experiment, _device(memory_check), answer)
+def _request(memory_check: MemoryCheck) -> PredictionRequest | None:
+    """Request for a run that needs a prediction or has user code."""
+    experiment, memory = memory_check.experiment, memory_check.device_memory
+    if memory is None:
+        return None
+    undecided = memory.capacity is not None and memory_check.bound is None
+    if undecided or experiment.plan.predict == "always":
+        return PredictionRequest(experiment, memory.device)
+    return PredictionRequest(experiment, memory.device, _UNNEEDED) if import_paths(experiment) else None
 
 
 _UNNEEDED = NotPredicted("")
 """Answer for a run of which only the user code is checked."""
-
-
-def _device(memory_check: MemoryCheck) -> Any:
-    return memory_check.device_memory and memory_check.device_memory.device

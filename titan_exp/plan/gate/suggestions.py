@@ -94,16 +94,12 @@ def explain_changes(memory_check: MemoryCheck, runs: Path, say: Callable[[str], 
 
 def _outcome(suggestion: Suggestion) -> str:
     memory_check = suggestion.memory_check
-    assert memory_check.device_memory is not None, "it was planned"
     if memory_check.prediction is None:
         return "fits by an upper bound"
-    retries = explain_retries(memory_check)
-    peak = format_bytes(memory_check.process_bytes(memory_check.prediction.largest)) + (
-        f", {retries}" if retries else ""
-    )
-    if memory_check.device_memory.sharing == 1:
-        return peak
-    return f"{peak}, {format_bytes(memory_check.needed or 0)} together"
+    prediction, memory = memory_check.planned
+    together = f"{format_bytes(memory_check.needed or 0)} together" if memory.sharing > 1 else ""
+    peak = format_bytes(memory_check.process_bytes(prediction.largest))
+    return ", ".join(filter(None, (peak, explain_retries(memory_check), together)))
 
 
 def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
@@ -140,9 +136,7 @@ def _pick(options: Sequence[Sequence[Change]], levels: Sequence[int]) -> list[Ch
 
 
 def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
-    prediction, memory = memory_check.prediction, memory_check.device_memory
-    assert prediction is not None, "an upper bound refuses nothing"
-    assert memory is not None, "plan.gate=off refuses nothing"
+    prediction, memory = memory_check.planned
     largest, overhead = prediction.largest, memory.overhead * memory.sharing
     sizes = {**largest.by_category, COPY: staged(memory_check.experiment, largest)}
     best = sum(size * math.prod(change.best_case(name) for change in changes) for name, size in sizes.items())
@@ -179,9 +173,7 @@ def _moments(optimizer: OptimizerConfig) -> list[Change]:
 
 
 def _saves(memory_check: MemoryCheck) -> list[Change]:
-    prediction = memory_check.prediction
-    assert prediction is not None, "an upper bound refuses nothing"
-    if not staged(memory_check.experiment, prediction.largest):
+    if not staged(memory_check.experiment, memory_check.planned[0].largest):
         return [Change()]
     return [Change(), Change((("checkpoint.mode", "sync"),), 0.5, (COPY,), 0.0)]
 

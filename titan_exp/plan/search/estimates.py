@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.search.layout_columns import LayoutColumns
+from titan_exp.plan.search.layout_columns import Column, LayoutColumns
 from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.search.profile import Profile
@@ -23,7 +23,6 @@ from titan_exp.plan.trace.segments import CategoryBytes
 
 OF_WEIGHTS = ("parameters", "gradients", "optimizer", "gathered parameters", "communication")
 """Categories of memory in proportion to a block's parameters."""
-Floats = npt.NDArray[np.float64]
 
 
 class Estimates:
@@ -32,21 +31,21 @@ class Estimates:
     def __init__(self, candidates: Sequence[Candidate], device: Device) -> None:
         self._device, self._columns = device, LayoutColumns.of(candidates)
         count = len(candidates)
-        self.seconds: Floats = np.zeros(count)
+        self.seconds: Column = np.zeros(count)
         """Step time."""
-        self.bytes: Floats = np.zeros(count)
+        self.bytes: Column = np.zeros(count)
         """Peak of allocated memory on the fullest rank."""
-        self._far: Floats = np.full(count, np.inf)
+        self._far: Column = np.full(count, np.inf)
         self._profiles: list[Profile] = []
-        self._of_weights: dict[tuple[str, bool], Floats] = {}
+        self._of_weights: dict[tuple[str, bool], Column] = {}
 
     @property
-    def least_seconds(self) -> Floats:
+    def least_seconds(self) -> Column:
         """Step time, if the estimate is too high."""
         return self.seconds * (1 - np.minimum(0.1, 0.03 + 0.02 * self._far))
 
     @property
-    def least_bytes(self) -> Floats:
+    def least_bytes(self) -> Column:
         """Peak of memory, if the estimate is too high."""
         return self.bytes * (1 - np.minimum(0.25, 0.03 + 0.25 * self._far))
 
@@ -97,27 +96,27 @@ class _Scaled:
     for any number of tokens.
     """
 
-    def __init__(self, profile: Profile, rows: LayoutColumns, of_weights: Floats, device: Device) -> None:
+    def __init__(self, profile: Profile, rows: LayoutColumns, of_weights: Column, device: Device) -> None:
         self._profile, self._rows, self._device = profile, rows, device
         fixed = of_weights * (rows.dense[-1] + rows.experts[-1])
         self._passing = np.minimum(fixed[:-1], np.maximum(profile.passing, 0))
         self._moved = min(fixed[-1], float(profile.token_bytes))
 
-    def _ratio(self, values: npt.NDArray[np.generic]) -> Floats:
+    def _ratio(self, values: npt.NDArray[np.generic]) -> Column:
         return values / values[-1]
 
     @cached_property
-    def work(self) -> Floats:
+    def work(self) -> Column:
         """Ratio of work per block and micro-batch."""
         return self._ratio(self._rows.tokens / self._rows.tp)
 
     @cached_property
-    def _weights(self) -> Floats:
+    def _weights(self) -> Column:
         """Ratio of a block's parameters on a rank before they are sharded."""
         return self._ratio(self._rows.dense + self._rows.experts)
 
     @cached_property
-    def seconds(self) -> Floats:
+    def seconds(self) -> Column:
         """Step time."""
         profile, rows, device = self._profile, self._rows, self._device
         block = compute_seconds(profile.block, device) * self.work + self._expert_weights
@@ -128,7 +127,7 @@ class _Scaled:
         ends = (compute_seconds(profile.ends, device) + profile.ends.bytes_moved / device.bandwidth) * self.work
         updated = profile.updated * self._shards / device.copy_bandwidth
         exposed, handed_over, behind = self._exposed, self._handed_over, self._behind
-        totals = list[Floats]()
+        totals = list[Column]()
         for rank, (layers, sends) in enumerate(zip(rows.layers.T, rows.sends.T, strict=True)):
             blocks, last = layers * rows.micro_batches, ((rank == 2) | (rows.pp == 1)) * rows.micro_batches
             compute = blocks * block + last * ends + layers * updated
@@ -144,7 +143,7 @@ class _Scaled:
         return slowest + (rows.pp > 1) * others * rows.pp / rows.stages / rows.micro_batches
 
     @cached_property
-    def _expert_weights(self) -> Floats:
+    def _expert_weights(self) -> Column:
         """Seconds by which reading the weights of a block's experts exceeds computing with them."""
         profile, rows, device = self._profile, self._rows, self._device
         flops, fp8, size, _ = (profile.block.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
@@ -158,12 +157,12 @@ class _Scaled:
         return np.maximum(0.0, moved / device.bandwidth - computed)
 
     @cached_property
-    def _shards(self) -> Floats:
+    def _shards(self) -> Column:
         """Ratio of a block's persistent bytes, which ep does not change."""
         return self._ratio(1 / (self._rows.tp * self._rows.shards))
 
     @cached_property
-    def _exposed(self) -> Floats:
+    def _exposed(self) -> Column:
         """Seconds of messages that a block's passes wait for."""
         rows, found = self._rows, np.zeros_like(self.work)
         for (axis, kind), size in self._profile.block.messages.items():
@@ -185,13 +184,13 @@ class _Scaled:
         return found
 
     @cached_property
-    def _handed_over(self) -> Floats:
+    def _handed_over(self) -> Column:
         """Seconds of a send between stages."""
         size = self._profile.message.messages.get(("pp", "send"), 0) * self.work
         return self._rows.message_seconds("pp", "send", size, 1, self._device)
 
     @cached_property
-    def _behind(self) -> Floats:
+    def _behind(self) -> Column:
         """Seconds of a block's messages of weights and gradients in a step: bf16 gathers, fp32 reductions."""
         rows, found = self._rows, np.zeros_like(self.work)
         for axis, size in (("fsdp", rows.dense), ("efsdp", rows.experts)):
@@ -204,7 +203,7 @@ class _Scaled:
         return found
 
     @cached_property
-    def bytes(self) -> Floats:
+    def bytes(self) -> Column:
         """Peak of allocated memory: in a block's backward pass, or in the loss on the last rank."""
         profile, rows = self._profile, self._rows
         several = (rows.micro_batches > 1) | (rows.pp > 1)
@@ -216,7 +215,7 @@ class _Scaled:
         first += profile.kept * self._shards * rows.ends / (rows.dense + rows.experts) + 4 * rows.ends * several
         left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
         passing += float(self._passing.sum()) * self._weights
-        peaks = list[Floats]()
+        peaks = list[Column]()
         for rank, (layers, in_flight) in enumerate(zip(rows.layers.T, rows.in_flight.T, strict=True)):
             temporary = np.where((rank == 2) | (rows.pp == 1), np.maximum(passing, ending), passing)
             # A single micro-batch has no gradients yet where it has all activations.
@@ -224,7 +223,7 @@ class _Scaled:
             peaks.append(first * (rank == 0) + layers * block + held)
         return np.maximum.reduce(peaks)
 
-    def _memory(self, size: CategoryBytes | Floats) -> Floats:
+    def _memory(self, size: CategoryBytes | Column) -> Column:
         """Bytes of a part of a micro-batch, each category in its proportion."""
         constant, loss = np.ones_like(self.work), self._ratio(self._rows.loss_tokens / self._rows.tp)
         of = dict.fromkeys(OF_WEIGHTS, self._weights) | {"loss": loss, "workspaces": constant}

@@ -79,9 +79,6 @@ class LayoutColumns:
     def of(cls, candidates: Sequence[Candidate]) -> "LayoutColumns":
         """Columns of layouts, in order."""
         loads, sizes, rows = dict[object, list[float]](), dict[object, tuple[float, float]](), list[list[float]]()
-        kinds, groups = list[tuple[int, ...]](), list[list[int]]()
-        numbers: dict[str, dict[object, int]] = {axis: {} for axis in _GROUP_OF}
-        placed: dict[str, list[ParallelismConfig]] = {axis: [] for axis in _GROUP_OF}
         for candidate in candidates:
             own, training = candidate.parallelism, candidate.experiment.training
             size = training.micro_batch_size
@@ -93,19 +90,15 @@ class LayoutColumns:
                 sizes[degrees] = block_parameters(candidate)
             ends = candidate.shards, *sizes[degrees], _ends(candidate)
             rows.append([own.tp, own.cp, own.pp, own.ep, *ends, *loads[key]])
-            kinds.append(_kind(candidate))
-            found = list[int]()
-            for axis, names in _GROUP_OF.items():
-                ranks = tuple(getattr(own, name) for name in names)
-                number = numbers[axis].setdefault(ranks, len(placed[axis]))
-                if number == len(placed[axis]):
-                    placed[axis].append(own)
-                found.append(number)
-            groups.append(found)
-        table = np.array(rows, dtype=float)
+        groups, placed = list[npt.NDArray[np.int64]](), dict[str, list[ParallelismConfig]]()
+        for axis, names in _GROUP_OF.items():
+            degrees = np.array([[getattr(each.parallelism, name) for name in names] for each in candidates])
+            _, first, group = np.unique(degrees, axis=0, return_index=True, return_inverse=True)
+            placed[axis] = [candidates[number].parallelism for number in first]
+            groups.append(group.reshape(-1))
+        table, kinds = np.array(rows, dtype=float), np.array([_kind(candidate) for candidate in candidates])
         columns, of_ranks = table[:, :-9].T, table[:, -9:].reshape(-1, 3, 3).transpose(1, 0, 2)
-        node = candidates[0].layout.node_size
-        values = [*columns, *of_ranks, np.array(kinds), np.array(groups), placed, node]
+        values = [*columns, *of_ranks, kinds, np.stack(groups, axis=1), placed, candidates[0].layout.node_size]
         return cls(**{field.name: value for field, value in zip(fields(cls), values, strict=True)})
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> "LayoutColumns":
@@ -153,7 +146,8 @@ def _kind(candidate: Candidate) -> tuple[int, ...]:
         MODES.index(candidate.mode) if candidate.mode in MODES else len(MODES),
         own.pp > 1,
         candidate.shards == 1,
-        candidate.has_one_data_rank,
+        # Gradients are not reduced.
+        candidate.shards * own.dp_replicate == 1,
         candidate.experts is not None and candidate.experts[-1],
         own.etp > 1,
         0 if own.pp > 1 else min(candidate.layout.gradient_accumulation, 3),

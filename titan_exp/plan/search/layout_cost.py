@@ -6,10 +6,9 @@ Totals know allocated tensors only. A plan replays the allocator as the gate doe
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.user_error import shown
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.device_memory import process_groups
+from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.stages import stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
 from titan_exp.plan.predict import predict
@@ -99,11 +98,6 @@ def planned_cost(candidate: Candidate, device: Device) -> LayoutCost:
     peak, retries = largest.trace.peak, max(rank.allocator.retries for rank in ranks if rank.allocator is not None)
     where = largest.pipeline_rank, peak.where, room
     return LayoutCost(candidate, plan.step_seconds, plan.bubble, peak.bytes, *where, largest.bytes, retries)
-
-
-def room_of(layout: ResolvedLayout, device: Device) -> int:
-    """Bytes of a device that the allocator may reserve: without the CUDA context and NCCL's buffers."""
-    return device.memory - device.overhead(process_groups(layout))
 
 
 def extreme_ranks(degree: int) -> list[int]:

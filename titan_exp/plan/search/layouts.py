@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, Violation, shown
@@ -22,18 +22,20 @@ from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import Rule, find_violations
 
+T = TypeVar("T")
+
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
 MODES = ("none", "selective", "full")
 """Searched values of activation_checkpoint.mode."""
 MAX_MICRO_BATCH = 8
 """Largest searched micro-batch in sequences."""
-EP, ETP = "parallelism.ep", "parallelism.etp"
+SCHEDULE, EP, ETP = "parallelism.pp_schedule", "parallelism.ep", "parallelism.etp"
 KEYS = (
     *(f"parallelism.{degree}" for degree in DEGREES),
+    SCHEDULE,
     EP,
     ETP,
-    "parallelism.pp_schedule",
     "training.micro_batch_size",
     "activation_checkpoint.mode",
 )
@@ -93,13 +95,9 @@ class Candidate:
     @property
     def values(self) -> dict[str, Any]:
         """Values of searched keys that make the typed run this one."""
-        values: dict[str, Any] = {f"parallelism.{degree}": getattr(self.parallelism, degree) for degree in DEGREES}
-        if self.parallelism.pp > 1:
-            values["parallelism.pp_schedule"] = self.parallelism.pp_schedule
-        if self.experts is not None:
-            values |= {EP: self.parallelism.ep, ETP: self.parallelism.etp}
-        values["training.micro_batch_size"] = self.experiment.training.micro_batch_size
-        values["activation_checkpoint.mode"] = self.mode
+        idle = {SCHEDULE} if self.parallelism.pp == 1 else set[str]()
+        idle |= {EP, ETP} if self.experts is None else set[str]()
+        values = {key: value for key, value in zip(KEYS, self.base, strict=True) if key not in idle}
         return values | dict(self.refined)
 
     @property
@@ -119,11 +117,6 @@ class Candidate:
             return None
         shards = parallelism.dp_shard * parallelism.cp * parallelism.tp // (parallelism.ep * parallelism.etp)
         return parallelism.ep, parallelism.etp, regroups_experts(parallelism), shards > 1
-
-    @property
-    def has_one_data_rank(self) -> bool:
-        """True if FSDP is not used, so that gradients are not reduced."""
-        return self.shards * self.parallelism.dp_replicate == 1
 
 
 @dataclass(frozen=True)
@@ -164,11 +157,8 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
 def search_space(
     experiment: Experiment, gpus: int, fixed: Collection[str], recipes: Mapping[str, QuantizationConfig] | None = None
 ) -> SearchSpace:
-    """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values.
-
-    Raises:
-        UserError: every layout breaks a rule; lists the most frequent ones.
-    """
+    """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values. Raises UserError with the
+    most frequent violations if every layout breaks a rule."""
     candidates, tried, spec = list[Candidate](), 0, model_spec(experiment.model)
     broken: Counter[str] = Counter()
     examples: dict[str, Violation] = {}
@@ -210,22 +200,25 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
 
 def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
     experiment = resolve_kernels(experiment)
-    parallelism, training = experiment.parallelism, experiment.training
+    parallelism, training, checkpointing = experiment.parallelism, experiment.training, experiment.activation_checkpoint
+
+    def choices(key: str, own: T, values: Sequence[T]) -> Sequence[T]:
+        return [own] if key in fixed else values
+
     for degrees in _degrees(parallelism, gpus, fixed):
-        schedules = (
-            (parallelism.pp_schedule,) if "parallelism.pp_schedule" in fixed or degrees["pp"] == 1 else SCHEDULES
-        )
+        own = parallelism.pp_schedule
+        schedules = choices(SCHEDULE, own, SCHEDULES) if degrees["pp"] > 1 else [own]
         rows = math.gcd(*training.batch_sizes) // (degrees["dp_replicate"] * degrees["dp_shard"])
-        sizes = [training.micro_batch_size] if "training.micro_batch_size" in fixed else micro_batches(rows)
-        modes = [experiment.activation_checkpoint.mode] if "activation_checkpoint.mode" in fixed else MODES
+        sizes = choices("training.micro_batch_size", training.micro_batch_size, micro_batches(rows))
+        modes = choices("activation_checkpoint.mode", checkpointing.mode, MODES)
         kinds = [
             replace(parallelism, **degrees, pp_schedule=schedule, ep=ep, etp=etp)
             for schedule, (ep, etp) in product(schedules, expert_degrees(experiment, degrees, fixed))
         ]
         batches = [replace(training, micro_batch_size=size) for size in sizes]
-        saved = [replace(experiment.activation_checkpoint, mode=mode) for mode in modes]
-        for kind, batch, checkpointing in product(kinds, batches, saved):
-            yield replace(experiment, parallelism=kind, training=batch, activation_checkpoint=checkpointing)
+        saved = [replace(checkpointing, mode=mode) for mode in modes]
+        for kind, batch, mode in product(kinds, batches, saved):
+            yield replace(experiment, parallelism=kind, training=batch, activation_checkpoint=mode)
 
 
 def expert_degrees(
@@ -248,24 +241,14 @@ def micro_batches(sequences: int) -> list[int]:
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
     """Factorizations of the number of GPUs into degrees that keep the fixed ones."""
-    *searched, last = sorted(DEGREES, key=lambda degree: f"parallelism.{degree}" not in fixed)
-
-    def choices(degree: str, left: int) -> list[int]:
-        value = getattr(parallelism, degree)
-        if f"parallelism.{degree}" in fixed and value > 0:
-            return [value] if left % value == 0 else []
-        return divisors(left)
-
-    def assign(degrees: Sequence[str], left: int) -> Iterator[dict[str, int]]:
-        if not degrees:
-            if left in choices(last, left):
-                yield {last: left}
-            return
-        for value in choices(degrees[0], left):
-            for rest in assign(degrees[1:], left // value):
-                yield {degrees[0]: value, **rest}
-
-    yield from assign(searched, gpus)
+    typed = {degree: getattr(parallelism, degree) for degree in DEGREES if f"parallelism.{degree}" in fixed}
+    *searched, last = sorted(DEGREES, key=lambda degree: degree not in typed)
+    # -1 takes what is left.
+    choices = {degree: [typed[degree]] if typed.get(degree, 0) > 0 else divisors(gpus) for degree in DEGREES}
+    for values in product(*(choices[degree] for degree in searched)):
+        left, remainder = divmod(gpus, math.prod(values))
+        if not remainder and left in choices[last]:
+            yield {**dict(zip(searched, values, strict=True)), last: left}
 
 
 def _values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:

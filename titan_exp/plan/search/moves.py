@@ -22,7 +22,7 @@ from titan_exp.plan.search.layouts import (
     expert_degrees,
     micro_batches,
 )
-from titan_exp.plan.supported import check_supported, check_supported_on
+from titan_exp.plan.supported import check_supported
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import find_violations
 
@@ -51,8 +51,7 @@ def moves(candidate: Candidate, space: SearchSpace, device: Device) -> Iterator[
 
 def _is_supported(experiment: Experiment, device: Device) -> bool:
     try:
-        check_supported(experiment)
-        check_supported_on(experiment, device)
+        check_supported(experiment, device)
     except UserError:
         return False
     return unsupported_reason(experiment) is None

@@ -28,6 +28,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.child_process import start_forkserver, start_worker
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.sample_key import sample_keys
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -36,7 +37,7 @@ from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks
-from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, planned_cost, room_of
+from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, planned_cost
 from titan_exp.plan.search.layouts import KEYS, Candidate, SearchSpace
 from titan_exp.plan.search.moves import moves
 from titan_exp.plan.search.profile import profile_of
@@ -119,11 +120,8 @@ class LayoutSearch:
         return {each.base: each.number for each in self._candidates}
 
     def run(self, seconds: float | None = None) -> SearchResult:
-        """Run the search, for up to `seconds`; Ctrl-C ends it early, too.
-
-        Raises:
-            UserError: an option of a layout is not supported.
-        """
+        """Run the search, for up to `seconds`; Ctrl-C ends it early, too. Raises UserError if an option of a layout is
+        not supported."""
         began, stopped = time.perf_counter(), False
         self._deadline = math.inf if seconds is None else time.monotonic() + EXPLORING * seconds
         cores = len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from titan_exp.config.groups import batch_ramp
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_table import print_unwrapped
+from titan_exp.plan.plan_table import print_lines, print_unwrapped
 from titan_exp.plan.search.layout_cost import LayoutCost, short_key
 from titan_exp.plan.search.layouts import SearchSpace, train_command
 from titan_exp.plan.search.search import SearchResult
@@ -41,11 +41,9 @@ def print_search(
         highlight=False,
     )
     print_unwrapped(console, _table(result, tokens))
-    for line in _left_out(result, space):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print("\nTo launch them:", highlight=False)
-    for number, row in enumerate(result.rows, 1):
-        console.print(f"{number:>3}  {train_command(row.candidate, typed, more)}", highlight=False, soft_wrap=True)
+    commands = (train_command(row.candidate, typed, more) for row in result.rows)
+    print_lines(console, [*_left_out(result, space), "\nTo launch them:"])
+    print_lines(console, (f"{number:>3}  {command}" for number, command in enumerate(commands, 1)))
     console.print(
         f"\n{result.traces} profiles traced, {result.looked_at} layouts extrapolated, in {result.seconds:.0f} s",
         style="dim",

@@ -6,6 +6,7 @@ constants for those not determined by any run. The memory constant is the median
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
@@ -122,10 +123,8 @@ def _constants(point: Any) -> Constants:
 
 
 def _overhead(observations: Sequence[Observation]) -> float | None:
-    import numpy as np
-
     overheads = [run.memory - run.prediction.ranks[0].peak for run in observations if run.memory is not None]
-    return max(0.0, float(np.median(overheads))) if overheads else None
+    return max(0.0, float(median(overheads))) if overheads else None
 
 
 def _memory(observation: Observation, overhead: float) -> float | None:

@@ -20,6 +20,7 @@ from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
 from titan_exp.plan.trace.kernel_classes import (
     ATTENTION,
@@ -38,27 +39,6 @@ CP_KINDS = ("send", "receive", "all-to-all")
 
 ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """Rounds of a ring, by kind of collective; others send directly."""
-
-
-@dataclass(frozen=True)
-class RankTime:
-    """Seconds of a rank's step, without the pipeline bubble."""
-
-    matmuls: float
-    """Matmuls and attention."""
-    elementwise: float
-    """Operators bound by memory bandwidth."""
-    exposed: float
-    """Exposed communication: tensor, context and pipeline parallelism, FSDP's first gather and its last reduction."""
-    behind: float
-    """Overlapped communication: FSDP, replication and their host copies, in sequence."""
-    operators: float = 0.0
-    """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind)
 
 
 def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device, node: int) -> RankTime:
@@ -81,8 +61,7 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
             exposed += seconds / max(1, calls)
         else:
             exposed += seconds
-    matmuls = compute_seconds(costs, device) + expert_weights_seconds(costs, device)
-    elementwise = _elementwise_seconds(costs, device)
+    matmuls, elementwise = _kernel_seconds(costs, device)
     launches = device.launch_seconds(costs.operators, matmuls + elementwise)
     return RankTime(matmuls, elementwise, exposed, behind, launches)
 
@@ -111,14 +90,19 @@ def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
         if launches:
             moved = 0 if flops else size
             part = OpCosts(flops=flops, fp8_flops=fp8, bytes_moved=moved, kernels=costs.kernels_of(name))
-            seconds = None if device is None else _kernel_seconds(part, device)
+            seconds = None if device is None else sum(_kernel_seconds(part, device))
             found.append(ClassTime(name, launches, flops, size, seconds))
     return found
 
 
-def _kernel_seconds(costs: OpCosts, device: Device) -> float:
-    matmuls = compute_seconds(costs, device) + expert_weights_seconds(costs, device)
-    return matmuls + _elementwise_seconds(costs, device)
+def _kernel_seconds(costs: OpCosts, device: Device) -> tuple[float, float]:
+    """Seconds of matmuls and attention, and of other kernels."""
+    flops, fp8, size, _ = (costs.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
+    # Reading and writing the operands of experts' matmuls may exceed their computation.
+    weights = size / device.bandwidth - (flops - fp8) / device.matmul_rate - fp8 / device.fp8_rate
+    streamed = sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
+    elementwise = (costs.bytes_moved - streamed) / device.bandwidth + streamed / device.copy_bandwidth
+    return compute_seconds(costs, device) + max(0.0, weights), elementwise
 
 
 def compute_seconds(costs: OpCosts, device: Device) -> float:
@@ -127,17 +111,6 @@ def compute_seconds(costs: OpCosts, device: Device) -> float:
     for name, rate in zip((ATTENTION, ATTENTION_BACKWARD), device.attention_rates, strict=True):
         seconds += costs.kernels.get((name, "flops"), 0) * (1 / rate - 1 / device.matmul_rate)
     return seconds
-
-
-def expert_weights_seconds(costs: OpCosts, device: Device) -> float:
-    """Seconds by which reading and writing the operands of experts' matmuls exceeds their computation."""
-    flops, fp8, size, _ = (costs.kernels.get((EXPERT_MATMULS, measure), 0) for measure in MEASURES)
-    return max(0.0, size / device.bandwidth - (flops - fp8) / device.matmul_rate - fp8 / device.fp8_rate)
-
-
-def _elementwise_seconds(costs: OpCosts, device: Device) -> float:
-    streamed = sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
-    return (costs.bytes_moved - streamed) / device.bandwidth + streamed / device.copy_bandwidth
 
 
 def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
@@ -163,13 +136,10 @@ def schedule_and_bubble(schedule: str, ranks: int, stages: int, microbatches: in
 
 def pipeline_bubble(layout: ResolvedLayout) -> float:
     """Pipeline bubble as a share of the step; 0 without a pipeline."""
-    parallelism = layout.parallelism
-    if parallelism.pp == 1:
+    own = layout.parallelism
+    if own.pp == 1:
         return 0.0
-    _, bubble = schedule_and_bubble(
-        parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches
-    )
-    return bubble
+    return schedule_and_bubble(own.pp_schedule, own.pp, layout.stage_count, layout.pipeline_microbatches)[1]
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int, *, calls: int = 0) -> float:

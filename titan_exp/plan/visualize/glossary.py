@@ -62,6 +62,9 @@ COSTS = {
 }
 """Parts of the step time."""
 
+WORDS = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
+"""Explanations that the page's scripts show."""
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -79,7 +82,7 @@ class Fact:
 
 def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[Fact]:
     """Headline numbers of a plan: first whether it fits."""
-    largest = max(plan.ranks, key=lambda rank: rank.bytes)
+    largest = plan.largest
     on = f" of pipeline rank {largest.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
     memory, needed = memory_check.device_memory, format_bytes(memory_check.needed or 0)
     if largest.allocator is None:

@@ -8,10 +8,7 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 class OutputFile:
     """File of an option, as `--html`. Its folder is created first, since a prediction may take minutes.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    Raises UserError if the file cannot be written."""
 
     def __init__(self, option: str, path: str | Path) -> None:
         self.path, self._option = Path(path).expanduser(), option
@@ -24,11 +21,7 @@ class OutputFile:
             raise self._write_error(error) from error
 
     def write(self, text: str) -> None:
-        """Write the file, atomically.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Write the file, atomically. Raises UserError if it cannot be written."""
         try:
             if self.path.exists() and not self.path.is_file():
                 self.path.write_text(text, encoding="utf-8")  # do not replace a device or pipe by a file

@@ -34,7 +34,7 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
             "node": layout.node_size,
             "device": device_noun(layout),
         },
-        "stages": [_ranges(layers) for layers in layout.stage_layers],
+        "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
         "batch": _batch(layout) | {"pieces": token_ranges(plan.experiment)},
         "passes": schedule_data(plan),
@@ -80,7 +80,7 @@ def _batch(layout: ResolvedLayout) -> dict[str, Any]:
 def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
-        "weights": [asdict(weight) | {"layers": _ranges(weight.layers)} for weight in shards.weights],
+        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in shards.weights],
         "messages": [
             {"axis": axis, "kind": kind, "bytes": size, "calls": trace.costs.calls[axis, kind]}
             for (axis, kind), size in sorted(trace.costs.messages.items(), key=lambda item: -item[1])
@@ -118,11 +118,7 @@ def _downsample(moments: list[Moment], most: int) -> list[Moment]:
     return [*moments[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]
 
 
-def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    return _pieces(sorted(numbers))
-
-
-def _pieces(numbers: list[int]) -> list[tuple[int, int]]:
+def _pieces(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of every run of consecutive numbers."""
     found: list[tuple[int, int]] = []
     for number in numbers:

@@ -7,8 +7,8 @@ from typing import Any
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.predict import Plan
+from titan_exp.plan.time.roofline import schedule_and_bubble
 
 MIN_GAP = 1e-6
 """Minimum idle time as a share of a forward pass; less is rounding."""
@@ -32,7 +32,7 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
     if parallelism.pp == 1:
         return PipelineSchedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
     placement, together = layout.stage_placement, layout.pipeline_microbatches
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), together)
+    orders, _ = schedule_and_bubble(parallelism.pp_schedule, parallelism.pp, len(placement), together)
     return PipelineSchedule(orders, placement, micro_batches // together)
 
 
@@ -59,8 +59,12 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
 
 def stage_seconds(plan: Plan, schedule: PipelineSchedule) -> list[float]:
     """Seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
-    busy = None if plan.step_seconds is None else plan.step_seconds * (1 - plan.bubble)
-    return [1.0 if busy is None else _forward_seconds(schedule, rank, busy) for rank in schedule.placement]
+    if plan.step_seconds is None:
+        return [1.0] * len(schedule.placement)
+    # Stages of a rank are equal.
+    pass_seconds = plan.step_seconds * (1 - plan.bubble) / schedule.passes
+    units = [sum(COST[action.kind] for action in order) for order in schedule.orders]
+    return [pass_seconds / units[rank] for rank in schedule.placement]
 
 
 def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
@@ -74,8 +78,3 @@ def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs
         parts.append(str(action))
         now = end[action]
     return " ".join(parts)
-
-
-def _forward_seconds(schedule: PipelineSchedule, rank: int, total: float) -> float:
-    """Seconds of a forward pass of one stage, with equal stages and `total` seconds of the rank's step."""
-    return total / schedule.passes / sum(COST[action.kind] for action in schedule.orders[rank])

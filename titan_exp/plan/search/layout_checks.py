@@ -1,7 +1,7 @@
 """Memoized checks of many layouts: one call for all layouts that are equal in the searched keys that a check reads."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -15,65 +15,44 @@ class LayoutChecks(Generic[T]):
     """Checks, called in order until one returns something. They may depend on nothing but the layout."""
 
     def __init__(self, checks: Iterable[Callable[[Experiment], T | None]], keys: Collection[str]) -> None:
-        self._keys: dict[str, frozenset[str]] = {
-            group: frozenset(key.partition(".")[2] for key in keys if key.partition(".")[0] == group)
-            for group in {key.partition(".")[0] for key in keys}
-        }
-        # No check has read a key yet.
-        self._groups: dict[tuple[str, ...], _Group[T]] = {(): _Group(dict(enumerate(checks)))}
-        self._moved = False
+        groups = {key.partition(".")[0] for key in keys}
+        searched = {group: frozenset(key for key in keys if key.startswith(f"{group}.")) for group in groups}
+        self._checks = [_MemoizedCheck(check, searched) for check in checks]
 
     def first(self, experiment: Experiment) -> T | None:
         """Result of the first check that has one."""
-        while True:
-            found = [result for keys in list(self._groups) if (result := self._of_group(keys, experiment)) is not None]
-            if not self._moved:
-                return min(found, key=lambda result: result[0])[1] if found else None
-            self._moved = False
+        return next((found for check in self._checks if (found := check(experiment)) is not None), None)
 
-    def _of_group(self, keys: tuple[str, ...], experiment: Experiment) -> tuple[int, T] | None:
-        group = self._groups[keys]
-        values = attrgetter(*keys)(experiment) if keys else None
-        if values not in group.results:
-            group.results[values] = self._call(keys, experiment)
-        return group.results[values]
 
-    def _call(self, keys: tuple[str, ...], experiment: Experiment) -> tuple[int, T] | None:
-        """Call the checks of a group until one returns something; those that read more keys leave it."""
-        for number, check in list(self._groups[keys].checks.items()):
-            read = set(keys)
-            answer = check(self._recorded(experiment, read))
-            if len(read) > len(keys):
-                self._move(number, keys, tuple(sorted(read)))
-            elif answer is not None:
-                return number, answer
-        return None
+class _MemoizedCheck(Generic[T]):
+    """Check with its results by the values of the keys that it has read so far."""
 
-    def _move(self, number: int, old: tuple[str, ...], new: tuple[str, ...]) -> None:
-        source, target = self._groups[old], self._groups.setdefault(new, _Group({}))
-        target.checks[number] = source.checks.pop(number)
-        target.checks = dict(sorted(target.checks.items()))
-        target.results.clear()
-        source.results.clear()
-        self._moved = True
+    def __init__(self, check: Callable[[Experiment], T | None], searched: dict[str, frozenset[str]]) -> None:
+        self._check, self._searched = check, searched
+        self._read = set[str]()
+        self._values: Callable[[Experiment], Any] = lambda experiment: ()
+        self._results: dict[Any, T | None] = {}
 
-    def _recorded(self, experiment: Experiment, read: set[str]) -> Experiment:
-        """Copy of a run that adds the searched keys to `read` when they are read."""
+    def __call__(self, experiment: Experiment) -> T | None:
+        values = self._values(experiment)
+        if values not in self._results:
+            known = len(self._read)
+            result = self._check(self._recorded(experiment))
+            if len(self._read) > known:
+                self._values = attrgetter(*sorted(self._read))
+                self._results.clear()
+                values = self._values(experiment)
+            self._results[values] = result
+        return self._results[values]
+
+    def _recorded(self, experiment: Experiment) -> Experiment:
+        """Copy of a run that notes which searched keys are read."""
         groups: dict[str, Any] = {}
-        for group, keys in self._keys.items():
+        for group, keys in self._searched.items():
             values = getattr(experiment, group)
             copy = groups[group] = object.__new__(_recorder(type(values), group, keys))
-            vars(copy).update({one.name: vars(values)[one.name] for one in fields(values)}, _read=read)
+            vars(copy).update({one.name: vars(values)[one.name] for one in fields(values)}, _read=self._read)
         return replace(experiment, **groups)
-
-
-@dataclass
-class _Group(Generic[T]):
-    """Checks that read the same keys."""
-
-    checks: dict[int, Callable[[Experiment], T | None]]
-    results: dict[Any, tuple[int, T] | None] = field(default_factory=dict)
-    """First result by the values of these keys."""
 
 
 @cache
@@ -81,7 +60,7 @@ def _recorder(kind: type, group: str, keys: frozenset[str]) -> type:
     """Subclass of a group of the configuration whose fields report that they are read."""
 
     def read(self: Any, name: str) -> Any:
-        if name in keys:
+        if f"{group}.{name}" in keys:
             object.__getattribute__(self, "_read").add(f"{group}.{name}")
         return object.__getattribute__(self, name)
 

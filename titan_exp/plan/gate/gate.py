@@ -91,7 +91,7 @@ def check_memory(
     for number, answer in zip(found, predict_many(list(found.values()), runs / ".cache", say), strict=True):
         if isinstance(answer, Prediction):
             checks[number] = replace(checks[number], prediction=answer)
-        elif answer.user_error or answer is not _UNNEEDED:
+        else:
             why_not = checks[number].why_not or answer.reason
             checks[number] = replace(checks[number], why_not=why_not, user_error=answer.user_error)
     return checks

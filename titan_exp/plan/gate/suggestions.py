@@ -34,7 +34,7 @@ SHARDED = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Change:
-    """Candidate value of an option; an option's first is no change, later ones save more."""
+    """Values of keys; the default is no change. Later ones of an option save more."""
 
     overrides: tuple[tuple[str, object], ...] = ()
     """Keys and values."""
@@ -105,15 +105,15 @@ def _outcome(suggestion: Suggestion) -> str:
 def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
     """Combinations that may fit and break no rule, cheapest first, each with its level per option."""
     experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
-    options = [
+    changes_of = (
         _loss_chunks(layout),
         _recomputation(experiment.activation_checkpoint.mode),
         _micro_batches(layout.micro_batch_size),
         _moments(experiment.optimizer),
         _saves(memory_check),
-    ]
-    if layout.device_type == "cuda":
-        options.append(_degrees(layout))
+        _degrees(layout),
+    )
+    options = [[Change(), *changes] for changes in changes_of]
     combinations = itertools.product(*(range(len(option)) for option in options))
     for levels in sorted(combinations, key=lambda levels: sum(change.cost for change in _pick(options, levels))):
         changes = _pick(options, levels)
@@ -144,54 +144,50 @@ def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
     return (needed - overhead) * best / sum(sizes.values()) + overhead <= (memory.capacity or 0)
 
 
-def _loss_chunks(layout: ResolvedLayout) -> list[Change]:
+def _loss_chunks(layout: ResolvedLayout) -> Iterator[Change]:
     tokens = layout.micro_batch_size * layout.training.seq_len
-    if layout.training.has_given_chunks or tokens <= LOSS_CHUNK:
-        return [Change()]
-    return [Change(), Change((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, ("loss",), LOSS_CHUNK / tokens)]
+    if not layout.training.has_given_chunks and tokens > LOSS_CHUNK:
+        yield Change((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, ("loss",), LOSS_CHUNK / tokens)
 
 
-def _recomputation(mode: str) -> list[Change]:
+def _recomputation(mode: str) -> Iterator[Change]:
     stronger = {"none": ("selective", "full"), "full": ()}.get(mode, ("full",))
     costs = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
-    key = "activation_checkpoint.mode"
-    return [Change()] + [Change(((key, name),), costs[name][0], ("activations",), costs[name][1]) for name in stronger]
+    for name in stronger:
+        yield Change((("activation_checkpoint.mode", name),), costs[name][0], ("activations",), costs[name][1])
 
 
-def _micro_batches(now: int) -> list[Change]:
-    changes = [Change()]
+def _micro_batches(now: int) -> Iterator[Change]:
+    shrinking = ("activations", "loss", "communication", "other")
     for size in reversed([size for size in divisors(now) if size < now]):
-        cost, shrinking = 1.0 + 0.5 * math.log2(now / size), ("activations", "loss", "communication", "other")
-        changes.append(Change((("training.micro_batch_size", size),), cost, shrinking, size / now))
-    return changes
+        yield Change((("training.micro_batch_size", size),), 1.0 + 0.5 * math.log2(now / size), shrinking, size / now)
 
 
-def _moments(optimizer: OptimizerConfig) -> list[Change]:
-    if not keeps_fp32_moments(optimizer):
-        return [Change()]
-    return [Change(), Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)]
+def _moments(optimizer: OptimizerConfig) -> Iterator[Change]:
+    if keeps_fp32_moments(optimizer):
+        yield Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)
 
 
-def _saves(memory_check: MemoryCheck) -> list[Change]:
-    if not staged(memory_check.experiment, memory_check.planned[0].largest):
-        return [Change()]
-    return [Change(), Change((("checkpoint.mode", "sync"),), 0.5, (COPY,), 0.0)]
+def _saves(memory_check: MemoryCheck) -> Iterator[Change]:
+    if staged(memory_check.experiment, memory_check.planned[0].largest):
+        yield Change((("checkpoint.mode", "sync"),), 0.5, (COPY,), 0.0)
 
 
-def _degrees(layout: ResolvedLayout) -> list[Change]:
-    """Other degrees for the same number of devices, or more devices."""
-    parallelism, changes = layout.parallelism, [Change()]
+def _degrees(layout: ResolvedLayout) -> Iterator[Change]:
+    """Other degrees for the same number of GPUs, or more GPUs."""
+    if layout.device_type == "cpu":
+        return
+    parallelism = layout.parallelism
     # An unset micro-batch size follows from the data-parallel degree.
     sharded = (*SHARDED, "activations", "loss") if layout.training.micro_batch_size is None else SHARDED
     for factor in (2, 4):
         override = ("parallelism.dp_shard", parallelism.dp_shard * factor)
-        changes.append(Change((override,), 8.0 * math.log2(factor), sharded, 1 / factor))
+        yield Change((override,), 8.0 * math.log2(factor), sharded, 1 / factor)
     for key, degree in (("tp", parallelism.tp), ("pp", parallelism.pp)):
         override = (f"parallelism.{key}", degree * 2)
         if parallelism.dp_shard % 2 == 0:
-            changes.append(Change((override, ("parallelism.dp_shard", parallelism.dp_shard // 2)), 6.0, None, 0.5))
-        changes.append(Change((override,), 10.0, None, 0.5))
-    return changes
+            yield Change((override, ("parallelism.dp_shard", parallelism.dp_shard // 2)), 6.0, None, 0.5)
+        yield Change((override,), 10.0, None, 0.5)
 
 
 def _contains(levels: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -86,16 +86,15 @@ def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
     """Mesh axes larger than 1 that divide a weight, each with its dim, in the order of division."""
     if not isinstance(weight, DTensor):
         return ()
-    mesh, first, then = weight.device_mesh, list[tuple[str, int]](), list[tuple[str, int]]()
-    for axis, placement in zip(mesh.mesh_dim_names or (), weight.placements, strict=True):
-        if mesh.size(list(mesh.mesh_dim_names or ()).index(axis)) == 1:
-            continue
-        # A strided shard divides the shards of the axes behind it.
-        if isinstance(placement, _StridedShard):
-            then.append((axis, placement.dim))
-        elif isinstance(placement, Shard):
-            first.append((axis, placement.dim))
-    return (*first, *then)
+    mesh = weight.device_mesh
+    divided = [
+        (axis, placement)
+        for axis, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, weight.placements, strict=True)
+        if size > 1 and isinstance(placement, Shard | _StridedShard)
+    ]
+    # A strided shard divides the shards of the axes behind it.
+    divided.sort(key=lambda division: isinstance(division[1], _StridedShard))
+    return tuple((axis, placement.dim) for axis, placement in divided)
 
 
 def _unwrapped(name: str) -> str:

@@ -26,7 +26,7 @@ from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.planner_processes import Call, PlannerProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, largest_fragment, synchronization_bytes
+from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, largest_fragment
 from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -145,7 +145,7 @@ class Plan:
             return None
         predicted = sum(rank.trace.persistent["parameters"] for rank in self.ranks)
         weights = self.layout.world_size * predicted // len(self.ranks)
-        return synchronization_bytes(config, weights) / (config.interval * self.tokens_per_step)
+        return config.groups * ring_bytes(weights, config.groups) / (config.interval * self.tokens_per_step)
 
     @property
     def sent_bytes_at_once(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Semi-synchronous training on paper: bytes that groups send for a token, and bytes of a checkpoint of all groups."""
+"""Semi-synchronous training on paper: the largest message of a rank, and numbers of a checkpoint of all groups."""
 
 import math
 
@@ -6,15 +6,9 @@ from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.optim.outer.fragments import fragments_of
-from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
 NUMBER = 4
 """Bytes of an fp32 number."""
-
-
-def synchronization_bytes(config: SemiSyncConfig, weights: int) -> float:
-    """Bytes that all groups send in a synchronization; `weights` are the bytes of fp32 weights on a group's ranks."""
-    return config.groups * ring_bytes(weights, config.groups)
 
 
 def largest_fragment(config: SemiSyncConfig, spec: ModelSpec, layout: ResolvedLayout, pipeline_rank: int) -> float:

@@ -126,7 +126,9 @@ class _Scaled:
         block += profile.summed_bytes * self._weights / device.bandwidth * (rows.micro_batches > 1)
         ends = (compute_seconds(profile.ends, device) + profile.ends.bytes_moved / device.bandwidth) * self.work
         updated = profile.updated * self._shards / device.copy_bandwidth
-        exposed, handed_over, behind = self._exposed, self._handed_over, self._behind
+        hidden = profile.message.messages.get(("pp", "send"), 0) * self.work
+        handed_over = rows.message_seconds("pp", "send", hidden, 1, device)
+        exposed, behind = self._exposed, self._behind
         totals = list[Column]()
         for rank, (layers, sends) in enumerate(zip(rows.layers.T, rows.sends.T, strict=True)):
             blocks, last = layers * rows.micro_batches, ((rank == 2) | (rows.pp == 1)) * rows.micro_batches
@@ -182,12 +184,6 @@ class _Scaled:
                 tokens = size * self._ratio(rows.tokens)
                 found += rows.message_seconds(name, kind, tokens, calls, self._device)
         return found
-
-    @cached_property
-    def _handed_over(self) -> Column:
-        """Seconds of a send between stages."""
-        size = self._profile.message.messages.get(("pp", "send"), 0) * self.work
-        return self._rows.message_seconds("pp", "send", size, 1, self._device)
 
     @cached_property
     def _behind(self) -> Column:

@@ -26,6 +26,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.child_process import start_forkserver, start_worker
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import room_of
@@ -124,7 +125,7 @@ class LayoutSearch:
         not supported."""
         began, stopped = time.perf_counter(), False
         self._deadline = math.inf if seconds is None else time.monotonic() + EXPLORING * seconds
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         pool = ProcessPoolExecutor(cores, start_forkserver(), _start_worker)
         # A pool that is interrupted while it starts cannot be shut down.
         pool.submit(os.getpid)

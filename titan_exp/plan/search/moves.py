@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError
@@ -25,6 +25,8 @@ from titan_exp.plan.search.layouts import (
 from titan_exp.plan.supported import check_supported
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import find_violations
+
+T = TypeVar("T")
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Searched values of activation_checkpoint.budget; a move goes to the next."""
@@ -105,18 +107,18 @@ def _values(candidate: Candidate, space: SearchSpace) -> Iterator[tuple[int, str
     for layers in _interleaved(layout) if own.pp > 1 and own.pp_layers is None else ():
         yield 0, "parallelism", {"pp_layers_per_stage": layers}
     if candidate.shards > 1:
-        at = RESHARDED.index(layout.reshard_policy)
-        for place in _adjacent(at, RESHARDED):
-            yield place - at, "parallelism", {"reshard_after_forward": RESHARDED[place]}
+        for direction, policy in _beside(layout.reshard_policy, RESHARDED):
+            yield direction, "parallelism", {"reshard_after_forward": policy}
     for method in CP_METHODS if own.cp > 1 else ():
         if method != own.cp_method:
             yield 0, "parallelism", {"cp_method": method}
     yield 0, "compile", {"enabled": not experiment.compile.enabled}
 
 
-def _adjacent(at: int, values: Sequence[object]) -> list[int]:
-    """Indices beside `at`."""
-    return [place for place in (at - 1, at + 1) if 0 <= place < len(values)]
+def _beside(value: T, values: Sequence[T]) -> list[tuple[int, T]]:
+    """Values before and after one, with -1 and 1."""
+    at = values.index(value)
+    return [(place - at, values[place]) for place in (at - 1, at + 1) if 0 <= place < len(values)]
 
 
 def _recomputation(experiment: Experiment) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -133,10 +135,8 @@ def _recomputation(experiment: Experiment) -> Iterator[tuple[int, dict[str, Any]
             if 1 < every <= MAX_EVERY:
                 yield every - own.every, {"every": every}
     if own.mode == "budget" or own.automatic is not None:
-        budgets = sorted({*BUDGETS, own.budget})
-        at = budgets.index(own.budget)
-        for place in _adjacent(at, budgets):
-            yield place - at, {"budget": budgets[place]}
+        for direction, budget in _beside(own.budget, sorted({*BUDGETS, own.budget})):
+            yield direction, {"budget": budget}
 
 
 def _recomputed(mode: str) -> int:
@@ -152,7 +152,7 @@ def _interleaved(layout: ResolvedLayout) -> Iterator[int]:
     held += own.pp_first_stage_less + own.pp_last_stage_less
     counts = {-(-held // layers): layers for layers in range(held // own.pp, 0, -1)}
     valid = sorted(count for count in {*counts, layout.stage_count} if count % own.pp == 0 and count > own.pp)
-    yield from (counts[valid[place]] for place in _adjacent(valid.index(layout.stage_count), valid))
+    yield from (counts[count] for _, count in _beside(layout.stage_count, valid))
 
 
 def _loss_chunks(layout: ResolvedLayout) -> Iterator[tuple[int, int | str]]:

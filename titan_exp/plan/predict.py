@@ -233,32 +233,29 @@ def predict(
     tracer = _Tracer(traced, layout, on_rank, cuda, workspace, processes, assumptions)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
 
-    def rank_plan(number: int, trace: Trace, allocator: Reserved | None) -> RankPlan:
+    room = room_of(layout, device) if cuda and device is not None else None
+
+    def replay(trace: Trace) -> Call[Reserved] | None:
+        events = trace.setup_events, trace.step_events
+        return processes.replay(*events, expandable=expandable, capacity=room) if cuda else None
+
+    def rank_plan(number: int, trace: Trace, replayed: Call[Reserved] | None) -> RankPlan:
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
         kernels = class_times(trace.costs, None if seconds is None else device)
+        allocator = None if replayed is None else replayed.result()
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, experiment.semi_sync)
 
-    traces, replays, worst = dict[int, Trace](), dict[int, Call[Reserved]](), None
-    room = room_of(layout, device) if cuda and device is not None else None
-    with assumptions(), no_garbage_collection():
-        with processes:
-            for number, trace in tracer.traces(numbers, full=full):
-                traces[number] = trace
-                if cuda:
-                    events = trace.setup_events, trace.step_events
-                    replays[number] = processes.replay(*events, expandable=expandable, capacity=room)
-            # The last first: processes replay them from the first on, and this one those that none has begun.
-            found = {number: replays[number].result() for number in reversed(replays)}
-        plans = [rank_plan(number, trace, found.get(number)) for number, trace in traces.items()]
-        load = experiment.plan.worst_expert_load
+    load, worst = experiment.plan.worst_expert_load, None
+    with assumptions(), no_garbage_collection(), processes:
+        found = {number: (trace, replay(trace)) for number, trace in tracer.traces(numbers, full=full)}
+        # The last first: processes replay them from the first on, and this one those that none has begun.
+        plans = [rank_plan(number, *found[number]) for number in reversed(numbers)][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
                 ((_, trace),) = replace(tracer, on_rank=None).traces([largest], full=full)
-            events = trace.setup_events, trace.step_events
-            allocator = steady_reserved(*events, expandable=expandable, capacity=room) if cuda else None
-            worst = rank_plan(largest, trace, allocator).bytes
+            worst = rank_plan(largest, trace, replay(trace)).bytes
     weights, state = (sum(part) for part in zip(*(plan.state for plan in plans), strict=True))
     bubble = pipeline_bubble(layout)
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}

@@ -1,7 +1,7 @@
 """Output of `titan-exp plan search`: table of layouts, reasons for pruned layouts, and commands; or JSON."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -103,25 +103,28 @@ def steps_for(training: TrainingConfig, tokens: int) -> int:
 
 
 def _table(result: SearchResult, tokens: int | None) -> Table:
+    rows, layouts = result.rows, [row.candidate for row in result.rows]
+    degrees = [*DEGREES, *(["ep", "etp"] if layouts[0].experts is not None else [])]
+    columns: list[tuple[str, Iterable[object]]] = [
+        ("", range(1, len(rows) + 1)),
+        ("tokens/s/GPU", (f"{row.tokens_per_second:,.0f}" for row in rows)),
+        ("GiB", map(_size, rows)),
+        ("", ("*" if front else "" for front in result.front)),
+        *((key.removeprefix("dp_"), [getattr(each.parallelism, key) for each in layouts]) for key in degrees),
+        ("schedule", (each.parallelism.pp_schedule if each.parallelism.pp > 1 else "" for each in layouts)),
+        ("micro", (f"{each.layout.gradient_accumulation} x {each.layout.micro_batch_size}" for each in layouts)),
+        ("recompute", (each.mode for each in layouts)),
+        ("more", (" ".join(f"{short_key(key)}={shown(value)}" for key, value in each.refined) for each in layouts)),
+        ("bubble", (f"{row.bubble:.0%}" for row in rows)),
+    ]
+    if tokens:
+        columns.append(("GPU-hours", (f"{gpu_hours(row, tokens):,.0f}" for row in rows)))
+        columns.append(("days", (f"{days(row, tokens):,.1f}" for row in rows)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    degrees_shown = [*DEGREES, *(["ep", "etp"] if result.rows[0].candidate.experts is not None else [])]
-    columns = ["", "tokens/s/GPU", "GiB", "", *(key.removeprefix("dp_") for key in degrees_shown), "schedule", "micro"]
-    for name in [*columns, "recompute", "more", "bubble", *(["GPU-hours", "days"] if tokens else [])]:
-        table.add_column(
-            name, justify="left" if name in ("schedule", "recompute", "more", "") else "right", no_wrap=True
-        )
-    for number, (row, front) in enumerate(zip(result.rows, result.front, strict=True), 1):
-        candidate, parallelism = row.candidate, row.candidate.parallelism
-        degrees = [getattr(parallelism, name) for name in degrees_shown]
-        cells = [
-            *(number, f"{row.tokens_per_second:,.0f}", _size(row), "*" if front else "", *degrees),
-            parallelism.pp_schedule if parallelism.pp > 1 else "",
-            f"{candidate.layout.gradient_accumulation} x {candidate.layout.micro_batch_size}",
-            candidate.mode,
-            " ".join(f"{short_key(key)}={shown(value)}" for key, value in candidate.refined),
-            f"{row.bubble:.0%}",
-            *([f"{gpu_hours(row, tokens):,.0f}", f"{days(row, tokens):,.1f}"] if tokens else []),
-        ]
+    for name, _ in columns:
+        justify = "left" if name in ("schedule", "recompute", "more", "") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for cells in zip(*(column for _, column in columns), strict=True):
         table.add_row(*map(str, cells))
     return table
 

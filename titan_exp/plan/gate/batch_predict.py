@@ -4,14 +4,17 @@ Child processes keep torch out of the launcher and isolate failures of user-defi
 traces share a process.
 """
 
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.errors.user_traceback import UserCodeError
@@ -25,9 +28,6 @@ from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_re
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.plan_json import NotPredicted, Prediction, merge_ranks
 from titan_exp.plan.supported import check_supported
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 MAX_PROCESSES = 8
 """Maximum number of child processes; torch alone takes a third of a GiB in each."""
@@ -43,7 +43,7 @@ class PredictionRequest:
     """Run with a resolved layout."""
     device: Device | None
     """Device; None for a CPU of unknown speed."""
-    answer: "Prediction | NotPredicted | None" = None
+    answer: Prediction | NotPredicted | None = None
     """Known answer, so that only the run's user code is checked."""
 
 
@@ -96,10 +96,6 @@ def _say(pending: Sequence[PredictionRequest], say: Callable[[str], None]) -> No
 
 
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
-    # Imported lazily: most launches need no prediction.
-    import multiprocessing
-    from concurrent.futures import Future, ProcessPoolExecutor
-
     groups = {key: _rank_groups(request) for key, request in pending.items()}
     processes = min(usable_cores(), sum(map(len, groups.values())), MAX_PROCESSES)
     context = multiprocessing.get_context("spawn")
@@ -160,11 +156,9 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[s
 
 
 def _merge(
-    request: PredictionRequest, parts: "Sequence[Future[dict[str, Any]]]", deadline: float
+    request: PredictionRequest, parts: Sequence[Future[dict[str, Any]]], deadline: float
 ) -> Prediction | NotPredicted:
     """Answer to a request, from its ranks; `deadline` is of the monotonic clock."""
-    from concurrent.futures.process import BrokenProcessPool
-
     try:
         found = [part.result(timeout=max(0.0, deadline - time.monotonic())) for part in parts]
         return request.answer if request.answer is not None else merge_ranks(found)

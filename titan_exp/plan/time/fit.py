@@ -7,15 +7,14 @@ constants for those not determined by any run. The memory constant is the median
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.plan.calibrated_constants import Constants
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import Prediction
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MIN_RUNS = 4
 """Minimum number of runs with different predictions for a fit."""
@@ -98,13 +97,12 @@ def step_seconds(observation: Observation, constants: Constants) -> float:
 
 
 def _fitted(observations: Sequence[Observation], device: Device) -> Constants:
-    import numpy as np
     from scipy.optimize import least_squares
 
     factors = [device.matmul_factor, device.bandwidth_factor, device.link_factor]
     start = np.array([*np.log(np.clip(factors, MIN_FACTOR, MAX_FACTOR)), min(device.launch_us, MAX_LAUNCH_US) / 10])
 
-    def errors(point: "np.ndarray") -> "np.ndarray":
+    def errors(point: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         constants = _constants(point)
         log_errors = [np.log(step_seconds(run, constants) / run.step_seconds) for run in observations]
         return np.array([*log_errors, *(PRIOR_WEIGHT * (point - start))])
@@ -115,9 +113,7 @@ def _fitted(observations: Sequence[Observation], device: Device) -> Constants:
     return _constants(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
 
 
-def _constants(point: Any) -> Constants:
-    import numpy as np
-
+def _constants(point: npt.NDArray[np.float64]) -> Constants:
     matmuls, bandwidth, link = (float(value) for value in np.exp(point[:3]))
     return Constants("", matmuls, bandwidth, link, 10 * float(point[3]))
 

@@ -155,6 +155,12 @@ def test_commands_compose_to_their_layouts():
         assert again == replace(each, training=training, lr_schedule=again.lr_schedule)
 
 
+def test_commands_quote_typed_overrides_for_a_shell():
+    typed = [*TYPED, """experiment.notes="the lab's run" """.strip(), "experiment.tags=[small,test]"]
+    found = search_space(composed(), 8, frozenset())
+    assert set(typed) < set(shlex.split(train_command(found.candidates[0], typed, {})))
+
+
 def test_options_are_split_from_overrides():
     options, rest = search_options(["--tokens", "15e12", "model=llama3_8b", "--global-batch-size", "64", "--gpus", "8"])
     assert (options.tokens, options.gpus, options.limit) == (15e12, 8, 10)

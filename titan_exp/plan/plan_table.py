@@ -278,30 +278,28 @@ def _emulated(plan: Plan) -> Iterator[str]:
         )
 
 
-def _speed(plan: Plan) -> list[str]:
-    training, flops = plan.experiment.training, sum(rank.trace.costs.flops for rank in plan.ranks) / len(plan.ranks)
-    lines = [
-        f"{format_si(flops, 'FLOP')} per rank and step",
-        f"checkpoint: {format_si(plan.checkpoint_bytes, 'B')}, "
-        f"{plan.checkpoint_bytes_per_node / 1e9:.2g} s at 1 GB/s per node",
-        *_synchronizations(plan),
-    ]
+def _speed(plan: Plan) -> Iterator[str]:
+    flops = sum(rank.trace.costs.flops for rank in plan.ranks) / len(plan.ranks)
+    yield f"{format_si(flops, 'FLOP')} per rank and step"
+    seconds = plan.checkpoint_bytes_per_node / 1e9
+    yield f"checkpoint: {format_si(plan.checkpoint_bytes, 'B')}, {seconds:.2g} s at 1 GB/s per node"
+    yield from _synchronizations(plan)
     times = [rank.time for rank in plan.ranks if rank.time is not None]
     if not times or plan.step_seconds is None:
-        return lines
+        return
     slowest = max(times, key=lambda time: time.total)
     operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
-    lines.append(
+    yield (
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "
         f"{slowest.behind:.3g} overlapped; bubble {plan.bubble:.0%}"
     )
-    lines.append(
+    hours = plan.gpu_hours or 0.0
+    yield (
         f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
-        f"{training.last_step} steps: {plan.tokens:,} tokens, {_hours(plan.gpu_hours)} "
-        f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
+        f"{plan.experiment.training.last_step} steps: {plan.tokens:,} tokens, "
+        f"{hours:{',.0f' if hours >= 10 else '.2g'}} {'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
-    return lines
 
 
 def _synchronizations(plan: Plan) -> Iterator[str]:
@@ -322,10 +320,6 @@ def _at_once(plan: Plan) -> str:
         return ""
     during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
     return f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
-
-
-def _hours(hours: float | None) -> str:
-    return "?" if hours is None else f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _gib(size: float) -> str:

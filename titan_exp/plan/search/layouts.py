@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from operator import attrgetter
+from shlex import quote
 from typing import Any, TypeVar
 
 from titan_exp.config.errors.did_you_mean import divisors
@@ -193,9 +194,7 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
     """Launch command of a layout: typed overrides, searched keys, and `more` keys with values."""
     values = {**candidate.values, **more}
     kept = [word for word in typed if word.lstrip("+").partition("=")[0] not in values]
-    return " ".join(
-        ["titan-exp train", *map(_quoted, kept), *(f"{key}={shown(value)}" for key, value in values.items())]
-    )
+    return " ".join(["titan-exp train", *map(quote, kept), *(f"{key}={shown(value)}" for key, value in values.items())])
 
 
 def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
@@ -253,7 +252,3 @@ def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) 
 
 def _values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
     return attrgetter(*keys)(experiment)
-
-
-def _quoted(word: str) -> str:
-    return f"'{word}'" if set(word) & set('[]{}()*?$ "<>|&;') else word

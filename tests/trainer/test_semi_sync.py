@@ -384,6 +384,7 @@ def test_load_of_experts_is_that_of_all_groups(tmp_path):
         assert [row[key] for key in loads] == pytest.approx([other[key] for key in loads], rel=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "one" / "expert_load.jsonl").read_text().splitlines()]
     assert {sum(row["layer_1"]) for row in rows} == {4 * 64 * 4}  # sequences, tokens, experts of each
+    assert [row["step"] for row in rows] == [row["step"] for row in one.rows]
 
 
 @pytest.mark.night

@@ -41,8 +41,8 @@ class RankPrediction:
         """Seconds of the rank's step, without the bubble."""
         if self.seconds is None:
             return None
-        behind = self.seconds["behind"]
-        return max(sum(seconds for name, seconds in self.seconds.items() if name != "behind"), behind)
+        alone = {name: seconds for name, seconds in self.seconds.items() if name not in ("behind", "exchange")}
+        return max(sum(alone.values()), self.seconds["behind"]) + self.seconds["exchange"]
 
     @property
     def peak(self) -> int:

@@ -13,7 +13,7 @@ from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
 from titan_exp.plan.predict import Plan, RankPlan
-from titan_exp.plan.time.roofline import message_seconds
+from titan_exp.plan.time.roofline import RankTime, message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.trace_step import Trace
@@ -41,7 +41,8 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     layout = plan.layout
     sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens per micro-batch"
     console.print(
-        f"{experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
+        f"{experiment.model.name} on {_groups(plan)}{layout.world_size} x "
+        f"{plan.device.name if plan.device else 'CPU process'}: "
         f"{sequences}, {layout.gradient_accumulation} per step",
         highlight=False,
     )
@@ -76,6 +77,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {
         "device": None if plan.device is None else asdict(plan.device),
         "world_size": plan.layout.world_size,
+        "replica_groups": plan.experiment.cluster.replica_groups,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         "bubble": plan.bubble,
@@ -288,7 +290,7 @@ def _speed(plan: Plan) -> list[str]:
     lines.append(
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "
-        f"{slowest.behind:.3g} overlapped; bubble {plan.bubble:.0%}"
+        f"{slowest.behind:.3g} overlapped{_exchange(slowest)}; bubble {plan.bubble:.0%}"
     )
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
@@ -298,14 +300,25 @@ def _speed(plan: Plan) -> list[str]:
     return lines
 
 
+def _groups(plan: Plan) -> str:
+    groups = plan.experiment.cluster.replica_groups
+    return "" if groups == 1 else f"{groups} replica groups of "
+
+
+def _exchange(slowest: RankTime) -> str:
+    return f", sums over replica groups {slowest.exchange:.3g}" if slowest.exchange else ""
+
+
 def _synchronizations(plan: Plan) -> Iterator[str]:
-    """Line about the messages of semi-synchronous training."""
+    """Line about the messages between replica groups."""
     config, rate = plan.experiment.semi_sync, plan.sent_bytes_per_token
     if rate is not None:
-        rank = rate * config.interval * plan.tokens_per_step / config.groups / plan.layout.world_size
+        interval = config.interval if config.enabled else 1
+        rank = rate * interval * plan.tokens_per_step / plan.devices
         who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
+        when = f"every {interval} steps" if config.enabled else "in every step"
         yield (
-            f"{config.groups} groups send {rate:,.6g} bytes per token: every {config.interval} steps {who} sends "
+            f"{plan.experiment.cluster.replica_groups} groups send {rate:,.6g} bytes per token: {when} {who} sends "
             f"{format_bytes(rank)}{_at_once(plan)}"
         )
 

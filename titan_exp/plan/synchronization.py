@@ -1,20 +1,72 @@
-"""Semi-synchronous training on paper: bytes that groups send for a token, and bytes of a checkpoint of all groups."""
+"""Replica groups on paper: a group's share of a step, bytes and seconds of sums over the groups, and bytes of a
+checkpoint of all groups in semi-synchronous training."""
 
 import math
+from dataclasses import replace
 
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.optim.outer.fragments import fragments_of
+from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.time.roofline import message_seconds
+from titan_exp.plan.trace.memory_tracker import Moment
+from titan_exp.plan.trace.trace_step import Trace
+from titan_exp.trainer.replica_groups.buckets import BUCKET_BYTES
 from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
 NUMBER = 4
 """Bytes of an fp32 number."""
 
 
-def synchronization_bytes(config: SemiSyncConfig, weights: int) -> float:
-    """Bytes that all groups send in a synchronization; `weights` are the bytes of fp32 weights on a group's ranks."""
-    return config.groups * ring_bytes(weights, config.groups)
+def share_of_group(experiment: Experiment) -> Experiment:
+    """The run as one group trains it: with the largest share of a step that a group has while all are alive."""
+    layout, groups = ResolvedLayout.of(experiment), experiment.cluster.replica_groups
+    if groups == 1:
+        return experiment
+    unit = layout.indivisible_microbatches
+    own = -(-layout.gradient_accumulation // (unit * groups)) * unit
+    sequences = own * layout.micro_batch_size * layout.dp_degree
+    training = replace(
+        experiment.training, global_batch_size=sequences, micro_batch_size=layout.micro_batch_size, batch_ramp=[]
+    )
+    return replace(experiment, training=training)
+
+
+def exchange_seconds(experiment: Experiment, trace: Trace, device: Device, step: float) -> float:
+    """Seconds of a step that a rank waits for sums over the groups, by TCP between nodes and over the host's memory:
+    of gradients, or of the step's part of a synchronization, less the steps of `step` seconds that train meanwhile."""
+    groups, config = experiment.cluster.replica_groups, experiment.semi_sync
+    if groups == 1:
+        return 0.0
+    size, interval, fragments, delay = trace.persistent["parameters"], 1, 1, 0
+    if config.enabled:
+        interval, fragments, delay = config.interval, config.fragments, config.delay
+    part = size / fragments
+    seconds = message_seconds("all-reduce", round(part), range(groups), device, 1, calls=math.ceil(part / BUCKET_BYTES))
+    if device_type(experiment.cluster) == "cuda":
+        seconds += 2 * part / (device.host_gbs * 1e9 * device.link_efficiency)
+    return fragments * max(0.0, seconds - delay * step) / interval
+
+
+def with_bucket(experiment: Experiment, trace: Trace) -> Trace:
+    """Trace of a rank on a CPU whose peak may be the sum of gradients over the groups, with a copy of a bucket."""
+    if experiment.cluster.replica_groups == 1 or experiment.semi_sync.enabled:
+        return trace
+    held = {**trace.persistent, "gradients": trace.gradients}
+    sizes = {**dict.fromkeys(trace.peak.by_category, 0), **held}
+    sizes["communication"] = sizes.get("communication", 0) + min(trace.gradients, BUCKET_BYTES)
+    moment = Moment(sum(sizes.values()), sizes, "sum over the groups")
+    return replace(trace, peak=max(trace.peak, moment, key=lambda peak: peak.bytes))
+
+
+def exchanged_bytes(experiment: Experiment, weights: int) -> float:
+    """Bytes that all groups send for a step's gradients, or in the synchronization of all fragments; `weights` are the
+    bytes of fp32 weights on a group's ranks."""
+    groups = experiment.cluster.replica_groups
+    return groups * ring_bytes(weights, groups)
 
 
 def largest_fragment(config: SemiSyncConfig, spec: ModelSpec, layout: ResolvedLayout, pipeline_rank: int) -> float:

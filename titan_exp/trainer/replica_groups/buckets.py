@@ -87,13 +87,13 @@ def _flat(bucket: Sequence[Tensor], *, read: bool = True) -> Tensor:
 
 
 def _host_memory(bucket: Sequence[Tensor]) -> Tensor:
-    pinned = any(tensor.is_cuda for tensor in bucket)
+    pinned = any(tensor.device.type == "cuda" for tensor in bucket)
     return torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, pin_memory=pinned)
 
 
 def _wait_for_copies(bucket: Sequence[Tensor]) -> None:
     """Wait for copies between the host and the devices of a bucket's tensors."""
-    for device in {tensor.device for tensor in bucket if tensor.is_cuda}:
+    for device in {tensor.device for tensor in bucket if tensor.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -217,10 +217,11 @@ def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argpa
                 given += 1
             ordered = time.monotonic()
         elif made < given and time.monotonic() - ordered > 6:
-            # The phase does not occur soon, or the group is away: any group in a forward pass.
+            # The phase does not occur soon, or the group is away: any group, in a forward pass or until it commits.
+            phase = draw.choice(phases[:4]) if arguments.semi_sync else "forward"
             for path in orders.glob("*.json"):
                 path.unlink(missing_ok=True)
-            give(orders, "forward", {"target": "group", "group": None, "moment": draw.random()})
+            give(orders, phase, {"target": "group", "group": None, "moment": draw.random()})
             given, ordered = made + 1, time.monotonic()
         time.sleep(0.2 + 0.5 * draw.random())
     for path in (*orders.glob("*.json"), orders / "pause"):

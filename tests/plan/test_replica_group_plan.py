@@ -11,12 +11,15 @@ from tests.plan.layouts import experiment_of
 from tests.trainer.fleet import Fleet
 from tests.trainer.test_replica_groups import SETTINGS, SHARDED, STEPS
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate.prediction_cache import cache_key
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.synchronization import share_of_group
+from titan_exp.plan.search.layout_cost import LayoutCost
+from titan_exp.plan.search.layouts import Candidate
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
@@ -37,6 +40,14 @@ def test_a_group_computes_its_share(groups: int, micro_batches: int):
     assert (plan.devices, plan.tokens_per_step) == (groups, whole.tokens_per_step)
     held, expected = (found.ranks[0].trace.persistent for found in (plan, whole))
     assert (held["parameters"], held["optimizer"]) == (expected["parameters"], expected["optimizer"])
+
+
+def test_a_search_ranks_layouts_of_one_group():
+    experiment = experiment_of(GROUPS.format(2))
+    candidate = Candidate(0, experiment, model_spec(experiment.model))
+    assert (candidate.layout.gradient_accumulation, candidate.devices) == (4, 2)
+    cost = LayoutCost(candidate, 2.0, 0.0, 0, 0, "", 1)
+    assert cost.tokens_per_second == predict(experiment, None).tokens_per_step / 2.0 / 2
 
 
 def test_whole_passes_of_a_pipeline_are_divided():

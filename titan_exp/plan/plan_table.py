@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import process_groups
 from titan_exp.plan.expert_rows import expert_rows
@@ -41,7 +42,7 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     layout = plan.layout
     sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens per micro-batch"
     console.print(
-        f"{experiment.model.name} on {_groups(plan)}{layout.world_size} x "
+        f"{experiment.model.name} on {groups_of(experiment)}{layout.world_size} x "
         f"{plan.device.name if plan.device else 'CPU process'}: "
         f"{sequences}, {layout.gradient_accumulation} per step",
         highlight=False,
@@ -300,8 +301,9 @@ def _speed(plan: Plan) -> list[str]:
     return lines
 
 
-def _groups(plan: Plan) -> str:
-    groups = plan.experiment.cluster.replica_groups
+def groups_of(experiment: Experiment) -> str:
+    """Number of replica groups before that of their devices; empty without groups."""
+    groups = experiment.cluster.replica_groups
     return "" if groups == 1 else f"{groups} replica groups of "
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
@@ -31,7 +32,6 @@ from titan_exp.plan.synchronization import (
     exchange_seconds,
     exchanged_bytes,
     largest_fragment,
-    share_of_group,
     with_bucket,
 )
 from titan_exp.plan.time.roofline import ClassTime, RankTime, class_times, pipeline_bubble, rank_time
@@ -243,7 +243,8 @@ def predict(
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
         if seconds is not None and device is not None:
-            seconds = replace(seconds, exchange=exchange_seconds(experiment, trace, device, seconds.total))
+            weights = trace.persistent["parameters"]
+            seconds = replace(seconds, exchange=exchange_seconds(experiment, weights, device, seconds.total))
         trace = trace if cuda else with_bucket(experiment, trace)
         kernels = class_times(trace.costs, None if seconds is None else device)
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, experiment.semi_sync)

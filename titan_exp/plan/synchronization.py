@@ -1,5 +1,5 @@
-"""Replica groups on paper: a group's share of a step, bytes and seconds of sums over the groups, and bytes of a
-checkpoint of all groups in semi-synchronous training."""
+"""Replica groups on paper: bytes and seconds of sums over the groups, and bytes of a checkpoint of all groups in
+semi-synchronous training."""
 
 import math
 from dataclasses import replace
@@ -21,30 +21,17 @@ NUMBER = 4
 """Bytes of an fp32 number."""
 
 
-def share_of_group(experiment: Experiment) -> Experiment:
-    """The run as one group trains it: with the largest share of a step that a group has while all are alive."""
-    layout, groups = ResolvedLayout.of(experiment), experiment.cluster.replica_groups
-    if groups == 1:
-        return experiment
-    unit = layout.indivisible_microbatches
-    own = -(-layout.gradient_accumulation // (unit * groups)) * unit
-    sequences = own * layout.micro_batch_size * layout.dp_degree
-    training = replace(
-        experiment.training, global_batch_size=sequences, micro_batch_size=layout.micro_batch_size, batch_ramp=[]
-    )
-    return replace(experiment, training=training)
-
-
-def exchange_seconds(experiment: Experiment, trace: Trace, device: Device, step: float) -> float:
+def exchange_seconds(experiment: Experiment, weights: float, device: Device, step: float) -> float:
     """Seconds of a step that a rank waits for sums over the groups, by TCP between nodes and over the host's memory:
-    of gradients, or of the step's part of a synchronization, less the steps of `step` seconds that train meanwhile."""
+    of gradients, or of the step's part of a synchronization, less the steps of `step` seconds that train meanwhile.
+    `weights` are the bytes of the rank's fp32 weights."""
     groups, config = experiment.cluster.replica_groups, experiment.semi_sync
     if groups == 1:
         return 0.0
-    size, interval, fragments, delay = trace.persistent["parameters"], 1, 1, 0
+    interval, fragments, delay = 1, 1, 0
     if config.enabled:
         interval, fragments, delay = config.interval, config.fragments, config.delay
-    part = size / fragments
+    part = weights / fragments
     seconds = message_seconds("all-reduce", round(part), range(groups), device, 1, calls=math.ceil(part / BUCKET_BYTES))
     if device_type(experiment.cluster) == "cuda":
         seconds += 2 * part / (device.host_gbs * 1e9 * device.link_efficiency)

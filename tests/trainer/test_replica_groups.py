@@ -332,7 +332,9 @@ def start_alone(path: Path, mutate: Mutation) -> Fleet:
 
 
 def test_a_newcomer_never_starts_alone(tmp_path):
-    with pytest.raises(AssertionError, match="the run is after step 5, and within 2 s no living group offered its state"):
+    with pytest.raises(
+        AssertionError, match="the run is after step 5, and within 2 s no living group offered its state"
+    ):
         start_alone(tmp_path / "run", _gives_up_early)
 
 

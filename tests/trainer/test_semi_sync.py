@@ -108,7 +108,7 @@ EXPERTS = [*DILOCO, "model=deepseek_debug", "model.moe.balance.bias_rate=0.01"]
     ("words", "layout"),
     [
         (DILOCO, PASSES),
-        (EXPERTS, ["parallelism.dp_shard=2", "parallelism.ep=2"]),
+        pytest.param(EXPERTS, ["parallelism.dp_shard=2", "parallelism.ep=2"], marks=pytest.mark.night),
         pytest.param(EXPERTS, [], marks=pytest.mark.night),
         pytest.param([*EXPERTS, "model.moe.balance.loss=global_batch"], [], marks=pytest.mark.night),
         pytest.param(EXPERTS, PASSES, marks=pytest.mark.night),

@@ -1,13 +1,16 @@
 """Random SIGKILLs of ranks, replica groups and the lighthouse while `titan-exp train` runs on this machine's CPU.
 
     python benchmarks/replica_group_kills.py OUT [--kills 25] [--seconds 420] [--seed 0] [--groups 3] [--dp-shard 1]
+    python benchmarks/replica_group_kills.py OUT --semi-sync diloco       # or local_sgd, streaming_diloco
     python benchmarks/replica_group_kills.py OUT --report
 
 A call trains one run in OUT/piece-SEED with three groups, and kills at random moments of the forward pass, of the sum
 of gradients, of the commit, of the quorum, of healing (the group that receives, and the one that sends) and of a save.
 It then trains the same steps with one group, and checks that every step has one row and that the curve is the same to
-rounding. A piece that is complete is not run again. `--report` prints a table of all pieces: kills, and the
-distribution of the stall, the seconds that the survivors waited or computed again in the rows after a kill.
+rounding. In semi-synchronous training it also kills while a fragment is sent, in a synchronization, and while states of
+the groups are collected; the other run has as many groups, and the curves differ, since a death changes the mean: the
+final losses are compared. A piece that is complete is not run again. `--report` prints a table of all pieces: kills,
+and the distribution of the stall, the seconds that the survivors waited or computed again in the rows after a kill.
 """
 
 import argparse
@@ -33,6 +36,9 @@ ORDERS = "TITAN_EXP_KILL_ORDERS"
 """Environment variable: folder of the orders that the ranks carry out."""
 HEARTBEAT = 1.0
 PHASES = ("forward", "all-reduce", "commit", "quorum", "save", "heal: receiver", "heal: sender")
+SEMI_SYNC_PHASES = ("forward", "send", "synchronization", "commit", "quorum", "collect", *PHASES[4:])
+LEADERS = ("save", "heal: receiver", "heal: sender")
+"""Phases of some group; in others the group is drawn."""
 NEEDED = {"heal: receiver": 2}
 """Living groups, the healing ones included, without which a kill could end the run; 3 in other phases, since one of
 them may be killed while it heals."""
@@ -48,6 +54,14 @@ TRAIN = [
     *("optimizer.eps=1e-4", "cluster.device=cpu", f"cluster.group_heartbeat_seconds={HEARTBEAT:g}"),
     *("cluster.group_timeout_seconds=30", "lr_schedule.warmup_steps=1"),
 ]
+INTERVAL = 4
+SEMI_SYNC = {
+    "local_sgd": ["semi_sync=local_sgd"],
+    "diloco": ["semi_sync=diloco"],
+    "streaming_diloco": ["semi_sync=streaming_diloco", "semi_sync.fragments=2", "semi_sync.delay=1"],
+}
+LAST_ROWS = 50
+"""Rows that the final loss is a mean of."""
 
 
 def rank_main(path: str) -> None:
@@ -56,12 +70,13 @@ def rank_main(path: str) -> None:
     from titan_exp.trainer import rank_main as real
     from titan_exp.trainer.forward_backward import EagerModel
     from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
     victim = _Victim(Path(os.environ[ORDERS]))
     join = ReplicaGroups.join
 
     def joined(groups: Any, step: int, *position: int | None) -> Any:
-        victim.groups, victim.step = groups, step + 1
+        victim.groups, victim.step, victim.by_position = groups, step + 1, bool(position)
         return join(groups, step, *position)
 
     ReplicaGroups.join = joined  # type: ignore[method-assign]
@@ -70,6 +85,9 @@ def rank_main(path: str) -> None:
         (EagerModel, "forward_backward", "forward"),
         (ReplicaGroups, "sum_gradients", "all-reduce"),
         (ReplicaGroups, "commit", "commit"),
+        (SemiSync, "send", "send"),
+        (SemiSync, "apply", "synchronization"),
+        (SemiSync, "collect_states", "collect"),
         (Checkpointer, "save", "save"),
         (ReplicaGroups, "receive_state", "heal: receiver"),
         (ReplicaGroups, "_send", "heal: sender"),
@@ -83,6 +101,8 @@ class _Victim:
 
     def __init__(self, orders: Path) -> None:
         self.orders, self.groups, self.step = orders, None, 0
+        self.by_position = False
+        """True if quorums know positions, of which a step has two, as in semi-synchronous training."""
         self._seconds: dict[str, float] = {}
 
     def phase(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
@@ -130,7 +150,9 @@ class _Victim:
             parent = psutil.Process().parent()
             pids = [child.pid for child in parent.children()] if parent is not None else pids
             pids.sort(key=lambda pid: pid == os.getpid())  # itself last
-        step = max(self.step, self.groups.quorum.step + 1)  # type: ignore[union-attr]  # of a newcomer that heals
+        others = self.groups.quorum.step  # type: ignore[union-attr]
+        # A newcomer that heals knows no step of its own.
+        step = max(self.step, 1 + ((others + 1) // 2 if self.by_position else others))
         note(self.orders, {"phase": phase, "target": order["target"], "group": number, "step": step})
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -170,30 +192,36 @@ def kill_at_random(process: subprocess.Popen[bytes], out: Path, arguments: argpa
     """Give orders until enough kills were made, the time is over or the run has ended."""
     draw, orders = random.Random(arguments.seed), out / "orders"
     deadline, given, ordered = time.monotonic() + arguments.seconds, 0, time.monotonic()
+    # Groups notice a death when they synchronize.
+    phases, pause, seen = (SEMI_SYNC_PHASES, 2 * INTERVAL, (0, 0)) if arguments.semi_sync else (PHASES, 0, (0, 0))
     while process.poll() is None and time.monotonic() < deadline:
         folder = run_folder(out, "kills")
         rows = read_lines(folder / "metrics.jsonl") if folder is not None else []
         made = len(read_lines(orders / "kills.jsonl"))
         if made >= arguments.kills:
             break
-        if rows and rows[-1]["participants"] >= 2 and made >= given:
+        if rows and made > seen[0]:
+            seen = made, int(rows[-1]["step"])
+        noticed = rows and rows[-1]["step"] >= seen[1] + pause
+        if noticed and rows[-1]["participants"] >= 2 and made >= given:
             if draw.random() < 0.1:
                 given += kill_lighthouse(process, orders, int(rows[-1]["step"]) + 1)
             else:
-                phase = draw.choice(PHASES)
+                phase = draw.choice(phases)
                 order = {
                     "target": draw.choice(("rank", "group")) if arguments.dp_shard > 1 else "group",
-                    "group": draw.randrange(arguments.groups) if phase in PHASES[:4] else None,
+                    "group": draw.randrange(arguments.groups) if phase not in LEADERS else None,
                     "moment": draw.random(),
                 }
                 give(orders, phase, order)
                 given += 1
             ordered = time.monotonic()
         elif made < given and time.monotonic() - ordered > 6:
-            # The phase does not occur soon, or the group is away: any group in a forward pass.
+            # The phase does not occur soon, or the group is away: any group, in a forward pass or until it commits.
+            phase = draw.choice(phases[:4]) if arguments.semi_sync else "forward"
             for path in orders.glob("*.json"):
                 path.unlink(missing_ok=True)
-            give(orders, "forward", {"target": "group", "group": None, "moment": draw.random()})
+            give(orders, phase, {"target": "group", "group": None, "moment": draw.random()})
             given, ordered = made + 1, time.monotonic()
         time.sleep(0.2 + 0.5 * draw.random())
     for path in (*orders.glob("*.json"), orders / "pause"):
@@ -233,18 +261,28 @@ def check(out: Path, steps: int) -> dict[str, Any]:
         if len(found) == len(expected)
         else False,
         "attempts": max(int(row["attempt"]) for row in found),
+        "tracebacks": sum("Traceback" in log.read_text() for log in out.glob("kills/*/logs/*/*/rank-*.log")),
+        **{f"final loss, {name}": final_loss(rows) for name, rows in (("kills", found), ("undisturbed", expected))},
+        "first loss": expected[0]["loss"],
         **{f"{name}: largest relative difference": value for name, value in worst.items()},
     }
 
 
+def final_loss(rows: list[dict[str, Any]]) -> float:
+    """Mean loss of the last rows."""
+    return statistics.fmean(row["loss"] for row in rows[-LAST_ROWS:])
+
+
 def stalls(out: Path) -> list[dict[str, Any]]:
-    """Kills, each with the stall of the survivors in the rows of its step and the next."""
+    """Kills, each with the stall of the survivors in the rows of its step and the next, or of the synchronization in
+    which they noticed it."""
     folder = run_folder(out, "kills")
     assert folder is not None
     rows = {row["step"]: row for row in read_lines(folder / "metrics.jsonl")}
     kills = read_lines(out / "orders" / "kills.jsonl")
+    later = INTERVAL if json.loads((out / "result.json").read_text()).get("semi_sync") else 1
     for kill in kills:
-        near = [rows[step]["stall"] for step in (kill["step"], kill["step"] + 1) if step in rows]
+        near = [rows[step]["stall"] for step in range(kill["step"], kill["step"] + later + 1) if step in rows]
         kill["stall"] = max(near, default=math.nan)
     return kills
 
@@ -267,7 +305,8 @@ def report(out: Path) -> None:
 
 
 def run_piece(arguments: argparse.Namespace) -> int:
-    """Train one run under kills and the same with one group; returns 0 if the curves agree."""
+    """Train one run under kills, and an undisturbed one; returns 0 if no step and no rank was lost and the curves of
+    synchronous training agree."""
     out = arguments.out / f"piece-{arguments.seed:02d}"
     if (out / "result.json").exists():
         print((out / "result.json").read_text())
@@ -276,25 +315,29 @@ def run_piece(arguments: argparse.Namespace) -> int:
     orders.mkdir(parents=True, exist_ok=True)
     (orders / "pause").touch()
     began = time.monotonic()
-    seed = f"experiment.seed={arguments.seed}"
-    layout = [f"cluster.replica_groups={arguments.groups}", f"parallelism.dp_shard={arguments.dp_shard}", seed]
+    seed, semi_sync = [f"experiment.seed={arguments.seed}"], arguments.semi_sync
+    layout = [f"cluster.replica_groups={arguments.groups}", f"parallelism.dp_shard={arguments.dp_shard}", *seed]
+    if semi_sync:
+        words = [f"semi_sync.groups={arguments.groups}", f"semi_sync.interval={INTERVAL}", "optimizer.lr=1e-3"]
+        layout += [*SEMI_SYNC[semi_sync], *words, f"training.global_batch_size={4 * arguments.groups}"]
     process = train(out, "kills", arguments.steps, *layout, orders=orders)
     try:
         kill_at_random(process, out, arguments)
         code = process.wait(timeout=WAIT)
     finally:
         process.terminate()
-    one = train(out, "one", arguments.steps, seed)
+    one = train(out, "one", arguments.steps, *(layout if semi_sync else seed))
     try:
         one.wait(timeout=WAIT)
     finally:
         one.terminate()
     result = {"kills": len(read_lines(orders / "kills.jsonl")), "exit": code, **check(out, arguments.steps)}
-    result |= {"seconds": round(time.monotonic() - began), "load": os.getloadavg()[0]}
+    result |= {"seconds": round(time.monotonic() - began), "load": os.getloadavg()[0], "semi_sync": semi_sync}
     (out / "result.json").write_text(json.dumps(result))
     print(json.dumps(result, indent=2))
-    exact = result["rows once and in order"] and result["tokens and rates equal"] and code == 0
-    return 0 if exact and result["loss: largest relative difference"] < 1e-5 else 1
+    exact = result["rows once and in order"] and result["tokens and rates equal"] and code == result["tracebacks"] == 0
+    limit = math.inf if semi_sync else 1e-5
+    return 0 if exact and result["loss: largest relative difference"] < limit else 1
 
 
 def main() -> int:
@@ -303,6 +346,9 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     for name, value in (("kills", 25), ("seconds", 420), ("seed", 0), ("groups", 3), ("dp-shard", 1), ("steps", 1000)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument(
+        "--semi-sync", choices=sorted(SEMI_SYNC), default="", help="method of semi-synchronous training"
+    )
     parser.add_argument("--report", action="store_true", help="print the table of all pieces")
     arguments = parser.parse_args()
     arguments.out = arguments.out.resolve()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.config.composing import experiment
+from tests.config.composing import experiment, give_gpus
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.torchft import TORCHFT
 from titan_exp.rules import violations
@@ -76,12 +76,40 @@ def test_groups_of_a_scheduler(monkeypatch):
     monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
     words = ["model=llama_debug", "cluster=slurm", "cluster.replica_groups=2", "cluster.gpus_per_node=1"]
     assert violations(experiment(*words, "cluster.device=cpu")) == []
-    found = violations(experiment(*words))
-    assert [(violation.field, violation.remedy) for violation in found] == [
-        ("cluster.replica_groups", "cluster.device=cpu, or cluster.replica_groups=1")
-    ]
+    assert violations(experiment(*words)) == []
     found = violations(experiment(*words, "cluster.device=cpu", "cluster.kind=my_package.Executor"))
     assert any("cluster=slurm, cluster=local" in violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([], None),
+        (["parallelism.dp_shard=2"], None),
+        (["parallelism.dp_shard=-1"], None),
+        (["cluster=slurm", "cluster.gpus_per_node=4", "parallelism.dp_shard=4"], None),
+        (["cluster.device=cpu", "parallelism.dp_shard=4"], None),
+        (
+            ["parallelism.dp_shard=4"],
+            "2 groups of 4 processes take 8 GPUs, and 4 can be used: degrees that multiply to 2 or less or "
+            "cluster.replica_groups=1",
+        ),
+        (
+            ["cluster.replica_groups=3", "parallelism.tp=2"],
+            "3 groups of 2 processes take 6 GPUs, and 4 can be used: cluster.replica_groups=2 or degrees that multiply "
+            "to 1 or less or cluster.replica_groups=1",
+        ),
+        (
+            ["cluster.gpus_per_node=1"],
+            "2 groups of a process take 2 GPUs, and 1 can be used: cluster.replica_groups=1",
+        ),
+    ],
+)
+def test_gpus_of_this_machine(monkeypatch, overrides, refused):
+    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    give_gpus(monkeypatch, 4)
+    found = violations(experiment(*TWO, "cluster.device=cuda", *overrides))
+    assert [f"{violation.reason}: {violation.remedy}" for violation in found] == ([refused] if refused else [])
 
 
 @pytest.mark.parametrize(("version", "reason"), [(None, "torchft is not installed"), ("0.1.1", "torchft 0.1.1 is")])

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.composing import experiment, give_gpus
 from tests.launch.launching import Launch, launch, ranks_of, seen
+from titan_exp.launch.rank.child_env import rank_environment
+from titan_exp.launch.rank.rank_env import VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
 from titan_exp.launch.state import exit_status
 
@@ -46,6 +49,26 @@ def test_threads_and_gpus_are_as_configured(tmp_path: Path) -> None:
     env = seen(run.folder, 0)["env"]
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("mask", "words", "shown"),
+    [
+        (None, [], ["0,1", "2,3"]),
+        ("5, GPU-8f1,7,2", [], ["5,GPU-8f1", "7,2"]),
+        ("5,6,7,99,2", [], ["5,6", "7"]),  # CUDA stops at an unknown one
+        (None, ["cluster.device=cpu"], ["", ""]),
+    ],
+)
+def test_every_replica_group_has_gpus_of_its_own(tmp_path, monkeypatch, mask, words, shown):
+    give_gpus(monkeypatch, 8)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    cluster = experiment("cluster.replica_groups=2", *words).cluster
+    found = [rank_environment(cluster, 2, 1, tmp_path, group=group)[VISIBLE_GPUS] for group in (0, 1)]
+    assert found == shown
+    alone = rank_environment(cluster, 2, 1, tmp_path)[VISIBLE_GPUS]
+    assert alone == ("" if words else mask)
 
 
 def test_output_of_rank_0_and_metrics_are_shown(tmp_path: Path) -> None:

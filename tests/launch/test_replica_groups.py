@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.launch.launching import launch_environment, wait_until
 from tests.parity.runs import PARAGRAPHS, SMALL
@@ -80,14 +82,24 @@ def losses(folder: RunFolder) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    with training(tmp_path_factory.mktemp("runs"), "one") as (process, folder):
-        finish(process)
-        return losses(folder)
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    @cache
+    def run(device: str) -> list[float]:
+        words = ["parallelism.dp_shard=1", f"cluster.device={device}"]
+        with training(tmp_path_factory.mktemp("runs"), "one", *words) as (process, folder):
+            finish(process)
+            return losses(folder)
+
+    return run
 
 
-def test_ranks_and_lighthouse_are_killed(tmp_path, expected):
-    with training(tmp_path, "two", "cluster.replica_groups=2", "parallelism.dp_shard=2") as (process, folder):
+FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA GPUs")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, FOUR_GPUS])])
+def test_ranks_and_lighthouse_are_killed(tmp_path, expected, device):
+    words = ["cluster.replica_groups=2", "parallelism.dp_shard=2", f"cluster.device={device}"]
+    with training(tmp_path, "two", *words) as (process, folder):
         wait_for_step(folder, 5)
         killed = time.time()
         kill_rank(folder, 0, 1)
@@ -96,7 +108,7 @@ def test_ranks_and_lighthouse_are_killed(tmp_path, expected):
         (lighthouse,) = [child for child in children if "titan_exp.launch.local.lighthouse" in child.cmdline()]
         lighthouse.kill()
         finish(process)
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert losses(folder) == pytest.approx(expected(device), rel=1e-5)
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
     events = read_events(folder)
@@ -126,7 +138,7 @@ def test_a_dead_fleet_continues_from_its_checkpoint_in_another_shape(tmp_path, e
     with training(tmp_path, "two", "cluster.replica_groups=3") as (process, again):
         finish(process)
     assert again.path == folder.path
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert losses(folder) == pytest.approx(expected("cpu"), rel=1e-5)
 
 
 def test_a_killed_semi_synchronous_group_costs_the_other_no_step(tmp_path):

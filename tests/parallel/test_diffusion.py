@@ -78,7 +78,10 @@ def one_device() -> tuple[float, float, dict[str, Tensor]]:
     [
         "parallelism.dp_shard=2",
         "parallelism.dp_replicate=2 parallelism.dp_shard=1 activation_checkpoint=full",
-        "parallelism.dp_shard=2 activation_checkpoint=selective compile=blocks compile.backend=aot_eager",
+        pytest.param(
+            "parallelism.dp_shard=2 activation_checkpoint=selective compile=blocks compile.backend=aot_eager",
+            marks=pytest.mark.night,
+        ),
     ],
 )
 def test_gradients_are_those_of_one_device(words: str, one_device: tuple[float, float, dict[str, Tensor]]):

@@ -27,6 +27,7 @@ LAYOUTS = {
     "cp 2, ring, selective": "parallelism.cp=2 activation_checkpoint=selective",
     "cp 4, Ulysses in a ring": "parallelism.cp=4 parallelism.cp_ulysses=2",
     "pp 2, double blocks, then single ones": "parallelism.pp=2 parallelism.pp_microbatches=4",
+    "fsdp 2, compiled blocks and loss": "parallelism.dp_shard=2 compile=all compile.backend=aot_eager",
     "tp 2, float8 rowwise": "parallelism.tp=2 quantization=float8_rowwise",
 }
 BY_DAY = ("pp 2, double blocks, then single ones",)

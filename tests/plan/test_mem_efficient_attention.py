@@ -154,7 +154,14 @@ def test_unaligned_mask_rows_are_padded():
     assert sizes[filled] == plan.experiment.model.layers
 
 
-@pytest.mark.parametrize("options", ["", "parallelism.cp=2", "parallelism.cp=2 parallelism.cp_method=ulysses"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("", marks=pytest.mark.night),
+        "parallelism.cp=2",
+        pytest.param("parallelism.cp=2 parallelism.cp_method=ulysses", marks=pytest.mark.night),
+    ],
+)
 def test_fp32_is_planned(options: str):
     plan = planned("training.mixed_precision=fp32", *options.split())
     (rank,) = plan.ranks

@@ -29,11 +29,7 @@ LAYOUTS = {
     "checkpoint of streaming groups": STREAMING + SHORT + "parallelism.dp_shard=2 checkpoint=sync checkpoint.every=50",
     "fragments without delay": STREAMING + SHORT + "semi_sync.delay=0",
 }
-BY_DAY = (
-    "DiLoCo, peak in the synchronization",
-    "fragment in flight, fsdp 2 x tp 2",
-    "checkpoint of streaming groups",
-)
+BY_DAY = ("fragment in flight, fsdp 2 x tp 2", "checkpoint of streaming groups")
 """Layouts that are compared in every run of the tests; the others by `make night`."""
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.optim.updates import experiment_of
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.data.keyed_random import keyed_generator
@@ -186,3 +187,21 @@ def test_mutations_are_noticed(monkeypatch: pytest.MonkeyPatch, mutation: Callab
     noticing = mutation(monkeypatch)
     with pytest.raises(AssertionError):
         noticing()
+
+
+def test_a_compiled_loss_is_one_graph_with_the_eager_gradients():
+    drawn = objective().prepare(batch(), seed=1)
+    velocity = nn.Parameter(torch.randn_like(drawn.latents))
+
+    class Velocity(nn.Module):
+        def forward(self, *_: Any, **__: Any) -> Tensor:
+            return velocity
+
+    def gradient(backend: str | None) -> Tensor:
+        built = RectifiedFlow.build(experiment_of().training, compile_backend=backend)
+        return torch.autograd.grad(built(Velocity(), drawn).total, velocity)[0]
+
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    assert torch.equal(gradient("aot_eager"), gradient(None))
+    assert counters["unique_graphs"] == before + 1

@@ -137,8 +137,12 @@ EXPERTS = [*SETTINGS, "model=deepseek_debug"]
     ids=lambda settings: " ".join(settings[len(SETTINGS) :]),
 )
 def test_pipelines_and_experts_survive_a_death(tmp_path, settings):
-    """Passes of a pipeline are divided, tokens of experts counted once, and router biases healed."""
+    """Passes of a pipeline are divided, tokens of experts counted once and recorded once, and router biases healed."""
     found, expected = with_death_and_alone(tmp_path, settings)
+    if expected.rows[0].get("experts/load_max"):
+        records = [(tmp_path / name / "expert_load.jsonl").read_text().splitlines() for name in ("run", "one")]
+        steps, alone = ([json.loads(line)["step"] for line in record] for record in records)
+        assert steps == alone == list(range(1, STEPS + 1))
     loads = [key for key in expected.rows[0] if key.endswith(("load_max", "entropy", "bias_range"))]
     for found_row, row in zip(found.rows, expected.rows, strict=True):
         assert [found_row[key] for key in loads] == pytest.approx([row[key] for key in loads], rel=1e-3)
@@ -332,7 +336,9 @@ def start_alone(path: Path, mutate: Mutation) -> Fleet:
 
 
 def test_a_newcomer_never_starts_alone(tmp_path):
-    with pytest.raises(AssertionError, match="the run is after step 5, and within 2 s no living group offered its state"):
+    with pytest.raises(
+        AssertionError, match="the run is after step 5, and within 2 s no living group offered its state"
+    ):
         start_alone(tmp_path / "run", _gives_up_early)
 
 

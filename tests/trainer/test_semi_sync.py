@@ -108,7 +108,7 @@ EXPERTS = [*DILOCO, "model=deepseek_debug", "model.moe.balance.bias_rate=0.01"]
     ("words", "layout"),
     [
         (DILOCO, PASSES),
-        (EXPERTS, ["parallelism.dp_shard=2", "parallelism.ep=2"]),
+        pytest.param(EXPERTS, ["parallelism.dp_shard=2", "parallelism.ep=2"], marks=pytest.mark.night),
         pytest.param(EXPERTS, [], marks=pytest.mark.night),
         pytest.param([*EXPERTS, "model.moe.balance.loss=global_batch"], [], marks=pytest.mark.night),
         pytest.param(EXPERTS, PASSES, marks=pytest.mark.night),
@@ -384,6 +384,7 @@ def test_load_of_experts_is_that_of_all_groups(tmp_path):
         assert [row[key] for key in loads] == pytest.approx([other[key] for key in loads], rel=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "one" / "expert_load.jsonl").read_text().splitlines()]
     assert {sum(row["layer_1"]) for row in rows} == {4 * 64 * 4}  # sequences, tokens, experts of each
+    assert [row["step"] for row in rows] == [row["step"] for row in one.rows]
 
 
 @pytest.mark.night

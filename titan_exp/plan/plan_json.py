@@ -27,11 +27,13 @@ class RankTime:
     """Overlapped communication: FSDP, replication and their host copies, in sequence."""
     operators: float = 0.0
     """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
+    exchange: float = 0.0
+    """Sums over replica groups, for which the step waits."""
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind)
+        return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind) + self.exchange
 
 
 @dataclass(frozen=True)

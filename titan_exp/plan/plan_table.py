@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import room_of
+from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -39,7 +41,8 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     training, layout = plan.experiment.training, plan.layout
     sequences = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"
     console.print(
-        f"{plan.experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
+        f"{plan.experiment.model.name} on {groups_of(plan.experiment)}{layout.world_size} x "
+        f"{plan.device.name if plan.device else 'CPU process'}: "
         f"{sequences}, {layout.gradient_accumulation} per step",
         highlight=False,
     )
@@ -74,6 +77,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device and asdict(plan.device),
         "world_size": plan.layout.world_size,
+        "replica_groups": plan.experiment.cluster.replica_groups,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         "bubble": plan.bubble,
@@ -292,7 +296,7 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield (
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "
-        f"{slowest.behind:.3g} overlapped; bubble {plan.bubble:.0%}"
+        f"{slowest.behind:.3g} overlapped{_exchange(slowest)}; bubble {plan.bubble:.0%}"
     )
     hours = plan.gpu_hours or 0.0
     yield (
@@ -302,14 +306,26 @@ def _speed(plan: Plan) -> Iterator[str]:
     )
 
 
+def groups_of(experiment: Experiment) -> str:
+    """Number of replica groups before that of their devices; empty without groups."""
+    groups = experiment.cluster.replica_groups
+    return "" if groups == 1 else f"{groups} replica groups of "
+
+
+def _exchange(slowest: RankTime) -> str:
+    return f", sums over replica groups {slowest.exchange:.3g}" if slowest.exchange else ""
+
+
 def _synchronizations(plan: Plan) -> Iterator[str]:
-    """Line about the messages of semi-synchronous training."""
+    """Line about the messages between replica groups."""
     config, rate = plan.experiment.semi_sync, plan.sent_bytes_per_token
     if rate is not None:
-        rank = rate * config.interval * plan.tokens_per_step / config.groups / plan.layout.world_size
+        interval = config.interval if config.enabled else 1
+        rank = rate * interval * plan.tokens_per_step / plan.devices
         who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
+        when = f"every {interval} steps" if config.enabled else "in every step"
         yield (
-            f"{config.groups} groups send {rate:,.6g} bytes per token: every {config.interval} steps {who} sends "
+            f"{plan.experiment.cluster.replica_groups} groups send {rate:,.6g} bytes per token: {when} {who} sends "
             f"{format_bytes(rank)}{_at_once(plan)}"
         )
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
@@ -26,7 +27,13 @@ from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.planner_processes import Call, PlannerProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.synchronization import NUMBER, checkpoint_numbers, largest_fragment
+from titan_exp.plan.synchronization import (
+    NUMBER,
+    checkpoint_numbers,
+    exchange_seconds,
+    largest_fragment,
+    with_bucket,
+)
 from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -117,8 +124,13 @@ class Plan:
 
     @cached_property
     def layout(self) -> ResolvedLayout:
-        """Layout of the run."""
-        return ResolvedLayout.of(self.experiment)
+        """Layout of the run, or of a replica group with its share of a step."""
+        return ResolvedLayout.of(share_of_group(self.experiment))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, of all replica groups."""
+        return self.layout.world_size * self.experiment.cluster.replica_groups
 
     @property
     def largest(self) -> RankPlan:
@@ -138,14 +150,15 @@ class Plan:
 
     @property
     def sent_bytes_per_token(self) -> float | None:
-        """Bytes that replica groups send for every token; None in synchronous training. If weights do not divide evenly
-        over ranks, an upper bound."""
-        config = self.experiment.semi_sync
-        if not config.enabled:
+        """Bytes that replica groups send for every token; None without any. If weights do not divide evenly over ranks,
+        an upper bound."""
+        config, groups = self.experiment.semi_sync, self.experiment.cluster.replica_groups
+        if groups == 1:
             return None
         predicted = sum(rank.trace.persistent["parameters"] for rank in self.ranks)
         weights = self.layout.world_size * predicted // len(self.ranks)
-        return config.groups * ring_bytes(weights, config.groups) / (config.interval * self.tokens_per_step)
+        steps = config.interval if config.enabled else 1
+        return groups * ring_bytes(weights, groups) / (steps * self.tokens_per_step)
 
     @property
     def sent_bytes_at_once(self) -> float | None:
@@ -185,7 +198,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput per device."""
-        return self.step_seconds and self.tokens_per_step / self.step_seconds / self.layout.world_size
+        return self.step_seconds and self.tokens_per_step / self.step_seconds / self.devices
 
     @property
     def mfu(self) -> float | None:
@@ -198,7 +211,7 @@ class Plan:
     def gpu_hours(self) -> float | None:
         """Device-hours of the whole run, at the throughput of a step after a batch ramp."""
         seconds = self.step_seconds
-        return seconds and seconds * self.tokens / self.tokens_per_step * self.layout.world_size / 3600
+        return seconds and seconds * self.tokens / self.tokens_per_step * self.devices / 3600
 
 
 def predict(
@@ -218,13 +231,13 @@ def predict(
     with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by default all. Raises UserError if an
     option of the run is not supported.
     """
-    began = time.perf_counter()
-    layout = ResolvedLayout.of(experiment)
+    began, group = time.perf_counter(), share_of_group(experiment)
+    layout = ResolvedLayout.of(group)
     cuda = layout.device_type == "cuda"
     check_supported(experiment, device)
     if cuda and device is not None:
         device = with_run_kernels(device, experiment)
-    traced = on_cpu(experiment) if cuda else experiment
+    traced = on_cpu(group) if cuda else group
     node = layout.node_size if cuda else layout.world_size
     numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     workspace = device.matmul_workspace if cuda and device is not None else 0
@@ -242,6 +255,10 @@ def predict(
     def rank_plan(number: int, trace: Trace, replayed: Call[Reserved] | None) -> RankPlan:
         fp32 = cuda and experiment.training.mixed_precision == "fp32"
         seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
+        if seconds is not None and device is not None:
+            weights = trace.persistent["parameters"]
+            seconds = replace(seconds, exchange=exchange_seconds(experiment, weights, device, seconds.total))
+        trace = trace if cuda else with_bucket(experiment, trace)
         kernels = class_times(trace.costs, None if seconds is None else device)
         allocator = None if replayed is None else replayed.result()
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, experiment.semi_sync)

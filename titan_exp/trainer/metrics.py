@@ -75,13 +75,12 @@ class Report:
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self._experiment, self._written = experiment, 0
         self.sinks: list[Sink] = []
-        """Open on the first rank, of the group that leads."""
+        """Open on the first rank, of the group that leads, like the record of experts' load."""
+        self._load_log: ExpertLoadLog | None = None
+        self._loads: dict[int, Mapping[str, list[int]]] = {}
+        """Tokens per expert in the steps of `last_rows`, by layer; written with the rows."""
         if self.leader and groups is None:
             self._open_sinks()
-        self._load_log: ExpertLoadLog | None = None
-        if self.leader and experts:
-            steps, every = experiment.training.last_step, experiment.tracking.log_every
-            self._load_log = ExpertLoadLog(folder.expert_load, self.attempt, steps=steps, log_every=every)
 
     def step(self, step: int, tokens: int) -> None:
         """Count a finished step."""
@@ -119,17 +118,23 @@ class Report:
 
     def _open_sinks(self) -> None:
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
+        if self._experts:
+            steps, every = self._experiment.training.last_step, self._experiment.tracking.log_every
+            self._load_log = ExpertLoadLog(self.folder.expert_load, self.attempt, steps=steps, log_every=every)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Write rows of steps that are committed; on the first rank."""
         self.last_rows = rows
+        self._loads = {step: self._loads[step] for row in rows if (step := row["step"]) in self._loads}
         self._write(rows)
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if self._groups is not None and (not self._groups.leads or row["step"] <= self._written):
                 continue  # another group writes the row, or has before it died
-            self._written = row["step"]
+            self._written = step = row["step"]
+            if self._load_log is not None and step in self._loads:
+                self._load_log.log(step, self._loads[step])
             for sink in self.sinks:
                 sink.log(row)
 
@@ -202,9 +207,9 @@ class Report:
 
     def expert_row(self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]) -> dict[str, Value]:
         """Metrics of experts from the numbers of a step and the tokens of each expert, which go to the record."""
-        if self._load_log is None:
+        if not self._experts:
             return {}
-        self._load_log.log(step, counts)
+        self._loads[step] = counts
         return self._experts.row(counts, values)
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from tests.config.composing import experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.slurm.script import Script, render
+from titan_exp.launch.slurm.script import Script, render, sbatch_options
 from titan_exp.launch.slurm.submit import group_by_resources, resources_of
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -77,6 +77,13 @@ def test_golden_text_of_an_array(golden: Callable[[Path, str], None]):
 def test_golden_text_of_replica_groups(golden: Callable[[Path, str], None]):
     one = script("cluster=slurm", "cluster.device=cpu", "cluster.replica_groups=3")
     golden(GOLDEN / "replica_groups.sh", render(replace(one, groups=(0, 2))))
+
+
+def test_a_group_asks_for_its_own_gpus():
+    words = ["cluster=slurm", "cluster.gpus_per_node=4", "cluster.replica_groups=3", "parallelism.dp_shard=8"]
+    options = dict(sbatch_options(replace(script(*words), groups=(0, 1, 2))))
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == (2, 4, "4")
+    assert options["array"] == "0,1,2"
 
 
 def test_no_stale_golden_text():

@@ -40,7 +40,9 @@ class ClusterConfig:
     `compile.cuda_graphs`, nor where PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is set."""
     replica_groups: PositiveInt = 1
     """Groups of processes that each train in the layout of `parallelism` and divide every step among those alive; a
-    group that fails costs no step, and comes back alone. More than 1 needs `pip install titan_exp[replica-groups]`."""
+    group that fails costs no step, and comes back alone. Groups of GPUs, too, exchange tensors over host memory and the
+    network by TCP: a death then closes connections, and no communicator of GPUs must be aborted. More than 1 needs
+    `pip install titan_exp[replica-groups]`."""
     min_groups: PositiveInt = 1
     """Living replica groups below which training waits."""
     group_heartbeat_seconds: PositiveFloat = 5.0

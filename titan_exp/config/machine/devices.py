@@ -24,10 +24,12 @@ def has_triton() -> bool:
 
 
 def offered_devices(cluster: ClusterConfig) -> int:
-    """Number of devices for `parallelism.dp_shard=-1`; a CPU machine offers one process."""
+    """Number of devices for `parallelism.dp_shard=-1`, of each replica group; a CPU machine offers one process."""
     if device_type(cluster) == "cpu":
         return 1
-    return (cluster.nodes or 1) * (cluster.gpus_per_node or visible_gpus())
+    devices = (cluster.nodes or 1) * (cluster.gpus_per_node or visible_gpus())
+    # Groups share this machine; elsewhere each has a job with nodes of its own.
+    return devices if cluster.is_remote else devices // cluster.replica_groups
 
 
 def process_threads(cluster: ClusterConfig, world_size: int) -> int:

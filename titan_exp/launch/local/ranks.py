@@ -88,8 +88,8 @@ class LocalRanks:
         executor.update_parameters(
             tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
         )
-        processes = self.world_size * self._cluster.replica_groups if self._group else self.world_size
-        changes = rank_environment(self._cluster, processes, self.attempt, self._rendezvous_folder)
+        number = None if self._group is None else self._group.number
+        changes = rank_environment(self._cluster, self.world_size, self.attempt, self._rendezvous_folder, group=number)
         changes |= {} if self._group is None else self._group.to_environment()
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
             job = executor.submit(run_submitit_rank, str(self.folder.path))

@@ -11,19 +11,20 @@ import psutil
 import titan_exp
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.devices import device_type, process_threads
+from titan_exp.config.machine.local_machine import visible_gpus
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 from titan_exp.tracking.run_folder.temporary_folder import redirect_temporary_files
 
 
 def rank_environment(
-    cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path
+    cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path, *, group: int | None = None
 ) -> dict[str, str | None]:
-    """Changes to the launcher's environment for the ranks; None unsets a variable.
+    """Changes to the launcher's environment for the ranks, of a replica `group` if there are several; None unsets a
+    variable.
 
     `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
     """
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {
         "OMP_NUM_THREADS": str(process_threads(cluster, world_size)),
         # Spinning threads starve other processes: beside one busy process on two cores, CPU training was four times
@@ -35,7 +36,7 @@ def rank_environment(
         LAUNCHER: str(os.getpid()),
         FALLBACK_FOLDER: str(rendezvous_folder),
         **redirect_temporary_files(rendezvous_folder),
-        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else gpus,
+        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else _visible_gpus(world_size, group),
         "PYTHONPATH": os.pathsep.join(_python_path()),
         # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.
         "PYTHONSAFEPATH": "1",
@@ -63,6 +64,16 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _visible_gpus(world_size: int, group: int | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the ranks: the launcher's, of which every replica group has its own part."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if group is None:
+        return gpus
+    count = visible_gpus()
+    shown = list(map(str, range(count))) if gpus is None else gpus.split(",")[:count]
+    return ",".join(gpu.strip() for gpu in shown[group * world_size :][:world_size])
 
 
 def _python_path() -> list[str]:

@@ -14,6 +14,7 @@ from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate
 from titan_exp.plan.predict import predict
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.supported import with_run_kernels
+from titan_exp.plan.synchronization import exchange_seconds
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time
 from titan_exp.tracking.number_format import format_bytes
 
@@ -64,7 +65,7 @@ class LayoutCost:
     def tokens_per_second(self) -> float:
         """Throughput per device."""
         training = self.candidate.experiment.training
-        return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.layout.world_size
+        return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.devices
 
 
 def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, device: Device) -> LayoutCost:
@@ -75,8 +76,10 @@ def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, de
     for rank in extreme_ranks(candidate.parallelism.pp):
         step = _step_cost(candidate, rank, parts)
         axes = axis_ranks(candidate.parallelism, rank, step.costs)
-        totals[rank] = rank_time(step.costs, axes, device, layout.node_size).total
-        persistent = round(sum(step.persistent.values()) * (sampled.shards / candidate.shards - 1))
+        seconds, scale = rank_time(step.costs, axes, device, layout.node_size).total, sampled.shards / candidate.shards
+        weights = scale * step.persistent["parameters"]
+        totals[rank] = seconds + exchange_seconds(candidate.experiment, weights, device, seconds)
+        persistent = round(sum(step.persistent.values()) * (scale - 1))
         # The matmul library keeps one workspace each for the forward and the backward thread.
         peak = max(peak, (step.peak.bytes + persistent + 2 * device.matmul_workspace, rank, step.peak.where))
     return LayoutCost(

@@ -16,6 +16,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.axes import DEGREES, regroups_experts
+from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -80,8 +81,13 @@ class Candidate:
 
     @cached_property
     def layout(self) -> ResolvedLayout:
-        """Resolved layout."""
-        return ResolvedLayout.of(self.experiment)
+        """Resolved layout, of a replica group with its share of a step."""
+        return ResolvedLayout.of(share_of_group(self.experiment))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, of all replica groups."""
+        return self.layout.world_size * self.experiment.cluster.replica_groups
 
     @property
     def parallelism(self) -> ParallelismConfig:

@@ -24,6 +24,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
@@ -364,7 +365,7 @@ def _key(candidate: Candidate) -> Key:
 
 
 def _too_long(experiment: Experiment) -> str | None:
-    layout = ResolvedLayout.of(experiment)
+    layout = ResolvedLayout.of(share_of_group(experiment))
     if layout.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
         return None
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
@@ -392,7 +393,7 @@ def _start_worker() -> None:
 
 
 def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
-    experiment = candidate.experiment
+    experiment = share_of_group(candidate.experiment)
     try:
         with no_garbage_collection():
             parts = trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")

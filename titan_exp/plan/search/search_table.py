@@ -13,7 +13,7 @@ from titan_exp.config.groups import batch_ramp
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_table import print_lines, print_unwrapped
+from titan_exp.plan.plan_table import groups_of, print_lines, print_unwrapped
 from titan_exp.plan.search.layout_cost import LayoutCost, short_key
 from titan_exp.plan.search.layouts import SearchSpace, train_command
 from titan_exp.plan.search.search import SearchResult
@@ -36,7 +36,7 @@ def print_search(
     console, first = Console(), result.rows[0].candidate
     training = first.experiment.training
     console.print(
-        f"{first.experiment.model.name} on {first.layout.world_size} x {device.name}: "
+        f"{first.experiment.model.name} on {groups_of(first.experiment)}{first.layout.world_size} x {device.name}: "
         f"{training.global_batch_size} sequences of {training.seq_len} tokens per step",
         highlight=False,
     )
@@ -94,7 +94,7 @@ def gpu_hours(row: LayoutCost, tokens: int) -> float:
 
 def days(row: LayoutCost, tokens: int) -> float:
     """Days of a run of `tokens` tokens."""
-    return gpu_hours(row, tokens) / row.candidate.layout.world_size / 24
+    return gpu_hours(row, tokens) / row.candidate.devices / 24
 
 
 def steps_for(training: TrainingConfig, tokens: int) -> int:

@@ -92,7 +92,8 @@ def step_seconds(observation: Observation, constants: Constants) -> float:
         compute += after.launch_seconds(rank.operators, compute)
         link = before.link_factor / after.link_factor
         behind = rank.seconds["behind"] * link
-        totals[rank.pipeline_rank] = max(compute + rank.seconds["exposed"] * link, behind)
+        exchange = rank.seconds.get("exchange", 0.0)  # older runs have none
+        totals[rank.pipeline_rank] = max(compute + rank.seconds["exposed"] * link, behind) + exchange
     return pipeline_seconds(totals, len(totals), observation.prediction.bubble)
 
 

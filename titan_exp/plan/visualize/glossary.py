@@ -58,6 +58,7 @@ COSTS = {
     "elementwise": "operators bound by memory bandwidth: norms, activation functions, the optimizer",
     "exposed": "exposed communication: tensor, context and pipeline parallelism",
     "behind": "overlapped communication: FSDP and replication",
+    "exchange": "sums over replica groups, by TCP over the host's memory",
     "bubble": "the bubble, and a rank that is faster than the slowest",
 }
 """Parts of the step time."""

@@ -59,6 +59,19 @@ def every_group_has_work(
     yield Violation("cluster.replica_groups", groups, reason, remedy)
 
 
+def every_group_has_gpus(cluster: ClusterConfig, layout: ResolvedLayout, device: str, gpus: int) -> Iterator[Violation]:
+    """On this machine, every rank of every group has its own GPU."""
+    groups, ranks, offered = cluster.replica_groups, layout.world_size, min(gpus, cluster.gpus_per_node or gpus)
+    if device != "cuda" or cluster.is_remote or not offered or groups * ranks <= offered:
+        return
+    number = "a process" if ranks == 1 else f"{ranks} processes"
+    reason = f"{groups} groups of {number} take {groups * ranks} GPUs, and {offered} can be used"
+    remedies = [f"cluster.replica_groups={offered // ranks}"] if offered >= 2 * ranks else []
+    if ranks > 1 and offered >= groups:
+        remedies.append(f"degrees that multiply to {offered // groups} or less")
+    yield Violation("cluster.replica_groups", groups, reason, " or ".join([*remedies, _WITHOUT]))
+
+
 def history_can_be_replayed(cluster: ClusterConfig) -> Iterator[Violation]:
     """The replayed run has a history of groups, of at most as many as this one has."""
     if cluster.group_history is None:
@@ -118,12 +131,6 @@ RULES = (
             f"cluster=slurm, cluster=local, or {_WITHOUT}",
         ),
         Refuse(
-            "cluster.replica_groups",
-            lambda device: device == "cuda",
-            "groups exchange gradients over the CPU, not between GPUs yet",
-            f"cluster.device=cpu, or {_WITHOUT}",
-        ),
-        Refuse(
             "parallelism.dp_replicate",
             lambda parallelism: parallelism.dp_replicate > 1,
             "replica groups are replicas already, which may die",
@@ -146,4 +153,4 @@ RULES = (
         when=_has_groups,
     ),
 )
-LAYOUT_RULES = rules(every_group_has_work, when=_has_groups)
+LAYOUT_RULES = rules(every_group_has_work, every_group_has_gpus, when=_has_groups)

@@ -1,4 +1,9 @@
-"""Buckets of tensors for collectives between replica groups."""
+"""Buckets of tensors for collectives between replica groups: flat copies in host memory.
+
+Groups exchange them by Gloo over TCP. A killed group then leaves a closed connection, not a communicator of GPUs
+that must be aborted on all others. Tensors of a GPU are copied to pinned memory and back on the current stream, which
+has waited for the backward pass.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,14 +16,18 @@ BUCKET_BYTES = 64 * 2**20
 
 
 @torch.no_grad()
-def exchange(tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *, write_back: bool) -> None:
-    """Call `operation` on flat copies of the tensors, bucket by bucket, and copy the results back if `write_back`."""
+def exchange(
+    tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *, read: bool = True, write_back: bool
+) -> None:
+    """Call `operation` on flat copies of the tensors, bucket by bucket, and copy the results back if `write_back`.
+    Without `read`, the copies are uninitialized."""
     for bucket in _buckets(tensors):
-        flat = _flat(bucket)
+        flat = _flat(bucket, read=read)
         operation(flat)
         if write_back:
             for tensor, part in zip(bucket, _parts(flat, [tensor.shape for tensor in bucket]), strict=True):
-                tensor.copy_(part)
+                tensor.copy_(part, non_blocking=True)
+            _wait_for_copies(bucket)
 
 
 class AsyncAllReduce:
@@ -29,6 +38,8 @@ class AsyncAllReduce:
         """Buckets whose sum has been started; no one touches them until it is done."""
         self._shapes: list[list[torch.Size]] = []
         """Shapes of the tensors in each."""
+        self._devices: list[torch.device] = []
+        """Device of the tensors in each."""
         self._works: list[tuple[Any, int]] = []
         """Their running collectives and bytes; none in a group that is alone."""
         self.summed_bytes = 0
@@ -41,6 +52,7 @@ class AsyncAllReduce:
         for bucket in _buckets(tensors):
             self._flat.append(flat := _flat(bucket))
             self._shapes.append([tensor.shape for tensor in bucket])
+            self._devices.append(bucket[0].device)
             work = begin(flat)
             if work is not None:
                 self._works.append((work, flat.nbytes))
@@ -59,13 +71,30 @@ class AsyncAllReduce:
 
     @property
     def sums(self) -> list[Tensor]:
-        """Sums of the tensors, which share memory with the buckets; after `wait`."""
-        buckets = zip(self._flat, self._shapes, strict=True)
-        return [part for flat, shapes in buckets for part in _parts(flat, shapes)]
+        """Sums of the tensors, on their device; on a CPU they share memory with the buckets. After `wait`."""
+        buckets = zip(self._flat, self._shapes, self._devices, strict=True)
+        return [part for flat, shapes, device in buckets for part in _parts(flat.to(device), shapes)]
 
 
-def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+def _flat(bucket: Sequence[Tensor], *, read: bool = True) -> Tensor:
+    """Flat host memory for a bucket; with `read`, a finished copy of it."""
+    flat = _host_memory(bucket)
+    if read:
+        for tensor, part in zip(bucket, _parts(flat, [tensor.shape for tensor in bucket]), strict=True):
+            part.copy_(tensor, non_blocking=True)
+        _wait_for_copies(bucket)
+    return flat
+
+
+def _host_memory(bucket: Sequence[Tensor]) -> Tensor:
+    pinned = any(tensor.device.type == "cuda" for tensor in bucket)
+    return torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, pin_memory=pinned)
+
+
+def _wait_for_copies(bucket: Sequence[Tensor]) -> None:
+    """Wait for copies between the host and the devices of a bucket's tensors."""
+    for device in {tensor.device for tensor in bucket if tensor.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -170,7 +170,7 @@ class ReplicaGroups:
             group.recv([header], peer, 0).wait()
             header = torch.zeros(int(header), dtype=torch.uint8)
             group.recv([header], peer, 0).wait()
-            exchange(tensors, lambda flat: group.recv([flat], peer, 0).wait(), write_back=True)
+            exchange(tensors, lambda flat: group.recv([flat], peer, 0).wait(), read=False, write_back=True)
 
         self._attempt(receive)
         self._has_state = self._client.vote(self.quorum.step, self._error is None)
@@ -234,7 +234,10 @@ class ReplicaGroups:
         peer = self._client.order[rank]
         self._attempt(
             lambda: exchange(
-                tensors, lambda flat: self._client.process_group.recv([flat], peer, 0).wait(), write_back=True
+                tensors,
+                lambda flat: self._client.process_group.recv([flat], peer, 0).wait(),
+                read=False,
+                write_back=True,
             )
         )
         return self._error is None
@@ -249,13 +252,14 @@ class ReplicaGroups:
         """Maxima of tensors of one dtype over the groups, in place. A failure leaves them undefined and refuses the
         step."""
         if tensors:
-            largest = self._gather_rows(torch.cat([tensor.flatten() for tensor in tensors])).amax(0)
+            largest = self._gather_rows(torch.cat([tensor.flatten() for tensor in tensors]).cpu()).amax(0)
             sizes = [tensor.numel() for tensor in tensors]
             for tensor, part in zip(tensors, largest.split(sizes), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
     def _gather_rows(self, row: Tensor) -> Tensor:
-        """Rows of all groups that divide the step: each fills its own, so that all reduce them in the same order."""
+        """Rows of all groups that divide the step, in host memory: each fills its own, so that all reduce them in the
+        same order."""
         assert self.quorum is not None
         rows = row.new_zeros(self.quorum.shares, len(row))
         if self.quorum.rank < self.quorum.shares:
@@ -318,10 +322,13 @@ class ReplicaGroups:
         return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
 
     def _attempt(self, operation: Any) -> None:
-        """Run a collective unless one has failed in this step."""
+        """Run a collective unless one has failed in this step. Errors of this rank's device are not the others' to
+        repeat a step for."""
         if self._error is None:
             try:
                 operation()
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
             except RuntimeError as error:
                 # Frames of a traceback would keep the connections open, at which other groups wait.
                 self._error = error.with_traceback(None)

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, StorageKey
-from titan_exp.plan.extrapolate.stages import NOWHERE, ExtrapolationError, StepPosition
+from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import GradientKey, Segment
+from titan_exp.plan.trace.step_position import NOWHERE, StepPosition
 
 
 class EventComposer:

@@ -7,15 +7,11 @@ from collections.abc import Sequence
 
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
-from titan_exp.plan.extrapolate.sample_positions import RESULT
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
 from titan_exp.plan.extrapolate.stages import (
-    END,
-    PROLOGUES,
     ExtrapolationError,
     SampledPart,
     StageShape,
-    StepPosition,
     action_parts,
     reduction_parts,
     sampled_block,
@@ -23,6 +19,7 @@ from titan_exp.plan.extrapolate.stages import (
 from titan_exp.plan.extrapolate.step_cost import Samples, samples_of
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.trace.segments import NOT_TRACKED, GradientKey
+from titan_exp.plan.trace.step_position import END, PROLOGUES, RESULT, StepPosition
 
 
 def compose_rank(

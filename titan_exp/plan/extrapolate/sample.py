@@ -28,7 +28,11 @@ from titan_exp.plan.extrapolate.eligibility import (
 )
 from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition
 from titan_exp.plan.extrapolate.sample_key import SampleKey
-from titan_exp.plan.extrapolate.sample_positions import PositionFinder, check_hidden_states_last, numbered_groups
+from titan_exp.plan.extrapolate.sample_positions import (
+    allocations_of_hidden_states,
+    check_hidden_states_last,
+    segments_of_passes,
+)
 from titan_exp.plan.extrapolate.schedule_simulation import (
     KINDS,
     ScheduleSimulation,
@@ -36,16 +40,7 @@ from titan_exp.plan.extrapolate.schedule_simulation import (
     simulate_schedule,
 )
 from titan_exp.plan.extrapolate.small_run import small_run
-from titan_exp.plan.extrapolate.stages import (
-    FIRST,
-    LAST,
-    MIDDLE,
-    OTHER_RANK,
-    PROLOGUES,
-    SAMPLED_STAGES,
-    WHOLE,
-    StepPosition,
-)
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, OTHER_RANK, SAMPLED_STAGES, WHOLE
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -54,10 +49,12 @@ from titan_exp.plan.trace.segments import (
     GradientKey,
     Segment,
     SegmentTracker,
+    Totals,
     category_bytes,
     join_segments,
     sum_costs,
 )
+from titan_exp.plan.trace.step_position import PROLOGUES, StepPosition
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
@@ -196,10 +193,10 @@ class Sample:
             name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed
         )
 
-    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Segment:
-        """Merge parts of the second step, in a stage of one kind, into one segment."""
+    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Totals:
+        """Totals of parts of the second step, in a stage of one kind."""
         at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
-        return join_segments(parts[0], [segment for position in at for segment in self.segments.get(position, ())])
+        return join_segments([segment for position in at for segment in self.segments.get(position, ())])
 
 
 def take_sample(
@@ -239,13 +236,11 @@ def take_sample(
     simulation = simulate(sends_complete)
     hidden = _hidden_bytes(tracker, small) if pipeline else [category_bytes({})] * len(KINDS)
     if not record_events:
-        segments = [replace(segment, events=()) for segment in segments if segment.step == 1]
-        tracker.action_results.clear()
-    found = PositionFinder(_blocks(layers, period), tracker.action_results)
-    for step in (0, 1):
-        found.step([segment for segment in segments if segment.step == step], iter(simulation.actions))
-    positions = numbered_groups(found.segments, found.blocks)
-    check_hidden_states_last(positions, found.hidden_states)
+        segments = [replace(segment, events=()) for segment in segments if segment.position.step == 1]
+    positions, between = segments_of_passes(segments, _blocks(layers, period))
+    hidden_states = allocations_of_hidden_states(tracker.action_results.values(), between)
+    check_hidden_states_last(positions, hidden_states)
+    messages = sum_costs([segment.costs for segment in between if segment.position.step == 1])
     return Sample(
         segments=positions,
         layers=layers,
@@ -255,16 +250,16 @@ def take_sample(
         last=last_blocks(experiment),
         micro_batches=micro_batches,
         backward=key.ways,
-        base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
+        base=category_bytes(tracker.allocated_before()) - len(layers) * buffers - micro_batches * batch,
         buffers=buffers,
         batch=batch,
         hidden=hidden,
-        message=_divided(sum_costs([segment.costs for segment in found.between if segment.step == 1]), simulation.sent),
+        message=_divided(messages, simulation.sent),
         handed_over=_handed_over(simulation, hidden),
         sends_complete=sends_complete,
         gradients=tracker.reduced_gradients,
-        hidden_states=frozenset(found.hidden_states),
-        results=found.results,
+        hidden_states=hidden_states,
+        results=tracker.action_results,
         saved_calls=trace.saved_calls,
     )
 

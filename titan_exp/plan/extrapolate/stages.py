@@ -1,4 +1,4 @@
-"""Pipeline stages of a rank, and positions in its step with the sampled position that each repeats.
+"""Pipeline stages of a rank, and parts of its step with the sampled part that each repeats.
 
 Without a pipeline, a rank has one stage of all layers, and its schedule is the loop over micro-batches.
 """
@@ -13,6 +13,7 @@ from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge
 from titan_exp.plan.extrapolate.layer_kinds import last_blocks, repetition
 from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
+from titan_exp.plan.trace.step_position import GROUP, REDUCE, REST, SUM
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""
@@ -20,37 +21,10 @@ SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
 """Stage numbers in a sample, by kind."""
 OTHER_RANK = 2
 """Number of the stage of a sample's other rank, which has one period of layers."""
-NOWHERE = -1
-"""Stage number outside all stages, e.g. of the loss."""
-PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
-"""Parts of a step outside actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and the
-rest of it; the optimizer step."""
-
-SUM = " sum"
-"""Suffix of the part of a split backward pass that sums the gradients of FSDP parameter groups."""
 
 
 class ExtrapolationError(Exception):
     """Samples do not determine the full step, which has to be traced."""
-
-
-class StepPosition(NamedTuple):
-    """Position in a step."""
-
-    step: int
-    """0 or 1."""
-    stage: int
-    """Pipeline stage."""
-    micro: int | None
-    """Micro-batch; None for parts that run once per step."""
-    part: str
-    """Part of the step: `F before`, `F block`, `F after` and so on for an action."""
-    block: int | None
-    """Block of the stage; None outside blocks, -1 for the group of the stage's other parameters."""
-
-
-PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1)]
-"""Position before the first action, for each step."""
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ def track_phases(
         gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
         tracker.set_category(gradients, "gradients")
         phases.gradients = tracker.tracked_bytes(gradients)
-        tracker.category, tracker.where, tracker.outside_passes = "optimizer", "optimizer", OPTIMIZER
+        tracker.begin_phase("optimizer", "optimizer", OPTIMIZER)
 
     def after(*_: Any) -> None:
         state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
         tracker.set_category(state, "optimizer")
-        tracker.category, tracker.where, tracker.outside_passes = "other", "between steps", COMPUTE_WEIGHTS
+        tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
 
     hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     try:
@@ -63,7 +63,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
 
     def at(category: str, where: str) -> Callable[..., None]:
         def set_phase(*_: Any) -> None:
-            tracker.category, tracker.where, tracker.outside_passes = category, where, ""
+            tracker.begin_phase(category, where, "")
 
         return set_phase
 

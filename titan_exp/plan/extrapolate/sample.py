@@ -5,7 +5,7 @@ action, first and repeated; the schedule simulation tracks hidden states passed 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,7 +40,16 @@ from titan_exp.plan.extrapolate.schedule_simulation import (
     simulate_schedule,
 )
 from titan_exp.plan.extrapolate.small_run import small_run
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, OTHER_RANK, SAMPLED_STAGES, WHOLE
+from titan_exp.plan.extrapolate.stages import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    OTHER_RANK,
+    SAMPLED_STAGES,
+    WHOLE,
+    SampledPart,
+    StageShape,
+)
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -54,7 +63,7 @@ from titan_exp.plan.trace.segments import (
     join_segments,
     sum_costs,
 )
-from titan_exp.plan.trace.step_position import PROLOGUES, StepPosition
+from titan_exp.plan.trace.step_position import GROUP, PROLOGUES, REDUCE, REST, SUM, StepPosition
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
@@ -139,6 +148,47 @@ class Sample:
     def last_of(self, stage: int) -> int:
         """Number of last blocks that differ from the rest in a stage."""
         return self.last if stage == self.stages[-1] else 0
+
+    def distinct_of(self, stage: int) -> int:
+        """Number of first blocks that differ from the rest in a stage."""
+        return 0 if stage else self.distinct
+
+    def block_like(self, stage: StageShape, place: int) -> tuple[int, int]:
+        """Sampled stage and block that a stage's block repeats.
+
+        Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
+        """
+        sampled, last, count = stage.sampled, self.last_of(stage.sampled), len(stage.modes)
+        left, alike = count - last - place, place - self.distinct_of(sampled)
+        if alike <= 0 or self.blocks[sampled] == count or (alike < self.edge < left):
+            return sampled, place
+        if left <= self.edge:
+            return sampled, self.blocks[sampled] - last - left
+        middle = self.edge + (alike - self.edge) % self.period
+        if self.blocks[sampled] - last - self.distinct_of(sampled) >= 2 * self.edge + self.period:
+            return sampled, self.distinct_of(sampled) + middle
+        return SAMPLED_STAGES[MIDDLE], middle
+
+    def action_parts(self, stage: StageShape, kind: str) -> Iterator[SampledPart]:
+        """Parts of a stage's action in execution order."""
+        places = range(len(stage.modes))
+        first, last = (0, -1) if kind == "F" else (-1, 0)
+        yield SampledPart(stage.mode(first), stage.sampled, None, f"{kind} before", None)
+        for place in places if kind == "F" else reversed(places):
+            yield SampledPart(stage.modes[place], *self.block_like(stage, place), f"{kind} block", place)
+        yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
+        if kind in "IW":
+            yield SampledPart(stage.mode(last), stage.sampled, -1, kind + SUM, -1)
+            for place in places:
+                yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + SUM, place)
+
+    def reduction_parts(self, stage: StageShape) -> Iterator[SampledPart]:
+        """Parts of a stage's gradient reduction, in order. A sample has groups only if FSDP shards parameters."""
+        yield SampledPart(0, stage.sampled, None, REDUCE, None)
+        yield SampledPart(0, stage.sampled, -1, GROUP, -1)
+        for place in range(len(stage.modes)):
+            yield SampledPart(0, *self.block_like(stage, place), GROUP, place)
+        yield SampledPart(0, stage.sampled, None, REST, None)
 
     @property
     def layers_alike(self) -> dict[str, int]:

@@ -17,12 +17,7 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, tra
 from titan_exp.plan.extrapolate.sample import Sample, take_sample
 from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_schedule
-from titan_exp.plan.extrapolate.stages import (
-    SampledPart,
-    StageShape,
-    action_parts,
-    reduction_parts,
-)
+from titan_exp.plan.extrapolate.stages import SampledPart, StageShape
 from titan_exp.plan.time.roofline import schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
@@ -74,9 +69,9 @@ def step_cost(
 ) -> StepCost:
     """Peak memory and costs of a rank's step, from its stages and schedule."""
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
-    for stage in stages:
-        blocks[stage.kind] += stage.alike
     sample, steps = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps
+    for stage in stages:
+        blocks[stage.kind] += len(stage.modes) - sample.last_of(stage.sampled)
     optimizer_step = steps.of(blocks, layout.layers - steps.last)
     of_sample = steps.of(sample.layers_alike, sample.model_layers)
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
@@ -102,7 +97,7 @@ def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: Sched
     reductions = [
         segment
         for stage in stages
-        for part in reduction_parts(stage, of_stage[stage.number][0].blocks)
+        for part in of_stage[stage.number][0].reduction_parts(stage)
         for segment in _segments(of_stage[stage.number], part, None)
     ]
     prologue = sample.segments[PROLOGUES[1]]
@@ -153,7 +148,7 @@ def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -
 
 def _action_totals(samples: Sequence[Sample], stage: StageShape, kind: str, micro: int) -> Totals:
     """Totals of a stage's action, without hidden states passed between stages."""
-    parts = action_parts(stage, kind, samples[0].blocks)
+    parts = samples[0].action_parts(stage, kind)
     whole = join_segments([segment for part in parts for segment in _segments(samples, part, micro)])
     return replace(whole, net=whole.net - samples[0].handed_over[stage.sampled, kind, micro])
 

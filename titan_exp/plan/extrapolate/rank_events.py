@@ -9,7 +9,7 @@ from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
 from titan_exp.plan.extrapolate.stages import ExtrapolationError, SampledPart, StageShape
-from titan_exp.plan.extrapolate.step_cost import Samples, samples_of
+from titan_exp.plan.extrapolate.step_cost import Samples
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.trace.segments import NOT_TRACKED, GradientKey
 from titan_exp.plan.trace.step_position import END, PROLOGUES, RESULT, StepPosition
@@ -43,7 +43,7 @@ def compose_rank(
 class _Rank:
     def __init__(self, composer: EventComposer, samples: Samples, stages: Sequence[StageShape]) -> None:
         self._composer, self._stages = composer, {stage.number: stage for stage in stages}
-        self._samples = {stage.number: samples_of(samples, stage) for stage in stages}
+        self._samples = {stage.number: samples[stage.sample] for stage in stages}
         self._first = self._samples[stages[0].number][0]
 
     def step(self, step: int, simulation: ScheduleSimulation, optimizer_step: OptimizerStepTrace) -> int:

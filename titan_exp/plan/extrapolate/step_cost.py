@@ -69,7 +69,7 @@ def step_cost(
 ) -> StepCost:
     """Peak memory and costs of a rank's step, from its stages and schedule."""
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
-    sample, steps = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps
+    sample, steps = parts.samples[stages[0].sample][0], parts.optimizer_steps
     for stage in stages:
         blocks[stage.kind] += len(stage.modes) - sample.last_of(stage.sampled)
     optimizer_step = steps.of(blocks, layout.layers - steps.last)
@@ -90,7 +90,7 @@ def step_cost(
 def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> Totals:
     """Totals of a rank's step before the optimizer step: prologue, all actions, gradient reductions."""
     own = {stage.number: stage for stage in stages}
-    of_stage = {stage.number: samples_of(samples, stage) for stage in stages}
+    of_stage = {stage.number: samples[stage.sample] for stage in stages}
     keys = {(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions}
     actions = {key: _action_totals(of_stage[key[0]], own[key[0]], *key[1:]) for key in keys}
     sample = of_stage[stages[0].number][0]
@@ -102,11 +102,6 @@ def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: Sched
     ]
     prologue = sample.segments[PROLOGUES[1]]
     return join_segments([*prologue, _schedule_totals(sample, simulation, actions), *reductions])
-
-
-def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
-    """Samples of a stage, by activation checkpointing mode."""
-    return samples[stage.sample]
 
 
 def simulate_rank(

@@ -98,6 +98,8 @@ class MemoryTracker:
     """Phase of the step."""
     outside_passes: str = ""
     """Class of elementwise kernels outside a model's forward and backward passes; empty within."""
+    gradients: int = 0
+    """Bytes of this rank's reduced gradients in the last optimizer step."""
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)

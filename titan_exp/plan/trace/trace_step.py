@@ -93,7 +93,7 @@ def trace_step(
             state.built.pipeline.transport.sees_completion = False
     with (
         no_garbage_collection(),
-        track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()) as phases,
+        track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()),
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
@@ -121,7 +121,7 @@ def trace_step(
         return Trace(
             tracker.peak(),
             tracker.allocated(),
-            phases.gradients,
+            tracker.gradients,
             mode.costs,
             ranks_by_axis(state.mesh),
             tracker.timeline(),

@@ -20,7 +20,7 @@ from tests.plan import (
 from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, small_run, stages, step_cost
+from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, small_run, step_cost
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -117,7 +117,7 @@ def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (eligibility, stages, sample):
+    for module in (eligibility, sample):
         monkeypatch.setattr(module, "sampled_edge", lambda experiment: 3)
 
 

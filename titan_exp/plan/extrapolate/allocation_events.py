@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, StorageKey
-from titan_exp.plan.extrapolate.stages import NOWHERE, ExtrapolationError, StepPosition
+from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.trace.memory_tracker import HOST, MemoryTracker
 from titan_exp.plan.trace.segments import GradientKey, Segment
+from titan_exp.plan.trace.step_position import NOWHERE, StepPosition
 
 
 class EventComposer:
@@ -201,7 +202,7 @@ class EventComposer:
             return there.block
         if source.block is not None and at.block is not None and at.block >= 0:
             return at.block + there.block - source.block
-        distinct, blocks = 0 if there.stage else sample.distinct, sample.blocks[there.stage]
+        distinct, blocks = sample.distinct_of(there.stage), sample.blocks[there.stage]
         few, alike = blocks - distinct - sample.last_of(there.stage), there.block - distinct
         if alike < sample.edge or blocks == self._blocks[at.stage]:
             return there.block
@@ -215,7 +216,7 @@ def _is_across(sample: Sample, there: StepPosition, source: StepPosition) -> boo
     if there.stage != source.stage or there.block is None or source.block is None or min(there.block, source.block) < 0:
         return False
     first, last = sorted((there.block, source.block))
-    distinct, end = 0 if there.stage else sample.distinct, sample.blocks[there.stage] - sample.last_of(there.stage)
+    distinct, end = sample.distinct_of(there.stage), sample.blocks[there.stage] - sample.last_of(there.stage)
     return first < distinct + sample.edge <= end - sample.edge <= last
 
 

@@ -59,7 +59,6 @@ class TraceExtrapolator:
             schedules = [microbatch_loop(1, 1), composed]
         tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, workspace=self.matmul_workspace)
         costs = sum_costs([sum_passes(samples, stages, simulation).costs, optimizer_step.totals.costs])
-        events = tracker.events[: tracker.begun], tracker.events[tracker.begun :]
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
         saved = tuple(
             dict.fromkeys(line for each in samples.values() for sample in each for line in sample.saved_calls)
@@ -67,7 +66,7 @@ class TraceExtrapolator:
         kept = optimizer_step.on_host
         host = None if kept is None else HostUsage(tracker.peak(on_host=True), kept)
         peak, timeline = tracker.peak(), tracker.timeline()
-        return Trace(peak, tracker.allocated(), gradients, costs, axes, timeline, *events, host, saved)
+        return Trace(peak, tracker.allocated(), gradients, costs, axes, timeline, *tracker.events(), host, saved)
 
     def trace_optimizer_steps(
         self, pipeline_ranks: Collection[int], begin: Callable[[Callable[[], OptimizerStepTrace]], TracedLater]

@@ -18,9 +18,7 @@ from titan_exp.plan.extrapolate.stages import FIRST, LAST, WHOLE, ExtrapolationE
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
-    OPTIMIZER_STEP,
     SYNCHRONIZATION,
-    TIED_SUM,
     CategoryBytes,
     GradientKey,
     Segment,
@@ -29,6 +27,7 @@ from titan_exp.plan.trace.segments import (
     join_segments,
     sum_costs,
 )
+from titan_exp.plan.trace.step_position import OPTIMIZER_STEP, TIED_SUM
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.trainer.train_state import TrainState
 
@@ -68,10 +67,10 @@ class OptimizerStepTrace:
     @property
     def totals(self) -> "OptimizerStepTotals":
         """Totals of the second optimizer step. Without a synchronization: fragments are not linear in the layers."""
-        steps = [segment for segment in self.ends[1] if segment.label != SYNCHRONIZATION]
+        steps = [segment for segment in self.ends[1] if segment.where != SYNCHRONIZATION]
         tied, step = (
-            join_segments(label, [segment for segment in steps if (segment.label == TIED_SUM) is is_tied])
-            for label, is_tied in ((TIED_SUM, True), (OPTIMIZER_STEP, False))
+            join_segments([segment for segment in steps if segment.position.part == part])
+            for part in (TIED_SUM, OPTIMIZER_STEP)
         )
         costs = sum_costs([tied.costs, step.costs])
         return OptimizerStepTotals(self.persistent, self.other, self.shared, tied.peak, step.peak, step.where, costs)
@@ -225,13 +224,13 @@ def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTra
         rounded = category_bytes({name: tracker.tracked_bytes([tensor]) for name, tensor in of_layers.items()})
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
-        own = [segment for segment in segments if segment.step == step]
-        first = next(place for place, segment in enumerate(own) if segment.label in (TIED_SUM, OPTIMIZER_STEP))
+        own = [segment for segment in segments if segment.position.step == step]
+        first = next(place for place, segment in enumerate(own) if segment.position.part in (TIED_SUM, OPTIMIZER_STEP))
         made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
         others.append(sorted(made - set(gradients.values())))
         ends.append(own[first:])
     names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
-    setup = [segment for segment in segments if segment.step < 0]
+    setup = [segment for segment in segments if segment.position.step < 0]
     held = category_bytes(trace.persistent) - rounded
     kept, other = held * _IS_KEPT, held * category_bytes({"other": 1})
     model = built.parameters, built.flops_per_token, trace.host and trace.host.persistent

@@ -7,22 +7,12 @@ from collections.abc import Sequence
 
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
-from titan_exp.plan.extrapolate.sample_positions import RESULT
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
-from titan_exp.plan.extrapolate.stages import (
-    END,
-    PROLOGUES,
-    ExtrapolationError,
-    SampledPart,
-    StageShape,
-    StepPosition,
-    action_parts,
-    reduction_parts,
-    sampled_block,
-)
-from titan_exp.plan.extrapolate.step_cost import Samples, samples_of
+from titan_exp.plan.extrapolate.stages import ExtrapolationError, SampledPart, StageShape
+from titan_exp.plan.extrapolate.step_cost import Samples
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.trace.segments import NOT_TRACKED, GradientKey
+from titan_exp.plan.trace.step_position import END, PROLOGUES, RESULT, StepPosition
 
 
 def compose_rank(
@@ -53,7 +43,7 @@ def compose_rank(
 class _Rank:
     def __init__(self, composer: EventComposer, samples: Samples, stages: Sequence[StageShape]) -> None:
         self._composer, self._stages = composer, {stage.number: stage for stage in stages}
-        self._samples = {stage.number: samples_of(samples, stage) for stage in stages}
+        self._samples = {stage.number: samples[stage.sample] for stage in stages}
         self._first = self._samples[stages[0].number][0]
 
     def step(self, step: int, simulation: ScheduleSimulation, optimizer_step: OptimizerStepTrace) -> int:
@@ -79,7 +69,7 @@ class _Rank:
             else:
                 composer.release(hidden[event.which])
         for stage in self._stages.values():
-            for part in reduction_parts(stage, self._samples[stage.number][0].blocks):
+            for part in self._samples[stage.number][0].reduction_parts(stage):
                 self._replay(StepPosition(step, stage.number, None, part.part, part.place), part, None)
         gradients = {key: self._gradient(step, key) for key in optimizer_step.gradients[step].values()}
         at = PROLOGUES[step]
@@ -88,7 +78,7 @@ class _Rank:
 
     def _act(self, step: int, scheduled: ScheduledAction) -> None:
         number, kind, micro = scheduled.action
-        for part in action_parts(self._stages[number], kind, self._samples[number][0].blocks):
+        for part in self._samples[number][0].action_parts(self._stages[number], kind):
             self._replay(StepPosition(step, number, micro, part.part, part.place), part, scheduled.sampled)
 
     def _replay(self, at: StepPosition, part: SampledPart, micro: int | None) -> None:
@@ -114,7 +104,7 @@ class _Rank:
         samples, sampled, block = self._samples[stage.number], stage.sampled, None
         sample = samples[0 if key.block is None else stage.modes[key.block]]
         if key.block is not None:
-            sampled, block = sampled_block(stage, key.block, sample.blocks)
+            sampled, block = sample.block_like(stage, key.block)
         allocation = sample.gradients[step].get(GradientKey(sample.stages.index(sampled), block, key.name), NOT_TRACKED)
         if allocation not in sample.sites:
             raise ExtrapolationError(f"{key.name} has no gradient in the sample")

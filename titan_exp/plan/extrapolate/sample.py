@@ -5,7 +5,7 @@ action, first and repeated; the schedule simulation tracks hidden states passed 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +28,11 @@ from titan_exp.plan.extrapolate.eligibility import (
 )
 from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition
 from titan_exp.plan.extrapolate.sample_key import SampleKey
-from titan_exp.plan.extrapolate.sample_positions import PositionFinder, check_hidden_states_last, numbered_groups
+from titan_exp.plan.extrapolate.sample_positions import (
+    allocations_of_hidden_states,
+    check_hidden_states_last,
+    segments_of_passes,
+)
 from titan_exp.plan.extrapolate.schedule_simulation import (
     KINDS,
     ScheduleSimulation,
@@ -41,10 +45,10 @@ from titan_exp.plan.extrapolate.stages import (
     LAST,
     MIDDLE,
     OTHER_RANK,
-    PROLOGUES,
     SAMPLED_STAGES,
     WHOLE,
-    StepPosition,
+    SampledPart,
+    StageShape,
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
@@ -54,10 +58,12 @@ from titan_exp.plan.trace.segments import (
     GradientKey,
     Segment,
     SegmentTracker,
+    Totals,
     category_bytes,
     join_segments,
     sum_costs,
 )
+from titan_exp.plan.trace.step_position import GROUP, PROLOGUES, REDUCE, REST, SUM, StepPosition
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
@@ -143,6 +149,47 @@ class Sample:
         """Number of last blocks that differ from the rest in a stage."""
         return self.last if stage == self.stages[-1] else 0
 
+    def distinct_of(self, stage: int) -> int:
+        """Number of first blocks that differ from the rest in a stage."""
+        return 0 if stage else self.distinct
+
+    def block_like(self, stage: StageShape, place: int) -> tuple[int, int]:
+        """Sampled stage and block that a stage's block repeats.
+
+        Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
+        """
+        sampled, last, count = stage.sampled, self.last_of(stage.sampled), len(stage.modes)
+        left, alike = count - last - place, place - self.distinct_of(sampled)
+        if alike <= 0 or self.blocks[sampled] == count or (alike < self.edge < left):
+            return sampled, place
+        if left <= self.edge:
+            return sampled, self.blocks[sampled] - last - left
+        middle = self.edge + (alike - self.edge) % self.period
+        if self.blocks[sampled] - last - self.distinct_of(sampled) >= 2 * self.edge + self.period:
+            return sampled, self.distinct_of(sampled) + middle
+        return SAMPLED_STAGES[MIDDLE], middle
+
+    def action_parts(self, stage: StageShape, kind: str) -> Iterator[SampledPart]:
+        """Parts of a stage's action in execution order."""
+        places = range(len(stage.modes))
+        first, last = (0, -1) if kind == "F" else (-1, 0)
+        yield SampledPart(stage.mode(first), stage.sampled, None, f"{kind} before", None)
+        for place in places if kind == "F" else reversed(places):
+            yield SampledPart(stage.modes[place], *self.block_like(stage, place), f"{kind} block", place)
+        yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
+        if kind in "IW":
+            yield SampledPart(stage.mode(last), stage.sampled, -1, kind + SUM, -1)
+            for place in places:
+                yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + SUM, place)
+
+    def reduction_parts(self, stage: StageShape) -> Iterator[SampledPart]:
+        """Parts of a stage's gradient reduction, in order. A sample has groups only if FSDP shards parameters."""
+        yield SampledPart(0, stage.sampled, None, REDUCE, None)
+        yield SampledPart(0, stage.sampled, -1, GROUP, -1)
+        for place in range(len(stage.modes)):
+            yield SampledPart(0, *self.block_like(stage, place), GROUP, place)
+        yield SampledPart(0, stage.sampled, None, REST, None)
+
     @property
     def layers_alike(self) -> dict[str, int]:
         """Number of blocks by kind of stage, without last ones that differ."""
@@ -196,10 +243,10 @@ class Sample:
             name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed
         )
 
-    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Segment:
-        """Merge parts of the second step, in a stage of one kind, into one segment."""
+    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Totals:
+        """Totals of parts of the second step, in a stage of one kind."""
         at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
-        return join_segments(parts[0], [segment for position in at for segment in self.segments.get(position, ())])
+        return join_segments([segment for position in at for segment in self.segments.get(position, ())])
 
 
 def take_sample(
@@ -239,13 +286,11 @@ def take_sample(
     simulation = simulate(sends_complete)
     hidden = _hidden_bytes(tracker, small) if pipeline else [category_bytes({})] * len(KINDS)
     if not record_events:
-        segments = [replace(segment, events=()) for segment in segments if segment.step == 1]
-        tracker.action_results.clear()
-    found = PositionFinder(_blocks(layers, period), tracker.action_results)
-    for step in (0, 1):
-        found.step([segment for segment in segments if segment.step == step], iter(simulation.actions))
-    positions = numbered_groups(found.segments, found.blocks)
-    check_hidden_states_last(positions, found.hidden_states)
+        segments = [replace(segment, events=()) for segment in segments if segment.position.step == 1]
+    positions, between = segments_of_passes(segments, _blocks(layers, period))
+    hidden_states = allocations_of_hidden_states(tracker.action_results.values(), between)
+    check_hidden_states_last(positions, hidden_states)
+    messages = sum_costs([segment.costs for segment in between if segment.position.step == 1])
     return Sample(
         segments=positions,
         layers=layers,
@@ -255,16 +300,16 @@ def take_sample(
         last=last_blocks(experiment),
         micro_batches=micro_batches,
         backward=key.ways,
-        base=tracker.allocated_before() - len(layers) * buffers - micro_batches * batch,
+        base=category_bytes(tracker.allocated_before()) - len(layers) * buffers - micro_batches * batch,
         buffers=buffers,
         batch=batch,
         hidden=hidden,
-        message=_divided(sum_costs([segment.costs for segment in found.between if segment.step == 1]), simulation.sent),
+        message=_divided(messages, simulation.sent),
         handed_over=_handed_over(simulation, hidden),
         sends_complete=sends_complete,
         gradients=tracker.reduced_gradients,
-        hidden_states=frozenset(found.hidden_states),
-        results=found.results,
+        hidden_states=hidden_states,
+        results=tracker.action_results,
         saved_calls=trace.saved_calls,
     )
 

@@ -1,17 +1,16 @@
-"""Pipeline stages of a rank, and positions in its step with the sampled position that each repeats.
+"""Pipeline stages of a rank.
 
 Without a pipeline, a rank has one stage of all layers, and its schedule is the loop over micro-batches.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import mtp_depth
-from titan_exp.plan.extrapolate.eligibility import recompute_modes, sampled_edge
-from titan_exp.plan.extrapolate.layer_kinds import last_blocks, repetition
+from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
@@ -20,37 +19,10 @@ SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
 """Stage numbers in a sample, by kind."""
 OTHER_RANK = 2
 """Number of the stage of a sample's other rank, which has one period of layers."""
-NOWHERE = -1
-"""Stage number outside all stages, e.g. of the loss."""
-PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
-"""Parts of a step outside actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and the
-rest of it; the optimizer step."""
-
-SUM = " sum"
-"""Suffix of the part of a split backward pass that sums the gradients of FSDP parameter groups."""
 
 
 class ExtrapolationError(Exception):
     """Samples do not determine the full step, which has to be traced."""
-
-
-class StepPosition(NamedTuple):
-    """Position in a step."""
-
-    step: int
-    """0 or 1."""
-    stage: int
-    """Pipeline stage."""
-    micro: int | None
-    """Micro-batch; None for parts that run once per step."""
-    part: str
-    """Part of the step: `F before`, `F block`, `F after` and so on for an action."""
-    block: int | None
-    """Block of the stage; None outside blocks, -1 for the group of the stage's other parameters."""
-
-
-PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1)]
-"""Position before the first action, for each step."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +39,6 @@ class StageShape:
     """Index of each block's activation checkpointing mode."""
     sample: SampleKey
     """Key of its samples."""
-    distinct: int = 0
-    """Number of first blocks that differ from the rest of the model."""
-    period: int = 1
-    """Number of other blocks after which their kinds repeat."""
-    edge: int = 2
-    """Blocks at each end that are not repeated, as in `eligibility.sampled_edge`."""
-    last: int = 0
-    """Number of last blocks that differ from the rest, as in `layer_kinds.last_blocks`."""
-
-    @property
-    def alike(self) -> int:
-        """Number of blocks without last ones that differ."""
-        return len(self.modes) - self.last
 
     def mode(self, place: int) -> int:
         """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
@@ -109,7 +68,6 @@ class SampledPart(NamedTuple):
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """Stages of a pipeline rank."""
     layout, mtp = ResolvedLayout.of(experiment), mtp_depth(experiment.model)
-    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
     _, modes = recompute_modes(experiment.activation_checkpoint, layout.layers + mtp)
     pipeline = layout.parallelism.pp > 1
     *layers, last = layout.stage_layers if pipeline else [[*range(layout.layers)]]
@@ -123,54 +81,10 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
             tuple(layers[stage]),
             tuple(modes[layer] for layer in layers[stage]),
             sample,
-            0 if stage else distinct,
-            period,
-            edge,
-            0 if stage < len(layers) - 1 else last_blocks(experiment),
         )
         for stage, (rank, sample) in enumerate(zip(placement, sample_keys(experiment), strict=True))
         if rank == pipeline_rank
     ]
-
-
-def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
-    """Parts of a stage's action in execution order. `blocks` has the number of blocks of each sampled stage."""
-    places = range(len(stage.modes))
-    first, last = (0, -1) if kind == "F" else (-1, 0)
-    yield SampledPart(stage.mode(first), stage.sampled, None, f"{kind} before", None)
-    for place in places if kind == "F" else reversed(places):
-        sampled, block = sampled_block(stage, place, blocks)
-        yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
-    yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
-    if kind in "IW":
-        yield SampledPart(stage.mode(last), stage.sampled, -1, kind + SUM, -1)
-        for place in places:
-            yield SampledPart(stage.modes[place], *sampled_block(stage, place, blocks), kind + SUM, place)
-
-
-def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
-    """Parts of a stage's gradient reduction, in order. A sample has groups only if FSDP shards parameters."""
-    yield SampledPart(0, stage.sampled, None, REDUCE, None)
-    yield SampledPart(0, stage.sampled, -1, GROUP, -1)
-    for place in range(len(stage.modes)):
-        yield SampledPart(0, *sampled_block(stage, place, blocks), GROUP, place)
-    yield SampledPart(0, stage.sampled, None, REST, None)
-
-
-def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> tuple[int, int]:
-    """Sampled stage and block that a stage's block repeats.
-
-    Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
-    """
-    few, left, alike = blocks[stage.sampled] - stage.last, stage.alike - place, place - stage.distinct
-    if alike <= 0 or few == stage.alike or (alike < stage.edge < left):
-        return stage.sampled, place
-    if left <= stage.edge:
-        return stage.sampled, few - left
-    middle = stage.edge + (alike - stage.edge) % stage.period
-    if few - stage.distinct >= 2 * stage.edge + stage.period:
-        return stage.sampled, stage.distinct + middle
-    return SAMPLED_STAGES[MIDDLE], middle
 
 
 def first_layer(blocks: Mapping[int, int], stage: int) -> int:

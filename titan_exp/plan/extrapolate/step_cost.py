@@ -17,18 +17,12 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, tra
 from titan_exp.plan.extrapolate.sample import Sample, take_sample
 from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_schedule
-from titan_exp.plan.extrapolate.stages import (
-    PROLOGUES,
-    SampledPart,
-    StageShape,
-    StepPosition,
-    action_parts,
-    reduction_parts,
-)
+from titan_exp.plan.extrapolate.stages import SampledPart, StageShape
 from titan_exp.plan.time.roofline import schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
-from titan_exp.plan.trace.segments import TIED_SUM, CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+from titan_exp.plan.trace.segments import CategoryBytes, Segment, Totals, category_bytes, join_segments, sum_costs
+from titan_exp.plan.trace.step_position import PROLOGUES, TIED_SUM, StepPosition
 
 Samples = Mapping[SampleKey, Sequence[Sample]]
 """One sample per activation checkpointing mode, for stages of each key."""
@@ -75,9 +69,9 @@ def step_cost(
 ) -> StepCost:
     """Peak memory and costs of a rank's step, from its stages and schedule."""
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
+    sample, steps = parts.samples[stages[0].sample][0], parts.optimizer_steps
     for stage in stages:
-        blocks[stage.kind] += stage.alike
-    sample, steps = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps
+        blocks[stage.kind] += len(stage.modes) - sample.last_of(stage.sampled)
     optimizer_step = steps.of(blocks, layout.layers - steps.last)
     of_sample = steps.of(sample.layers_alike, sample.model_layers)
     kept = optimizer_step.persistent - of_sample.persistent + optimizer_step.other - of_sample.other
@@ -93,26 +87,21 @@ def step_cost(
     )
 
 
-def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> Segment:
-    """Segment of a rank's step before the optimizer step: prologue, all actions, gradient reductions."""
+def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> Totals:
+    """Totals of a rank's step before the optimizer step: prologue, all actions, gradient reductions."""
     own = {stage.number: stage for stage in stages}
-    of_stage = {stage.number: samples_of(samples, stage) for stage in stages}
+    of_stage = {stage.number: samples[stage.sample] for stage in stages}
     keys = {(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions}
-    actions = {key: _action_segment(of_stage[key[0]], own[key[0]], *key[1:]) for key in keys}
+    actions = {key: _action_totals(of_stage[key[0]], own[key[0]], *key[1:]) for key in keys}
     sample = of_stage[stages[0].number][0]
     reductions = [
         segment
         for stage in stages
-        for part in reduction_parts(stage, of_stage[stage.number][0].blocks)
+        for part in of_stage[stage.number][0].reduction_parts(stage)
         for segment in _segments(of_stage[stage.number], part, None)
     ]
     prologue = sample.segments[PROLOGUES[1]]
-    return join_segments("passes", [*prologue, _schedule_segment(sample, simulation, actions), *reductions])
-
-
-def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
-    """Samples of a stage, by activation checkpointing mode."""
-    return samples[stage.sample]
+    return join_segments([*prologue, _schedule_totals(sample, simulation, actions), *reductions])
 
 
 def simulate_rank(
@@ -152,17 +141,17 @@ def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -
     return samples[part.mode].segments.get(StepPosition(1, part.stage, micro, part.part, part.block), ())
 
 
-def _action_segment(samples: Sequence[Sample], stage: StageShape, kind: str, micro: int) -> Segment:
-    """Segment of a stage's action, without hidden states passed between stages."""
-    parts = action_parts(stage, kind, samples[0].blocks)
-    whole = join_segments(kind, [segment for part in parts for segment in _segments(samples, part, micro)])
+def _action_totals(samples: Sequence[Sample], stage: StageShape, kind: str, micro: int) -> Totals:
+    """Totals of a stage's action, without hidden states passed between stages."""
+    parts = samples[0].action_parts(stage, kind)
+    whole = join_segments([segment for part in parts for segment in _segments(samples, part, micro)])
     return replace(whole, net=whole.net - samples[0].handed_over[stage.sampled, kind, micro])
 
 
-def _schedule_segment(
-    sample: Sample, simulation: ScheduleSimulation, actions: dict[tuple[int, str, int], Segment]
-) -> Segment:
-    """Segment of all actions of a step and the messages between them."""
+def _schedule_totals(
+    sample: Sample, simulation: ScheduleSimulation, actions: dict[tuple[int, str, int], Totals]
+) -> Totals:
+    """Totals of all actions of a step and the messages between them."""
     sizes = np.stack(sample.hidden)
     keys = [(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions]
     names = list(dict.fromkeys(keys))
@@ -179,13 +168,8 @@ def _schedule_segment(
     counts = np.bincount(which, minlength=len(names))
     costs = [sum_costs([actions[name].costs], int(count)) for name, count in zip(names, counts, strict=True)]
     messages = sum_costs([sample.message], simulation.sent)
-    return replace(
-        join_segments("actions", []),
-        net=ends[-1],
-        peak=moments[at] if totals[at] > 0 else category_bytes({}),
-        where=actions[keys[at // 2]].where,
-        costs=sum_costs([*costs, messages]),
-    )
+    peak = moments[at] if totals[at] > 0 else category_bytes({})
+    return Totals(ends[-1], peak, actions[keys[at // 2]].where, sum_costs([*costs, messages]))
 
 
 def _by_category(held: CategoryBytes) -> dict[str, int]:

@@ -3,7 +3,7 @@
 Totals know allocated tensors only. A plan replays the allocator as the gate does, and decides.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
@@ -112,8 +112,7 @@ def extreme_ranks(degree: int) -> list[int]:
 
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
-    edge = next(iter(parts.samples.values()))[0].edge
-    stages = [replace(stage, edge=edge) for stage in stages_of(candidate.experiment, rank)]
+    stages = stages_of(candidate.experiment, rank)
     simulation = simulate_rank(candidate.layout, rank, parts.samples)
     return step_cost(candidate.layout, stages, parts, simulation)
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
 from titan_exp.plan.extrapolate.sample import Sample
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, SAMPLED_STAGES, SUM, WHOLE
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, SAMPLED_STAGES, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.kernel_classes import OPTIMIZER, STREAMS
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
-from titan_exp.plan.trace.segments import CategoryBytes, Segment, join_segments, sum_costs
+from titan_exp.plan.trace.segments import CategoryBytes, Totals, join_segments, sum_costs
+from titan_exp.plan.trace.step_position import SUM
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,11 @@ def _master_bytes(totals: OptimizerStepTotals) -> int:
     return int(totals.persistent.sum()) - int(totals.persistent[CATEGORIES.index("gathered parameters")])
 
 
-def _middle_block(sample: Sample, way: str, micro: int) -> Segment:
+def _middle_block(sample: Sample, way: str, micro: int) -> Totals:
     stage = WHOLE if WHOLE in sample.layers else MIDDLE
     first = sample.edge + (sample.distinct if stage == WHOLE else 0)
     blocks = range(first, first + sample.period)
     return join_segments(
-        way,
         [
             sample.joined(stage, micro, f"{kind} block", kind + SUM, block=block)
             for kind in way

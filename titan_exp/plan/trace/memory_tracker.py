@@ -5,11 +5,10 @@ offloaded parameters, a device's memory and the host's are tracked side by side.
 """
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +46,28 @@ class Storage:
     category: str
     """One of `CATEGORIES`."""
     number: int = 0
-    """Number in order of allocation; its name in allocator events."""
+    """Number of its last allocation; its name in allocator events."""
     size: int = 0
     """Bytes, rounded up as by the allocator."""
     on_host: bool = False
     """True if it is in host memory beside a device's."""
     is_final: bool = False
     """True if the category no longer changes."""
+
+
+class Change(NamedTuple):
+    """Allocation or release of a storage."""
+
+    storage: Storage | None
+    """The storage; None for a mark."""
+    number: int
+    """Number of the allocation; negative for a mark."""
+    size: int
+    """Bytes allocated; negative if released."""
+    stream: int
+    """Stream of an allocation; `HOST` for one in host memory."""
+    where: str
+    """Phase of the step."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +95,18 @@ class MemoryTracker:
     category: str = "other"
     """Category of new storages, unless another is given."""
     where: str = "before the first step"
-    """Phase of the step; set after `category`."""
+    """Phase of the step."""
     outside_passes: str = ""
     """Class of elementwise kernels outside a model's forward and backward passes; empty within."""
+    gradients: int = 0
+    """Bytes of this rank's reduced gradients in the last optimizer step."""
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
-    events: Events = field(default_factory=Events)
-    """Allocations and releases in device memory, in order."""
-    begun: int = 0
-    """Number of events before `begin_step`."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
-    _changes: list[tuple[Storage, int, str]] = field(default_factory=list)
-    _host_changes: list[tuple[Storage, int, str]] = field(default_factory=list)
-    _allocated_before: int = 0
-    _made: int = 0
+    _changes: list[Change] = field(default_factory=list)
+    _begun: int = 0
+    _where_before: str = ""
+    _allocations: int = 0
     _named: dict[int, Storage] = field(default_factory=dict)
 
     def is_on_host(self, tensor: Tensor) -> bool:
@@ -131,19 +143,17 @@ class MemoryTracker:
             self._add(storage, None, on_host=False)
             return
         entry, _ = self._alive[storage._cdata]
-        self._change(entry, self._rounded(storage.nbytes(), entry, None) - entry.size)
+        self._resize(entry, self._rounded(storage.nbytes(), entry, None))
 
     def add_transient(self, size: int, category: str) -> None:
         """Record memory that an operator allocates and frees before it returns."""
-        workspace = self._storage(category, on_host=False)
-        self._change(workspace, self._rounded(size, workspace, None))
-        self._change(workspace, -workspace.size)
+        self.free(self.allocate(size, category))
 
     def allocate(self, size: int, category: str, *, on_host: bool = False) -> int:
         """Record memory that no tensor owns; returns its number, for `free`."""
-        storage = self._storage(category, on_host=on_host)
+        storage = Storage(category, on_host=on_host)
+        self._resize(storage, self._rounded(size, storage, None))
         self._named[storage.number] = storage
-        self._change(storage, self._rounded(size, storage, None))
         return storage.number
 
     def allocated_bytes(self, number: int) -> int:
@@ -152,8 +162,11 @@ class MemoryTracker:
 
     def free(self, number: int) -> None:
         """Record the release of memory recorded by `allocate`."""
-        storage = self._named.pop(number)
-        self._change(storage, -storage.size)
+        self._resize(self._named.pop(number), 0)
+
+    def begin_phase(self, category: str, where: str, outside_passes: str) -> None:
+        """Begin a phase of the step."""
+        self.category, self.where, self.outside_passes = category, where, outside_passes
 
     def mark_block_output(self, output: Any) -> None:
         """Record the hidden states returned by a block."""
@@ -162,34 +175,35 @@ class MemoryTracker:
         """Record a call of the matmul library, in the forward or in the backward pass's thread."""
 
     def begin_step(self) -> None:
-        """Begin the evaluated step; of earlier ones, keep only `events` and live storages."""
-        self._changes, self._host_changes = (
-            [(storage, storage.size, self.where) for storage in self._present() if storage.on_host is on_host]
-            for on_host in (False, True)
-        )
-        self._allocated_before = len(self._changes)
-        self.begun = len(self.events)
+        """Begin the evaluated step."""
+        self._begun, self._where_before = len(self._changes), self.where
+
+    def events(self) -> tuple[Events, Events]:
+        """Allocations and releases in device memory, in order, before the step and in it."""
+        before, during = Events(), Events()
+        for events, changes in ((before, self._on_device(0, self._begun)), (during, self._on_device(self._begun))):
+            for change in changes:
+                events.add(change.number, max(change.size, 0), change.stream)
+        return before, during
 
     def peak(self, *, on_host: bool = False) -> Moment:
         """First moment of the step with peak allocated memory, on the device or on the host."""
-        total, highest, at = 0, -1, 0
-        changes = self._host_changes if on_host else self._changes
-        for number, (_, delta, _) in enumerate(changes):
-            total += delta
-            if total > highest:
-                highest, at = total, number
-        by_category: dict[str, int] = defaultdict(int)
-        for storage, delta, _ in changes[: at + 1]:
-            by_category[storage.category] += delta
-        where = changes[at][2] if changes else self.where
-        return Moment(max(highest, 0), {name: by_category[name] for name in CATEGORIES}, where)
+        at, where = self._begun, self._where_before
+        total = highest = sum(self._held(at, on_host=on_host).values())
+        for number, change in enumerate(self._changes[at:], at + 1):
+            if change.storage is not None and change.storage.on_host is on_host:
+                total += change.size
+                if total > highest:
+                    highest, at, where = total, number, change.where
+        return Moment(highest, self._held(at, on_host=on_host), where)
 
     def allocated(self) -> dict[str, int]:
         """Bytes allocated on the device now, by category."""
-        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        for storage in self._present():
-            found[storage.category] += 0 if storage.on_host else storage.size
-        return found
+        return self._held(len(self._changes))
+
+    def allocated_before(self) -> dict[str, int]:
+        """Bytes allocated on the device before the step, by category."""
+        return self._held(self._begun)
 
     def tensors_on_host(self) -> dict[str, int]:
         """Bytes of live tensors on the host, by category, without rounding."""
@@ -204,54 +218,58 @@ class MemoryTracker:
 
         Starts with the moment before the step and includes the peak.
         """
-        changes, moments, largest = max(len(self._changes) - self._allocated_before, 1), list[Moment](), -1
-        total = 0
-        current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        for number, (storage, delta, where) in enumerate(self._changes, 1 - self._allocated_before):
-            current[storage.category] += delta
-            total += delta
-            if number < 0:
-                continue
-            span = 1 + (number - 1) * (limit - 1) // changes if number else 0
+        changes, current = [*self._on_device(self._begun)], self.allocated_before()
+        total = largest = sum(current.values())
+        moments = [Moment(total, dict(current), self._where_before)]
+        for number, (storage, _, size, _, where) in enumerate(changes):
+            assert storage is not None, "only storages are on the device"
+            current[storage.category] += size
+            total += size
+            span = 1 + number * (limit - 1) // len(changes)
             if span >= len(moments) or total > largest:
                 del moments[span:]
                 largest = total
                 moments.append(Moment(total, dict(current), where))
         return moments
 
-    def _present(self) -> list[Storage]:
-        return [*(storage for storage, _ in self._alive.values()), *self._named.values()]
+    def _on_device(self, begin: int, end: int | None = None) -> Iterator[Change]:
+        return (
+            change for change in self._changes[begin:end] if change.storage is not None and not change.storage.on_host
+        )
 
-    def _storage(self, category: str, *, on_host: bool) -> Storage:
-        self._made += 1
-        return Storage(category, self._made, on_host=on_host)
+    def _held(self, end: int, *, on_host: bool = False) -> dict[str, int]:
+        """Bytes by category after the first changes."""
+        held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        for storage, _, size, _, _ in self._changes[:end]:
+            if storage is not None and storage.on_host is on_host:
+                held[storage.category] += size
+        return held
 
     def _add(self, storage: torch.UntypedStorage, category: str | None, *, on_host: bool) -> None:
         key = storage._cdata
         if key in self._alive:
             return
-        entry = self._storage(category or self.category, on_host=on_host)
+        entry = Storage(category or self.category, on_host=on_host)
         self._alive[key] = (entry, weakref.ref(storage, partial(self._release, key, entry)))
-        self._change(entry, self._rounded(storage.nbytes(), entry, category))
+        self._resize(entry, self._rounded(storage.nbytes(), entry, category))
 
     def _release(self, key: int, entry: Storage, _: object) -> None:
         # Another storage may have reused its address.
         if key in self._alive and self._alive[key][0] is entry:
             del self._alive[key]
-        self._change(entry, -entry.size)
+        self._resize(entry, 0)
 
-    def _change(self, storage: Storage, delta: int) -> None:
-        if delta:
-            if storage.size:
-                self._record(storage, 0, 0)
-            storage.size += delta
-            if storage.size:
-                self._record(storage, storage.size, HOST if storage.on_host else self.stream())
-            (self._host_changes if storage.on_host else self._changes).append((storage, delta, self.where))
-
-    def _record(self, storage: Storage, size: int, stream: int) -> None:
-        if not storage.on_host:
-            self.events.add(storage.number, size, stream)
+    def _resize(self, storage: Storage, size: int) -> None:
+        if size == storage.size:
+            return
+        if storage.size:
+            self._changes.append(Change(storage, storage.number, -storage.size, 0, self.where))
+        storage.size = size
+        if size:
+            self._allocations += 1
+            storage.number = self._allocations
+            stream = HOST if storage.on_host else self.stream()
+            self._changes.append(Change(storage, storage.number, size, stream, self.where))
 
     def _rounded(self, size: int, storage: Storage, category: str | None) -> int:
         if storage.on_host:

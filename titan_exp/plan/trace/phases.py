@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +12,15 @@ from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, OPTIMIZER
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 
-@dataclass
-class Phases:
-    """Values recorded by the hooks."""
-
-    gradients: int = 0
-    """Bytes of this rank's reduced gradients in the last optimizer step."""
-
-
 @contextmanager
 def track_phases(
     tracker: MemoryTracker,
     parts: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     compute_weights: Iterable[Tensor] = (),
-) -> Iterator[Phases]:
+) -> Iterator[None]:
     """Set a tracker's phase and categories by hooks on modules and the optimizer, for the `with` block."""
     hooks: list[Any] = []
-    phases = Phases()
     for part in parts:
         tracker.set_category(part.parameters(), "parameters")
         tracker.set_category(part.buffers(), "other")
@@ -40,17 +30,17 @@ def track_phases(
     def before(*_: Any) -> None:
         gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
         tracker.set_category(gradients, "gradients")
-        phases.gradients = tracker.tracked_bytes(gradients)
-        tracker.category, tracker.where, tracker.outside_passes = "optimizer", "optimizer", OPTIMIZER
+        tracker.gradients = tracker.tracked_bytes(gradients)
+        tracker.begin_phase("optimizer", "optimizer", OPTIMIZER)
 
     def after(*_: Any) -> None:
         state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
         tracker.set_category(state, "optimizer")
-        tracker.category, tracker.where, tracker.outside_passes = "other", "between steps", COMPUTE_WEIGHTS
+        tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
 
     hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     try:
-        yield phases
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -63,7 +53,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
 
     def at(category: str, where: str) -> Callable[..., None]:
         def set_phase(*_: Any) -> None:
-            tracker.category, tracker.where, tracker.outside_passes = category, where, ""
+            tracker.begin_phase(category, where, "")
 
         return set_phase
 

@@ -17,20 +17,24 @@ from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.kernel_classes import EMBEDDING, GRADIENTS, LOSS, NORM
-from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Storage, local
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, Change, MemoryTracker, local
+from titan_exp.plan.trace.step_position import (
+    BETWEEN,
+    GRADIENT_SUM,
+    GROUP,
+    NOWHERE,
+    OPTIMIZER_STEP,
+    PROLOGUE,
+    PROLOGUES,
+    REDUCE,
+    REST,
+    RESULT,
+    TIED_SUM,
+    StepPosition,
+)
 
-STEP = "the step"
-"""Label of the first segment of a step."""
-MICRO_BATCH, TIED_SUM, OPTIMIZER_STEP = "micro-batch", "sum of tied gradients", "optimizer step"
 SYNCHRONIZATION = "synchronization"
-"""Label of what semi-synchronous training does between two steps."""
-ACTION, BETWEEN_ACTIONS = "action", "between actions"
-GRADIENT_SUM = "sum of gradients"
-REDUCE, GROUP, FINAL = "reduce", "group", "final"
-"""Labels of segments: of a micro-batch without a pipeline; of the sum of tied gradients between stages; from summed
-gradients to the next step; of a pipeline action, and after it; of the sum of a parameter group's gradients in a split
-backward pass; of a stage's gradient reduction, of each FSDP parameter
-group in it, and of its end."""
+"""Phase of what semi-synchronous training does between two steps."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
 
@@ -73,27 +77,44 @@ class GradientKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Part of a step."""
+class Totals:
+    """Totals of a part of a step."""
 
-    label: str
-    """Phase of the step, or an observer's label."""
-    step: int
-    """-1 for the build, 0 for the first step, 1 for the second."""
     net: CategoryBytes
     """Net allocated bytes, without those on the host."""
     peak: CategoryBytes
     """Bytes added at its first peak, without those on the host; zeros if it only frees."""
     where: str
     """Phase of the step."""
+    costs: OpCosts
+    """FLOPs, memory traffic and messages."""
+
+
+@dataclass(frozen=True)
+class Segment(Totals):
+    """Part of a step at one position."""
+
+    position: StepPosition
+    """Position in the step; blocks are numbered in the model, parameter groups from 0."""
     begins_phase: bool
     """True if the segment begins its phase."""
     category: str
     """Default category of the phase."""
-    costs: OpCosts
-    """FLOPs, memory traffic and messages."""
     events: Sequence[AllocationEvent] = ()
     """Allocations and releases in order, if recorded."""
+
+
+class _Cut(NamedTuple):
+    """Start of a segment."""
+
+    start: int
+    """Number of the next change."""
+    position: StepPosition
+    where: str
+    begins_phase: bool
+    category: str
+    costs: OpCosts
+    """Costs of the step so far."""
 
 
 class SegmentTracker(MemoryTracker):
@@ -102,23 +123,22 @@ class SegmentTracker(MemoryTracker):
     _mode: CostMode | None = None
 
     def __init__(self) -> None:
-        self._cuts: list[_Cut] = []
-        self._recorded: list[tuple[Storage | None, AllocationEvent]] = []
+        super().__init__()
         self.reduced_gradients: list[dict[GradientKey, int]] = []
         """Allocations of reduced gradients, for each step; set by `SegmentObserver`."""
-        self.action_results: list[int] = []
-        """Allocations of the results of pipeline actions, in order; set by `SegmentObserver`."""
-        self.block_outputs: set[int] = set()
-        """Allocations of block outputs."""
-        self._default_category: set[int] = set()
-        self._sizes: list[int] = [0]
-        self._last_allocation, self._step = dict[int, int](), -1
-        super().__init__()
+        self.action_results: dict[StepPosition, int] = {}
+        """Allocations of the results of pipeline actions; set by `SegmentObserver`."""
+        self.position = StepPosition(-1, NOWHERE, None, PROLOGUE, None)
+        """Position of the current segment."""
+        self._block_outputs: set[int] = set()
+        self._defaults: dict[int, str] = {}
+        self._cuts: list[_Cut] = []
+        self.cut(self.position, begins_phase=True)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name == "where":
-            self.cut(str(value), is_where=True)
+    def begin_phase(self, category: str, where: str, outside_passes: str) -> None:
+        """Begin a phase of the step, and its segment."""
+        super().begin_phase(category, where, outside_passes)
+        self.cut(self.position.next_phase(where), begins_phase=True)
 
     def read_costs_of(self, mode: CostMode) -> None:
         """Read the costs of segments from this mode."""
@@ -131,28 +151,23 @@ class SegmentTracker(MemoryTracker):
 
     def next_step(self) -> None:
         """Begin a step."""
-        self._step += 1
-        self.cut(STEP)
+        self.cut(PROLOGUES[self.position.step + 1])
 
-    def cut(self, label: str, *, is_where: bool = False) -> None:
+    def cut(self, position: StepPosition, *, begins_phase: bool = False) -> None:
         """End a segment and begin another."""
-        costs = OpCosts() if self._mode is None else sum_costs([self._mode.costs])
-        cut = _Cut(
-            len(self._recorded), label, self._step, getattr(self, "where", label), is_where, self.category, costs
-        )
-        self._cuts.append(cut)
+        self.position, costs = position, OpCosts() if self._mode is None else sum_costs([self._mode.costs])
+        self._cuts.append(_Cut(len(self._changes), position, self.where, begins_phase, self.category, costs))
 
     def mark_matmul(self, *, backward: bool) -> None:
         """Record the first matmul of a segment in this thread."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
-        start = self._cuts[-1].start
-        if all(event.allocation != mark for _, event in self._recorded[start:]):
-            self._recorded.append((None, AllocationEvent(mark)))
+        if all(change.number != mark for change in self._changes[self._cuts[-1].start :]):
+            self._changes.append(Change(None, mark, 0, 0, self.where))
 
     def mark_block_output(self, output: Any) -> None:
         """Record the output of a block."""
         if isinstance(output, Tensor):
-            self.block_outputs.add(self.allocation_of(output))
+            self._block_outputs.add(self.allocation_of(output))
 
     def allocation_of(self, tensor: Tensor) -> int:
         """Number of the allocation of a tensor's storage, or `NOT_TRACKED`."""
@@ -160,70 +175,40 @@ class SegmentTracker(MemoryTracker):
         if not self.is_tracked(part):
             return NOT_TRACKED
         storage, _ = self._alive[part.untyped_storage()._cdata]
-        return self._last_allocation[storage.number]
+        return storage.number
 
     def segments(self) -> list[Segment]:
         """All segments that have ended, with their events."""
         return [self._segment(cut, following) for cut, following in pairwise(self._cuts)]
 
-    def _segment(self, cut: "_Cut", following: "_Cut") -> Segment:
+    def _segment(self, cut: _Cut, following: _Cut) -> Segment:
         net: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        peak, total, highest, events = dict(net), 0, 0, list[AllocationEvent]()
-        for storage, event in self._recorded[cut.start : following.start]:
-            events.append(self._with_category(storage, event))
+        peak, total, highest = dict(net), 0, 0
+        changes = self._changes[cut.start : following.start]
+        for storage, _, size, _, _ in changes:
             if storage is None or storage.on_host:
                 continue
-            delta = event.size or -self._sizes[event.allocation]
-            net[storage.category] += delta
-            total += delta
+            net[storage.category] += size
+            total += size
             if total > highest:
                 highest, peak = total, dict(net)
         # The outer sum drops keys of messages that the segment does not send.
         costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-        kept = cut.where, cut.begins_phase, cut.category, costs, events
-        return Segment(cut.label, cut.step, category_bytes(net), category_bytes(peak), *kept)
+        totals = category_bytes(net), category_bytes(peak), cut.where, costs
+        return Segment(*totals, cut.position, cut.begins_phase, cut.category, [*map(self._event, changes)])
 
-    def _with_category(self, storage: Storage | None, event: AllocationEvent) -> AllocationEvent:
-        if storage is None or not event.size:
-            return event
-        is_default = event.category == storage.category and event.allocation in self._default_category
-        category = "" if is_default else storage.category
-        return event._replace(category=category, output=event.allocation in self.block_outputs)
+    def _event(self, change: Change) -> AllocationEvent:
+        storage, number, size, stream, _ = change
+        if storage is None or size < 0:
+            return AllocationEvent(number)
+        category = "" if self._defaults.get(number) == storage.category else storage.category
+        return AllocationEvent(number, size, stream, category, number in self._block_outputs)
 
     def _add(self, storage: UntypedStorage, category: str | None, *, on_host: bool) -> None:
-        known = len(self._sizes)
+        known = self._allocations
         super()._add(storage, category, on_host=on_host)
-        if category is None and len(self._sizes) > known:
-            self._default_category.add(known)
-
-    def allocated_before(self) -> CategoryBytes:
-        """Bytes allocated before the step."""
-        held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        for storage, size, _ in self._changes[: self._allocated_before]:
-            held[storage.category] += size
-        return category_bytes(held)
-
-    def _record(self, storage: Storage, size: int, stream: int) -> None:
-        super()._record(storage, size, stream)
-        if size:
-            self._last_allocation[storage.number] = len(self._sizes)
-            self._sizes.append(size)
-        event = AllocationEvent(self._last_allocation[storage.number], size, stream, storage.category)
-        self._recorded.append((storage, event))
-
-
-class _Cut(NamedTuple):
-    """Start of a segment."""
-
-    start: int
-    """Number of the next recorded event."""
-    label: str
-    step: int
-    where: str
-    begins_phase: bool
-    category: str
-    costs: OpCosts
-    """Costs of the step so far."""
+        if category is None and self._allocations > known:
+            self._defaults[self._allocations] = self.category
 
 
 class PhaseObserver(StepObserver):
@@ -236,9 +221,9 @@ class PhaseObserver(StepObserver):
         """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
         # The phase of the action before depends on the schedule.
         if action.kind == "F":
-            self._begin("activations", "forward, embedding", EMBEDDING)
+            self._tracker.begin_phase("activations", "forward, embedding", EMBEDDING)
         else:
-            self._begin("loss", "backward, head and loss", LOSS)
+            self._tracker.begin_phase("loss", "backward, head and loss", LOSS)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """Hidden states and gradients between stages are activations, also if a collective writes or reads them."""
@@ -249,11 +234,11 @@ class PhaseObserver(StepObserver):
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
         """Begin the weight gradients of a block; those outside of blocks belong to the phase before."""
         if weights[0].startswith("blocks."):
-            self._begin("activations", f"backward, block {weights[0].split('.')[1]}", "")
+            self._tracker.begin_phase("activations", f"backward, block {weights[0].split('.')[1]}", "")
 
     def gradient_group_begin(self) -> None:
         """Begin the sum of a parameter group's gradients."""
-        self._begin("activations", GRADIENT_SUM, GRADIENTS)
+        self._tracker.begin_phase("activations", GRADIENT_SUM, GRADIENTS)
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""
@@ -267,10 +252,6 @@ class PhaseObserver(StepObserver):
         """End the passes of the step."""
         self._tracker.outside_passes = NORM
 
-    def _begin(self, category: str, where: str, outside_passes: str) -> None:
-        tracker = self._tracker
-        tracker.category, tracker.where, tracker.outside_passes = category, where, outside_passes
-
 
 class SegmentObserver(PhaseObserver):
     """Ends a segment at each start of a micro-batch, pipeline action, gradient reduction or optimizer step."""
@@ -282,42 +263,48 @@ class SegmentObserver(PhaseObserver):
 
     def microbatch_begin(self, index: int) -> None:
         """Begin a micro-batch."""
-        self._tracker.cut(MICRO_BATCH)
+        self._cut(0, index, "F before")
 
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action; its phase begins in its own segment."""
-        self._tracker.cut(f"{ACTION} {action.stage}")
+        self._cut(action.stage, action.microbatch, f"{action.kind} before")
         super().action_begin(action)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """Begin the segment between two pipeline actions."""
         super().action_end(action, result)
-        self._tracker.action_results.append(NOT_TRACKED if result is None else self._tracker.allocation_of(result))
-        self._tracker.cut(BETWEEN_ACTIONS)
+        tracker = self._tracker
+        at = tracker.position._replace(part=action.kind + RESULT, block=None)
+        if result is not None and (allocation := tracker.allocation_of(result)) != NOT_TRACKED:
+            tracker.action_results[at] = allocation
+        tracker.cut(at._replace(part=action.kind + BETWEEN))
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""
         super().stage_reduction_begin(stage)
-        self._tracker.cut(f"{REDUCE} {stage}")
+        self._cut(stage, None, REDUCE)
 
     def group_reduction_begin(self) -> None:
         """Begin the gradient reduction of an FSDP parameter group."""
-        self._tracker.cut(GROUP)
+        self._tracker.cut(self._tracker.position.next_group(GROUP))
 
     def stage_reduction_end(self) -> None:
         """Begin the wait for the reductions of a stage."""
-        self._tracker.cut(FINAL)
+        self._cut(self._tracker.position.stage, None, REST)
 
     def tied_sum_begin(self) -> None:
         """Begin the sum of tied gradients."""
         super().tied_sum_begin()
-        self._tracker.cut(TIED_SUM)
+        self._cut(NOWHERE, None, TIED_SUM)
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
-        self._tracker.cut(OPTIMIZER_STEP)
+        self._cut(NOWHERE, None, OPTIMIZER_STEP)
         super().gradients_ready(parts)
+
+    def _cut(self, stage: int, micro: int | None, part: str) -> None:
+        self._tracker.cut(StepPosition(self._tracker.position.step, stage, micro, part, None))
 
 
 def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[GradientKey, int]:
@@ -356,13 +343,13 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
     return total
 
 
-def join_segments(label: str, segments: Sequence[Segment]) -> Segment:
-    """Merge consecutive segments into one."""
+def join_segments(segments: Sequence[Totals]) -> Totals:
+    """Totals of consecutive parts of a step."""
     net, peak, height = category_bytes({}), category_bytes({}), 0
-    where = segments[0].where if segments else label
+    where = segments[0].where if segments else ""
     for segment in segments:
         if net.sum() + segment.peak.sum() > height:
             peak, where = net + segment.peak, segment.where
             height = int(peak.sum())
         net = net + segment.net
-    return Segment(label, 1, net, peak, where, False, "", sum_costs([segment.costs for segment in segments]))
+    return Totals(net, peak, where, sum_costs([segment.costs for segment in segments]))

@@ -16,7 +16,7 @@ from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_e
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
-from titan_exp.plan.trace.kernel_classes import EMBEDDING
+from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
 from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.phases import track_phases
@@ -93,7 +93,7 @@ def trace_step(
             state.built.pipeline.transport.sees_completion = False
     with (
         no_garbage_collection(),
-        track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()) as phases,
+        track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()),
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
@@ -117,16 +117,15 @@ def trace_step(
             sends = () if outer_step.delayed else (outer_step.send,)
             _synchronize(mode, *sends, outer_step.apply, outer_step.collect)
         if segments is not None:
-            segments.cut("after the step")
+            segments.cut(segments.position)
         return Trace(
             tracker.peak(),
             tracker.allocated(),
-            phases.gradients,
+            tracker.gradients,
             mode.costs,
             ranks_by_axis(state.mesh),
             tracker.timeline(),
-            tracker.events[: tracker.begun],
-            tracker.events[tracker.begun :],
+            *tracker.events(),
             HostUsage(tracker.peak(on_host=True), tracker.tensors_on_host()) if offloaded else None,
             tuple(dict.fromkeys(str(saved) for part in state.model.parts for saved in saved_calls(part))),
         )
@@ -135,12 +134,12 @@ def trace_step(
 def _synchronize(mode: CostMode, *actions: Callable[[], object]) -> None:
     """Trace the memory of a synchronization, which is not part of every step's costs."""
     tracker, costs = mode.tracker, mode.costs
-    tracker.category, tracker.where = "communication", SYNCHRONIZATION
+    tracker.begin_phase("communication", SYNCHRONIZATION, COMPUTE_WEIGHTS)
     mode.costs = OpCosts()
     for action in actions:
         action()
     mode.costs = costs
-    tracker.category, tracker.where = "other", "between steps"
+    tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
 
 
 class _Streams:

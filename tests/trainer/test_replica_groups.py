@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch
 from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.group_events import read_events
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
@@ -340,6 +342,24 @@ def test_a_newcomer_never_starts_alone(tmp_path):
         AssertionError, match="the run is after step 5, and within 2 s no living group offered its state"
     ):
         start_alone(tmp_path / "run", _gives_up_early)
+
+
+def test_a_part_of_a_state_trains_nowhere(tmp_path, monkeypatch):
+    """Nobody is left to heal from: the refusal names what the run knows."""
+    from titan_exp.trainer.replica_groups import replica_groups
+    from titan_exp.trainer.replica_groups.quorum import Quorum
+
+    run = Fleet(tmp_path / "run", *SETTINGS)
+    run.close()
+    run.folder.beat(5)
+    alone = Quorum(1, ("0-1-1",), 0, 5, None, (), 0.0, 1)
+    groups = replica_groups.ReplicaGroups(ReplicaGroup(1, 1, ""), run.experiment.cluster, Mock(), run.folder)
+    groups.quorum, groups._has_state = alone, False
+    groups.__dict__["_client"] = Mock(**{"ask.return_value": (alone, None)})
+    monkeypatch.setattr(groups, "_from_first_rank", lambda value: value)
+    monkeypatch.setattr(replica_groups, "NEWCOMER_LIMIT", 0.1)
+    with pytest.raises(UserError, match="has a part of another group's state, the run is after step 5, and within 0 s"):
+        groups.join(3)
 
 
 @pytest.mark.night

@@ -126,9 +126,9 @@ def weights_have_scales_of_their_shards() -> None:
     ("recipe", "layout", "mutate"),
     [
         ("any scales", TP2, None),
-        ("any scales", TP2, scales_are_of_a_rank_s_part),
+        pytest.param("any scales", TP2, scales_are_of_a_rank_s_part, marks=pytest.mark.night),
         ("nvfp4, any scales", TP2, None),
-        ("nvfp4, any scales", TP2, scales_are_of_a_rank_s_part_of_a_tensor),
+        pytest.param("nvfp4, any scales", TP2, scales_are_of_a_rank_s_part_of_a_tensor, marks=pytest.mark.night),
         (
             "any scale",
             f"{FSDP2} quantization.precomputed_scales=true",

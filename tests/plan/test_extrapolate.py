@@ -249,10 +249,7 @@ RESHARDED = {
 """Overrides with a pipeline that gathers parameters again for each micro-batch, by name."""
 PIPELINES |= SPLIT | RESHARDED
 
-QUICK = (
-    "multi-token prediction, 1F1B x ep on CUDA",
-    "modules in fp32, SGD by its import path",
-)
+QUICK = ("modules in fp32, SGD by its import path",)
 """Compared each time; the others by `make night`."""
 
 

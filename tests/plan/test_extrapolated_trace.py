@@ -44,8 +44,6 @@ QUICK = (
     "experts x ep on CUDA, full",
     "compiled, accumulated",
     "offloaded, 1F1B x fsdp x tp, AdaGC on CUDA",
-    "tied, document mask, embedding alone in a stage, in passes",
-    "DualPipeV",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}
@@ -123,6 +121,7 @@ def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.night
 def test_a_micro_batch_gathers_no_parameters_for_another(tmp_path: Path):
     words = BF16 + "model.layers=4 training.micro_batch_size=1 parallelism.pp=2 parallelism.dp_shard=2 "
     words += "parallelism.reshard_after_forward=always parallelism.pp_microbatches="

@@ -59,7 +59,7 @@ def assert_same(found: Curve, expected: Reference) -> None:
     ("words", "layout"),
     [
         (DILOCO, ["parallelism.dp_shard=2"]),
-        (LOCAL_SGD, []),
+        pytest.param(LOCAL_SGD, [], marks=pytest.mark.night),
         pytest.param(DILOCO, [], marks=pytest.mark.night),
         pytest.param(DILOCO, ["parallelism.tp=2"], marks=pytest.mark.night),
         pytest.param(DILOCO, ["parallelism.dp_shard=2", "parallelism.tp=2"], marks=pytest.mark.night),

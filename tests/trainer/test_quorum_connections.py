@@ -1,5 +1,6 @@
 """Connections between groups after a quorum: made anew where others have, and given up where a member is dead."""
 
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -44,4 +45,14 @@ def test_a_member_that_dies_before_it_connects_is_not_waited_for(store: dist.TCP
     error = group._connect(seen("a", "b", source=None), f"127.0.0.1:{store.port}")
     assert isinstance(error, RuntimeError)
     assert time.monotonic() - began < 60  # not the five minutes of a collective
+    assert group.process_group is None
+
+
+def test_a_leader_that_is_dead_is_not_waited_for():
+    """Its store is asked once: torch's client would try for several time-outs of a second."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    group, began = client("a"), time.monotonic()
+    assert isinstance(group._connect(seen("a", "b", source=None), address), OSError)
+    assert time.monotonic() - began < 1
     assert group.process_group is None

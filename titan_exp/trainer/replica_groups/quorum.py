@@ -4,6 +4,7 @@ torchft's `Manager` is not used: it swallows errors of collectives, compares quo
 lighthouse gives again, heals by unpickling what an HTTP server sends, and takes seconds to import.
 """
 
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -168,13 +169,15 @@ class QuorumClient:
             self.order = [by_number.index(rank) for rank in self.order]
         host, _, port = store.rpartition(":")
         try:
+            # Where the leader of the quorum has died nothing listens: TCPStore would try again for several time-outs.
+            socket.create_connection((host, int(port)), self._connect_timeout.total_seconds()).close()
             shared = dist.TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
             )
             self.process_group = self._gloo(shared, prefix, self.order[quorum.rank], quorum.size)
             if quorum.rank < quorum.shares < quorum.size:
                 self.first_groups = self._gloo(shared, f"{prefix}-first", quorum.rank, quorum.shares)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             self.disconnect()
             return error.with_traceback(None)
         self._configured = configured

@@ -43,7 +43,7 @@ def test_a_group_computes_its_share(groups: int, micro_batches: int):
     whole, plan = alone(), predict(experiment_of(GROUPS.format(groups)), None)
     assert flops(plan) == pytest.approx(flops(whole) * micro_batches / 8, rel=0.01)
     assert plan.layout.gradient_accumulation == micro_batches
-    assert (plan.devices, plan.tokens_per_step) == (groups, whole.tokens_per_step)
+    assert (plan.layout.devices, plan.tokens_per_step) == (groups, whole.tokens_per_step)
     held, expected = (found.ranks[0].trace.persistent for found in (plan, whole))
     assert (held["parameters"], held["optimizer"]) == (expected["parameters"], expected["optimizer"])
 
@@ -51,7 +51,7 @@ def test_a_group_computes_its_share(groups: int, micro_batches: int):
 def test_a_search_ranks_layouts_of_one_group():
     experiment = experiment_of(GROUPS.format(2))
     candidate = Candidate(0, experiment, model_spec(experiment.model))
-    assert (candidate.layout.gradient_accumulation, candidate.devices) == (4, 2)
+    assert (candidate.layout.gradient_accumulation, candidate.layout.devices) == (4, 2)
     cost = LayoutCost(candidate, 2.0, 0.0, 0, 0, "", 1)
     assert cost.tokens_per_second == alone().tokens_per_step / 2.0 / 2
 
@@ -91,7 +91,7 @@ def test_sent_bytes_are_those_of_a_run(tmp_path: Path, words: list[str]):
     plan = predict(load_experiment(tmp_path / "config.yaml", trust=True), None)
     assert plan.sent_bytes_per_token is not None
     found = [sum(json.loads(path.read_text())) for path in tmp_path.glob("sent-*")]
-    assert len(found) == plan.devices
+    assert len(found) == plan.layout.devices
     assert sum(found) == plan.sent_bytes_per_token * plan.tokens_per_step * STEPS
 
 

@@ -299,10 +299,11 @@ def _speed(plan: Plan) -> Iterator[str]:
         f"{slowest.behind:.3g} overlapped{_exchange(slowest)}; bubble {plan.bubble:.0%}"
     )
     hours = plan.gpu_hours or 0.0
+    shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
     yield (
         f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
         f"{plan.experiment.training.last_step} steps: {plan.tokens:,} tokens, "
-        f"{hours:{',.0f' if hours >= 10 else '.2g'}} {'device-hours' if plan.mfu is None else 'GPU-hours'}"
+        f"{shown} {'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
 
 
@@ -321,7 +322,7 @@ def _synchronizations(plan: Plan) -> Iterator[str]:
     config, rate = plan.experiment.semi_sync, plan.sent_bytes_per_token
     if rate is not None:
         interval = config.interval if config.enabled else 1
-        rank = rate * interval * plan.tokens_per_step / plan.devices
+        rank = rate * interval * plan.tokens_per_step / plan.layout.devices
         who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
         when = f"every {interval} steps" if config.enabled else "in every step"
         yield (

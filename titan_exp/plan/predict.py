@@ -128,11 +128,6 @@ class Plan:
         return ResolvedLayout.of(share_of_group(self.experiment))
 
     @property
-    def devices(self) -> int:
-        """Number of devices, of all replica groups."""
-        return self.layout.world_size * self.experiment.cluster.replica_groups
-
-    @property
     def largest(self) -> RankPlan:
         """Predicted pipeline rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.bytes)
@@ -198,7 +193,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput per device."""
-        return self.step_seconds and self.tokens_per_step / self.step_seconds / self.devices
+        return self.step_seconds and self.tokens_per_step / self.step_seconds / self.layout.devices
 
     @property
     def mfu(self) -> float | None:
@@ -211,7 +206,7 @@ class Plan:
     def gpu_hours(self) -> float | None:
         """Device-hours of the whole run, at the throughput of a step after a batch ramp."""
         seconds = self.step_seconds
-        return seconds and seconds * self.tokens / self.tokens_per_step * self.devices / 3600
+        return seconds and seconds * self.tokens / self.tokens_per_step * self.layout.devices / 3600
 
 
 def predict(

@@ -8,9 +8,10 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 def share_of_group(experiment: Experiment) -> Experiment:
     """The run as one group trains it: with the largest share of a step that a group has while all are alive."""
-    layout, groups = ResolvedLayout.of(experiment), experiment.cluster.replica_groups
+    groups = experiment.cluster.replica_groups
     if groups == 1:
         return experiment
+    layout = ResolvedLayout.of(experiment)
     unit = layout.indivisible_microbatches
     own = -(-layout.gradient_accumulation // (unit * groups)) * unit
     sequences = own * layout.micro_batch_size * layout.dp_degree

@@ -72,6 +72,11 @@ class ResolvedLayout:
         """Number of processes."""
         return world_size(self.parallelism)
 
+    @property
+    def devices(self) -> int:
+        """Number of processes of all replica groups, each on its device."""
+        return self.world_size * self.cluster.replica_groups
+
     @cached_property
     def node_size(self) -> int:
         """Processes on a full node."""

@@ -36,7 +36,7 @@ def rank_environment(
         LAUNCHER: str(os.getpid()),
         FALLBACK_FOLDER: str(rendezvous_folder),
         **redirect_temporary_files(rendezvous_folder),
-        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else _visible_gpus(world_size, group),
+        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else _gpus_of_group(world_size, group),
         "PYTHONPATH": os.pathsep.join(_python_path()),
         # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.
         "PYTHONSAFEPATH": "1",
@@ -66,7 +66,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _visible_gpus(world_size: int, group: int | None) -> str | None:
+def _gpus_of_group(world_size: int, group: int | None) -> str | None:
     """CUDA_VISIBLE_DEVICES of the ranks: the launcher's, of which every replica group has its own part."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     if group is None:

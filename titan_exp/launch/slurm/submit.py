@@ -133,7 +133,7 @@ class Batch:
         def record(index: int) -> int:
             plan = self.plans[index]
             kind, token = plan.experiment.cluster.kind, self.token_of(index)
-            size = plan.layout.world_size * plan.layout.cluster.replica_groups
+            size = plan.layout.devices
             return plan.folder.add_attempt(world_size=size, hosts=(), launched_by=kind, token=token).attempt
 
         return thread_map(record, range(len(self.plans)))

@@ -168,9 +168,7 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
         "needed_bytes": memory_check.needed,
         "overhead_bytes": memory.overhead,
         "memory": (prediction.ranks[0].allocated + (process if device_type(experiment.cluster) == "cpu" else 0)) / GIB,
-        "tokens_per_second": None
-        if speed is None
-        else speed * ResolvedLayout.of(experiment).world_size * experiment.cluster.replica_groups,
+        "tokens_per_second": speed and speed * ResolvedLayout.of(experiment).devices,
         "constants": memory.device and {name: getattr(memory.device, name) for name in FITTED},
         **to_json(prediction),
     }

@@ -65,7 +65,7 @@ class LayoutCost:
     def tokens_per_second(self) -> float:
         """Throughput per device."""
         training = self.candidate.experiment.training
-        return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.devices
+        return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.layout.devices
 
 
 def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, device: Device) -> LayoutCost:

@@ -85,11 +85,6 @@ class Candidate:
         return ResolvedLayout.of(share_of_group(self.experiment))
 
     @property
-    def devices(self) -> int:
-        """Number of devices, of all replica groups."""
-        return self.layout.world_size * self.experiment.cluster.replica_groups
-
-    @property
     def parallelism(self) -> ParallelismConfig:
         """Degrees and pipeline options."""
         return self.experiment.parallelism

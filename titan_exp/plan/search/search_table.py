@@ -94,7 +94,7 @@ def gpu_hours(row: LayoutCost, tokens: int) -> float:
 
 def days(row: LayoutCost, tokens: int) -> float:
     """Days of a run of `tokens` tokens."""
-    return gpu_hours(row, tokens) / row.candidate.devices / 24
+    return gpu_hours(row, tokens) / row.candidate.layout.devices / 24
 
 
 def steps_for(training: TrainingConfig, tokens: int) -> int:

@@ -26,7 +26,7 @@ from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 WORDS = "training.micro_batch_size=1 "
 GROUPS = WORDS + "cluster.replica_groups={} "
-DEVICE = replace(DEVICES["h100"], network_gbs=0.5)
+DEVICE = replace(DEVICES["h100"], network_gbs=0.5, host_gbs=1.0)
 
 
 def flops(plan: Plan) -> float:

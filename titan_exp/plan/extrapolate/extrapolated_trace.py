@@ -3,7 +3,8 @@
 Pipeline ranks share the samples, and ranks with equal layer counts share setup and optimizer step.
 """
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
@@ -12,12 +13,14 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_optimizer_step
 from titan_exp.plan.extrapolate.rank_events import compose_rank
-from titan_exp.plan.extrapolate.schedule_simulation import microbatch_loop
-from titan_exp.plan.extrapolate.stages import StageShape, stages_of
-from titan_exp.plan.extrapolate.step_cost import Samples, simulate_rank, sum_passes, trace_samples
+from titan_exp.plan.extrapolate.sample import Samples, trace_samples
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_rank
+from titan_exp.plan.extrapolate.stages import SampledPart, StageShape, stages_of
 from titan_exp.plan.time.roofline import axis_ranks
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.segments import sum_costs
+from titan_exp.plan.trace.step_position import PROLOGUES, StepPosition
 from titan_exp.plan.trace.trace_step import HostUsage, Trace
 
 MAX_MICRO_BATCHES = 8
@@ -50,15 +53,18 @@ class TraceExtrapolator:
         """
         layout, stages = ResolvedLayout.of(self.experiment), self._stages(pipeline_rank)
         samples, optimizer_step = self._samples, self.optimizer_step(pipeline_rank)
-        simulation = simulate_rank(layout, pipeline_rank, samples)
+        sample, number = next(iter(samples.values()))[0], layout.gradient_accumulation
         # The first step, which creates the optimizer state, has as few micro-batches as possible.
-        schedules = [simulate_rank(layout, pipeline_rank, samples, passes=1), simulation]
         if layout.parallelism.pp == 1:
-            sample, number = next(iter(samples.values()))[0], layout.gradient_accumulation
+            simulation = microbatch_loop(number, sample.micro_batches)
             composed = microbatch_loop(min(number, MAX_MICRO_BATCHES), sample.micro_batches)
             schedules = [microbatch_loop(1, 1), composed]
+        else:
+            simulate = partial(simulate_rank, layout, pipeline_rank, sends_complete=sample.sends_complete)
+            simulation = simulate()
+            schedules = [simulate(passes=1), simulation]
         tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, workspace=self.matmul_workspace)
-        costs = sum_costs([sum_passes(samples, stages, simulation).costs, optimizer_step.totals.costs])
+        costs = sum_costs([_pass_costs(samples, stages, simulation), optimizer_step.costs])
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
         saved = tuple(
             dict.fromkeys(line for each in samples.values() for sample in each for line in sample.saved_calls)
@@ -97,4 +103,26 @@ class TraceExtrapolator:
 
     @cached_property
     def _samples(self) -> Samples:
-        return trace_samples(self.experiment, cuda=self.cuda, record_events=True)
+        return trace_samples(self.experiment, cuda=self.cuda)
+
+
+def _pass_costs(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> OpCosts:
+    """Costs of a rank's step before the optimizer step: prologue, actions and messages, gradient reductions."""
+    own, first = {stage.number: stage for stage in stages}, samples[stages[0].sample][0]
+
+    def of_parts(stage: StageShape, parts: Iterable[SampledPart], micro: int | None) -> OpCosts:
+        found, at = samples[stage.sample], [(part.mode, _source(part, micro)) for part in parts]
+        return sum_costs(segment.costs for mode, source in at for segment in found[mode].segments.get(source, ()))
+
+    prologue = (segment.costs for segment in first.segments[PROLOGUES[1]])
+    terms = [sum_costs(prologue), sum_costs([first.message], simulation.sent)]
+    actions = Counter((each.action.stage, each.action.kind, each.sampled) for each in simulation.actions)
+    for (number, kind, micro), count in actions.items():
+        parts = samples[own[number].sample][0].action_parts(own[number], kind)
+        terms.append(sum_costs([of_parts(own[number], parts, micro)], count))
+    terms += [of_parts(stage, samples[stage.sample][0].reduction_parts(stage), None) for stage in stages]
+    return sum_costs(terms)
+
+
+def _source(part: SampledPart, micro: int | None) -> StepPosition:
+    return StepPosition(1, part.stage, micro, part.part, part.block)

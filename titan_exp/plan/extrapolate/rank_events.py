@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
+from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
 from titan_exp.plan.extrapolate.stages import ExtrapolationError, SampledPart, StageShape
-from titan_exp.plan.extrapolate.step_cost import Samples
-from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
+from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.segments import NOT_TRACKED, GradientKey
 from titan_exp.plan.trace.step_position import END, PROLOGUES, RESULT, StepPosition
 
@@ -64,8 +64,7 @@ class _Rank:
             elif during:
                 (made if event.what == "allocate" else released).append(event.which)
             elif event.what == "allocate":
-                size = self._first.hidden[event.kind]
-                hidden[event.which] = composer.allocate(int(size.sum()), CATEGORIES[int(size.argmax())])
+                hidden[event.which] = composer.allocate(*self._first.hidden[event.kind])
             else:
                 composer.release(hidden[event.which])
         for stage in self._stages.values():

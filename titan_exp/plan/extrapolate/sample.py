@@ -5,9 +5,9 @@ action, first and repeated; the schedule simulation tracks hidden states passed 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,23 +22,19 @@ from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.eligibility import (
     SAMPLED_MICRO_BATCHES,
+    recompute_modes,
     sampled_edge,
     sampled_layers,
     sampled_stages,
 )
 from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition
-from titan_exp.plan.extrapolate.sample_key import SampleKey
+from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
 from titan_exp.plan.extrapolate.sample_positions import (
     allocations_of_hidden_states,
     check_hidden_states_last,
     segments_of_passes,
 )
-from titan_exp.plan.extrapolate.schedule_simulation import (
-    KINDS,
-    ScheduleSimulation,
-    microbatch_loop,
-    simulate_schedule,
-)
+from titan_exp.plan.extrapolate.schedule_simulation import KINDS
 from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.extrapolate.stages import (
     FIRST,
@@ -54,16 +50,22 @@ from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.segments import (
-    CategoryBytes,
     GradientKey,
     Segment,
     SegmentTracker,
     Totals,
-    category_bytes,
     join_segments,
     sum_costs,
 )
-from titan_exp.plan.trace.step_position import GROUP, PROLOGUES, REDUCE, REST, SUM, StepPosition
+from titan_exp.plan.trace.step_position import (
+    GROUP,
+    OPTIMIZER_STEP,
+    PROLOGUES,
+    REDUCE,
+    REST,
+    SUM,
+    StepPosition,
+)
 from titan_exp.plan.trace.trace_step import trace_step
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
@@ -90,7 +92,7 @@ class AllocationSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """Traced step of a small model, or two steps with allocation events."""
+    """Two traced steps of a small model."""
 
     segments: Mapping[StepPosition, Sequence[Segment]]
     """Segments by position, in order."""
@@ -108,20 +110,16 @@ class Sample:
     """Sampled micro-batches."""
     backward: Sequence[str]
     """Ways of backward passes in a pipeline, by micro-batch, as in `sample_key.backward_ways`."""
-    base: CategoryBytes
-    """Bytes allocated before the step, without batches and the stages' buffers."""
-    buffers: CategoryBytes
-    """Bytes of a stage's buffers outside of its blocks."""
-    batch: CategoryBytes
-    """Bytes of a micro-batch that are held for the whole step."""
-    hidden: Sequence[CategoryBytes]
-    """Bytes of hidden states, by kind as in `ScheduleSimulation`."""
+    hidden: Sequence[tuple[int, str]]
+    """Bytes and category of hidden states, by kind as in `ScheduleSimulation`."""
     sends_complete: bool
     """True if sends complete immediately."""
     message: OpCosts
     """Costs of one send and one receive."""
-    handed_over: Mapping[tuple[int, str, int], CategoryBytes]
-    """Net bytes of hidden states allocated by an action, by stage, kind of action and sampled micro-batch."""
+    update: OpCosts
+    """Costs of the optimizer step."""
+    persistent: Mapping[str, int]
+    """Bytes allocated between steps, by category."""
     gradients: Sequence[Mapping[GradientKey, int]]
     """Allocations of reduced gradients, for each step."""
     hidden_states: frozenset[int]
@@ -191,16 +189,6 @@ class Sample:
         yield SampledPart(0, stage.sampled, None, REST, None)
 
     @property
-    def layers_alike(self) -> dict[str, int]:
-        """Number of blocks by kind of stage, without last ones that differ."""
-        return {kind: count - self.last_of(SAMPLED_STAGES[kind]) for kind, count in self.layers.items()}
-
-    @property
-    def model_layers(self) -> int:
-        """Layers of the small model, without last ones that differ."""
-        return sum(self.blocks.values()) - self.last
-
-    @property
     def last_micro(self) -> int | None:
         """Last micro-batch; None in a pipeline, where it may be repeated."""
         return self.micro_batches - 1 if WHOLE in self.layers else None
@@ -249,48 +237,44 @@ class Sample:
         return join_segments([segment for position in at for segment in self.segments.get(position, ())])
 
 
+Samples = Mapping[SampleKey, Sequence[Sample]]
+"""One sample per activation checkpointing mode, for stages of each key."""
+
+
+def trace_samples(experiment: Experiment, *, cuda: bool) -> Samples:
+    """Trace the samples of a run."""
+    modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
+    keys = dict.fromkeys(sample_keys(experiment))
+    return {key: [take_sample(experiment, mode, key, cuda=cuda) for mode in modes] for key in keys}
+
+
 def take_sample(
-    experiment: Experiment,
-    checkpointing: ActivationCheckpointConfig,
-    key: SampleKey,
-    *,
-    cuda: bool,
-    record_events: bool = False,
+    experiment: Experiment, checkpointing: ActivationCheckpointConfig, key: SampleKey, *, cuda: bool
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks."""
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
     distinct, period = repetition(experiment)
-    # Events include the first step, which runs in full with a pipeline.
     with temporary_folder() as folder:
-        small, layers, simulate = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
+        small, layers = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
-            first = (None if pipeline else fake.warmup_step) if record_events else fake.optimizer_step
             trace = trace_step(
                 fake.state,
                 fake.step,
-                warmup_step=first,
+                # The first step runs in full with a pipeline.
+                warmup_step=None if pipeline else fake.warmup_step,
                 preallocated=fake.preallocated,
                 cuda=cuda,
                 inductor=uses_inductor(experiment.compile),
                 segments=tracker,
             )
-            segments, micro_batches = tracker.segments(), len(fake.batches)
-            batches = [tensor for tensor in fake.preallocated if not tracker.is_on_host(tensor)]
-            batch = category_bytes({"other": tracker.tracked_bytes(batches) // micro_batches})
-            outside = [
-                buffer for name, buffer in fake.state.model.parts[0].named_buffers() if "blocks" not in name.split(".")
-            ]
-            buffers = category_bytes({"other": tracker.tracked_bytes(outside)})
+            micro_batches = len(fake.batches)
             # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()
-    simulation = simulate(sends_complete)
-    hidden = _hidden_bytes(tracker, small) if pipeline else [category_bytes({})] * len(KINDS)
-    if not record_events:
-        segments = [replace(segment, events=()) for segment in segments if segment.position.step == 1]
+    segments = tracker.segments()
     positions, between = segments_of_passes(segments, _blocks(layers, period))
     hidden_states = allocations_of_hidden_states(tracker.action_results.values(), between)
     check_hidden_states_last(positions, hidden_states)
-    messages = sum_costs([segment.costs for segment in between if segment.position.step == 1])
+    later = [segment for segment in segments if segment.position.step == 1]
     return Sample(
         segments=positions,
         layers=layers,
@@ -300,12 +284,10 @@ def take_sample(
         last=last_blocks(experiment),
         micro_batches=micro_batches,
         backward=key.ways,
-        base=category_bytes(tracker.allocated_before()) - len(layers) * buffers - micro_batches * batch,
-        buffers=buffers,
-        batch=batch,
-        hidden=hidden,
-        message=_divided(messages, simulation.sent),
-        handed_over=_handed_over(simulation, hidden),
+        hidden=_hidden_states(tracker, small) if pipeline else (),
+        message=_message(sum_costs(segment.costs for segment in between if segment.position.step == 1)),
+        update=sum_costs(segment.costs for segment in later if segment.position.part == OPTIMIZER_STEP),
+        persistent=trace.persistent,
         sends_complete=sends_complete,
         gradients=tracker.reduced_gradients,
         hidden_states=hidden_states,
@@ -316,8 +298,8 @@ def take_sample(
 
 def _small_model(
     experiment: Experiment, checkpointing: ActivationCheckpointConfig, schedule: Path, key: SampleKey
-) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
-    """Small variant of a run, its number of blocks by kind of stage, and its simulation.
+) -> tuple[Experiment, dict[str, int]]:
+    """Small variant of a run, and its number of blocks by kind of stage.
 
     A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
@@ -325,8 +307,7 @@ def _small_model(
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
         number = sampled_layers(experiment)
-        small = small_run(experiment, [number], few, checkpointing)
-        return small, {WHOLE: number + mtp_depth(experiment.model)}, lambda _: microbatch_loop(few, few)
+        return small_run(experiment, [number], few, checkpointing), {WHOLE: number + mtp_depth(experiment.model)}
     layers: dict[str, int] = dict(zip((FIRST, MIDDLE, LAST), sampled_stages(experiment, key.size), strict=True))
     ends, placement = layers[LAST] + last_layers(experiment), [0, 0, 1, 0]
     counts = [layers[FIRST], layers[MIDDLE], period, ends]
@@ -339,7 +320,7 @@ def _small_model(
     schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
     small = small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(schedule))
     layers[LAST] += last_blocks(experiment)
-    return small, layers, partial(simulate_schedule, orders, placement, 0, 1, resharded=key.resharded)
+    return small, layers
 
 
 def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
@@ -348,31 +329,19 @@ def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
     return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
 
 
-def _handed_over(
-    simulation: ScheduleSimulation, hidden: Sequence[CategoryBytes]
-) -> dict[tuple[int, str, int], CategoryBytes]:
-    """Net bytes of hidden states allocated by each sampled action."""
-    found: dict[tuple[int, str, int], CategoryBytes] = {}
-    for scheduled in simulation.actions:
-        counts = zip(scheduled.before, scheduled.after, hidden, strict=True)
-        changes = ((after - before) * size for before, after, size in counts)
-        found[scheduled.action] = sum(changes, category_bytes({}))
-    return found
-
-
-def _hidden_bytes(tracker: SegmentTracker, experiment: Experiment) -> list[CategoryBytes]:
-    """Bytes of hidden states, by kind."""
+def _hidden_states(tracker: SegmentTracker, experiment: Experiment) -> list[tuple[int, str]]:
+    """Bytes and category of hidden states, by kind."""
     spec = model_spec(experiment.model)
     hidden = ActivationSpec.of(ResolvedLayout.of(experiment), DEVICE, spec.pipeline.extra_tokens if spec else 0)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tracker.granularity
-    return [category_bytes({_CATEGORY[kind]: -(-size[kind] // grain) * grain}) for kind in KINDS]
+    return [(-(-size[kind] // grain) * grain, _CATEGORY[kind]) for kind in KINDS]
 
 
-def _divided(costs: OpCosts, sent: int) -> OpCosts:
-    """Costs of one of `sent` messages."""
-    share = OpCosts()
+def _message(costs: OpCosts) -> OpCosts:
+    """Costs of one of several messages, each of one send and one receive."""
+    sent, share = sum(calls for (_, kind), calls in costs.calls.items() if kind == "send"), OpCosts()
     if sent:
         share.bytes_moved, share.operators = costs.bytes_moved // sent, costs.operators // sent
         share.kernels.update({kernel: count // sent for kernel, count in costs.kernels.items()})

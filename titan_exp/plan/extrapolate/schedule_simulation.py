@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
-from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of
+from titan_exp.config.layout.pipeline_schedules import Action, microbatches_of
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.backward_split import NODES_LIVE_ALONE
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.plan.extrapolate.sample_key import backward_ways
+from titan_exp.plan.time.roofline import schedule_and_bubble
 
 KINDS = ("received", "made", "objective")
 """Kinds of hidden states and gradients: received from another rank; of this rank; the last stage's objective."""
@@ -20,7 +23,7 @@ KINDS = ("received", "made", "objective")
 
 @dataclass(frozen=True)
 class ScheduledAction:
-    """Action of a rank, and the hidden states held around it."""
+    """Action of a rank."""
 
     action: Action
     """Stage, kind and micro-batch."""
@@ -28,12 +31,6 @@ class ScheduledAction:
     """Equivalent micro-batch of a sample: 0 for the stage's first action that allocates gathered parameters or
     gradients, a later one of `backward_ways` for others; 2 for the last one without a pipeline, which reduces
     gradients."""
-    waiting: tuple[int, ...]
-    """Peak number of hidden states, by kind, since the previous action."""
-    before: tuple[int, ...]
-    """Hidden states, by kind, at its start."""
-    after: tuple[int, ...]
-    """Hidden states, by kind, at its end."""
 
 
 class SimulationEvent(NamedTuple):
@@ -61,32 +58,23 @@ class ScheduleSimulation:
 
 @dataclass
 class _Recorder:
-    held: list[int] = field(default_factory=lambda: [0] * len(KINDS))
-    peak: tuple[int, ...] = (0,) * len(KINDS)
     sent: int = 0
     actions: list[ScheduledAction] = field(default_factory=list)
     seen: Counter[tuple[int, str]] = field(default_factory=Counter)
     events: list[SimulationEvent] = field(default_factory=list)
     count: int = 0
 
-    def add(self, kind: int, change: int) -> None:
-        self.held[kind] += change
-        if sum(self.held) > sum(self.peak):
-            self.peak = tuple(self.held)
-
 
 class _Hidden:
     """Placeholder with the lifetime of hidden states."""
 
     def __init__(self, recorder: _Recorder, kind: int) -> None:
-        self._recorder, self._kind, self._number = recorder, kind, recorder.count
+        self._recorder, self._number = recorder, recorder.count
         recorder.count += 1
         recorder.events.append(SimulationEvent("allocate", self._number, kind))
-        recorder.add(kind, 1)
 
     def __del__(self) -> None:
         self._recorder.events.append(SimulationEvent("release", self._number))
-        self._recorder.add(self._kind, -1)
 
     def contiguous(self) -> "_Hidden":
         return self
@@ -142,16 +130,14 @@ class _Stage:
     @contextmanager
     def _action(self, kind: str, microbatch: int) -> Iterator[None]:
         recorder = self._recorder
-        waiting, before = recorder.peak, tuple(recorder.held)
         recorder.events.append(SimulationEvent("begin", len(recorder.actions)))
         yield
         recorder.events.append(SimulationEvent("end", len(recorder.actions)))
         seen, sampled = recorder.seen[self.number, kind], self._sampled.next(kind)
         recorder.seen[self.number, kind] += 1
-        after = recorder.peak = tuple(recorder.held)
         # Micro-batches are numbered through all passes.
         action = Action(self.number, kind, microbatch + seen // self._microbatches * self._microbatches)
-        recorder.actions.append(ScheduledAction(action, sampled, waiting, before, after))
+        recorder.actions.append(ScheduledAction(action, sampled))
 
 
 class _SampledActions:
@@ -203,23 +189,32 @@ class _Transport:
         """Wait for a message: no-op."""
 
 
-def simulate_schedule(
-    orders: Schedule,
+def simulate_rank(
+    layout: ResolvedLayout, rank: int, *, sends_complete: bool, passes: int | None = None
+) -> ScheduleSimulation:
+    """Simulate a pipeline rank's step; `passes` of micro-batches through the pipeline are by default those of a step.
+
+    Sends complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`)
+    queued behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass.
+    """
+    passes = passes or layout.gradient_accumulation // layout.pipeline_microbatches
+    schedule = layout.parallelism.pp_schedule, layout.parallelism.pp, layout.stage_count, layout.pipeline_microbatches
+    resharded = layout.reshard_policy != "never"
+    placement = tuple(layout.stage_placement)
+    return _simulate(schedule, placement, rank, passes, sends_complete=sends_complete, resharded=resharded)
+
+
+@cache
+def _simulate(
+    schedule: tuple[str, int, int, int],
     placement: Sequence[int],
     rank: int,
     passes: int,
-    sends_complete: bool,
     *,
-    resharded: bool = False,
+    sends_complete: bool,
+    resharded: bool,
 ) -> ScheduleSimulation:
-    """Simulate a pipeline rank's step with `passes` passes of micro-batches through the pipeline.
-
-    `orders` has the actions of each pipeline rank in one pass, `placement` the pipeline rank of each stage. Sends
-    complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) queued
-    behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass. `resharded`
-    is as in `SampleKey`.
-    """
-    recorder = _Recorder()
+    recorder, (orders, _) = _Recorder(), schedule_and_bubble(*schedule)
     ways = backward_ways(orders)
     stages: Any = [
         _Stage(
@@ -246,11 +241,8 @@ def microbatch_loop(micro_batches: int, sampled: int) -> ScheduleSimulation:
     """
     assert micro_batches >= sampled, "no fewer micro-batches than in the sample"
     order = [0, *[1] * (micro_batches - sampled + 1), *range(2, sampled)] if sampled > 1 else [0] * micro_batches
-    none = (0,) * len(KINDS)
     actions = [
-        ScheduledAction(Action(0, kind, microbatch), like, none, none, none)
-        for microbatch, like in enumerate(order)
-        for kind in "FB"
+        ScheduledAction(Action(0, kind, microbatch), like) for microbatch, like in enumerate(order) for kind in "FB"
     ]
     events = [SimulationEvent(what, number) for number in range(len(actions)) for what in ("begin", "end")]
     return ScheduleSimulation(actions, events, 0)

@@ -22,6 +22,7 @@ from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_
 from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
+from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.plan_json import RankTime
@@ -118,6 +119,8 @@ class Plan:
     """Duration of the prediction."""
     why_full: str = ""
     """Reason for tracing a large run in full; empty if extrapolated, or if a full trace was as fast or requested."""
+    samples: Samples | None = None
+    """Samples from which it is extrapolated; None if every layer is traced."""
     worst_bytes: int | None = None
     """`RankPlan.bytes` of the largest rank if its experts received `plan.worst_expert_load` times the mean rows; None
     if that was not asked, or if it changes nothing."""
@@ -216,13 +219,15 @@ def predict(
     on_rank: Callable[[int, FakeRank], None] | None = None,
     *,
     full: bool = False,
+    falls_back: bool = True,
     worst_load: bool = False,
     cores: int | None = None,
 ) -> Plan:
     """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
     `pipeline_ranks` defaults to all; `on_rank` is called with each rank and its fake rank before the step. `full`
-    traces every layer and micro-batch instead of extrapolating. With `worst_load`, the largest rank is also predicted
+    traces every layer and micro-batch instead of extrapolating, which is also done where a run cannot be extrapolated,
+    unless `falls_back` is False: ExtrapolationError then. With `worst_load`, the largest rank is also predicted
     with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by default all. Raises UserError if an
     option of the run is not supported.
     """
@@ -238,7 +243,7 @@ def predict(
     workspace = device.matmul_workspace if cuda and device is not None else 0
     processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
     assumptions = partial(_assumptions, device, deterministic=experiment.training.deterministic)
-    tracer = _Tracer(traced, layout, on_rank, cuda, workspace, processes, assumptions)
+    tracer = _Tracer(traced, layout, on_rank, cuda, workspace, processes, assumptions, falls_back)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
 
     room = room_of(layout, device) if cuda and device is not None else None
@@ -276,7 +281,17 @@ def predict(
     checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(experiment.semi_sync, state / weights))
     took = time.perf_counter() - began
     return Plan(
-        experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full, worst
+        experiment,
+        device,
+        plans,
+        bubble,
+        step,
+        tracer.flops_per_token,
+        checkpoint,
+        took,
+        tracer.why_full,
+        tracer.samples,
+        worst,
     )
 
 
@@ -294,6 +309,9 @@ class _Tracer:
     """Processes that trace optimizer steps while this one traces samples."""
     assumptions: Callable[[], AbstractContextManager[None]]
     """Device that traces assume."""
+    falls_back: bool
+    """True if what cannot be extrapolated is traced in full."""
+    samples: Samples | None = None
     parameters: int = 0
     flops_per_token: float = 0.0
     why_full: str = ""
@@ -307,6 +325,8 @@ class _Tracer:
                     yield from self._extrapolate(numbers)
                     return
             except ExtrapolationError as error:
+                if not self.falls_back:
+                    raise
                 self.why_full = f"it cannot be extrapolated: {error}"
         for number in numbers:
             yield number, self._trace(number)
@@ -317,6 +337,7 @@ class _Tracer:
             extrapolator.trace_optimizer_steps(numbers, partial(self.processes.call, _assuming, self.assumptions))
         for number in numbers:
             yield number, extrapolator.trace(number)
+            self.samples = extrapolator.samples
             model = extrapolator.optimizer_step(number)
             self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
         for number in numbers if self.on_rank is not None else ():

@@ -132,7 +132,7 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     capacity = format_bytes(device.memory)
     if result.stopped:
         return (
-            f"plan search: none of {result.looked_at} layouts looked at in {result.seconds:.0f} s fits on {gpus} x "
+            f"plan search: none of {result.planned} layouts planned in {result.seconds:.0f} s fits on {gpus} x "
             f"{device.name} with {capacity}. Use more --seconds, or fix some keys, as in parallelism.tp=8."
         )
     if result.smallest is None and result.unknown and not result.floor:
@@ -153,8 +153,8 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     if keeps_fp32_moments(smallest.optimizer):
         fixes.append("optimizer.state_precision=bf16")
     return (
-        f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest of {result.looked_at} "
-        f"layouts needs {format_bytes(result.smallest.needed)} in {result.smallest.peak_where} ({degrees}, "
+        f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest of {result.planned} "
+        f"planned layouts needs {format_bytes(result.smallest.reserved)} in {result.smallest.peak_where} ({degrees}, "
         f"training.micro_batch_size={smallest.training.micro_batch_size}, "
         f"activation_checkpoint.mode={smallest.activation_checkpoint.mode}). "
         f"Use {listed([*fixes, 'a shorter training.seq_len'])}."

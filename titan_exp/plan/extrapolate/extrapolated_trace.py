@@ -52,7 +52,7 @@ class TraceExtrapolator:
             UserError: the step calls an unknown operator.
         """
         layout, stages = ResolvedLayout.of(self.experiment), self._stages(pipeline_rank)
-        samples, optimizer_step = self._samples, self.optimizer_step(pipeline_rank)
+        samples, optimizer_step = self.samples, self.optimizer_step(pipeline_rank)
         sample, number = next(iter(samples.values()))[0], layout.gradient_accumulation
         # The first step, which creates the optimizer state, has as few micro-batches as possible.
         if layout.parallelism.pp == 1:
@@ -102,7 +102,8 @@ class TraceExtrapolator:
         return stages_of(self.experiment, pipeline_rank)
 
     @cached_property
-    def _samples(self) -> Samples:
+    def samples(self) -> Samples:
+        """Samples of the run's stages."""
         return trace_samples(self.experiment, cuda=self.cuda)
 
 

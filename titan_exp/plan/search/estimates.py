@@ -57,8 +57,8 @@ class Estimates:
             nearer |= (far < self._far) | (far == 0)
         return nearer
 
-    def add(self, profile: Profile, cost: LayoutCost) -> None:
-        """Use a traced layout for those to which it is the nearest; `cost` is its exact one."""
+    def add(self, profile: Profile, cost: LayoutCost | None) -> None:
+        """Use a sampled layout for those to which it is the nearest; `cost` is its planned one, if it is planned."""
         self._compare(profile)
         number = profile.candidate.number
         far = self._columns.distances(number)
@@ -68,9 +68,9 @@ class Estimates:
         of_weights = self._of_weights.get(kind, np.zeros(len(CATEGORIES) + 1))
         scaled = _Scaled(profile, self._columns.rows(np.append(nearer, number)), of_weights, self._device)
         seconds, held = scaled.seconds, scaled.bytes
-        self.seconds[nearer] = seconds[:-1] * (cost.step_seconds / seconds[-1])
+        self.seconds[nearer] = seconds[:-1] * (1 if cost is None else cost.step_seconds / seconds[-1])
         constant = 2 * self._device.matmul_workspace
-        left_out = cost.peak_bytes - constant - held[-1]
+        left_out = 0 if cost is None else cost.peak_bytes - constant - held[-1]
         self.bytes[nearer] = np.maximum(0.5 * held[:-1], held[:-1] + left_out * np.clip(scaled.work[:-1], 0.5, 2.0))
         self.bytes[nearer] += constant
 
@@ -125,7 +125,7 @@ class _Scaled:
         block += profile.gathered_bytes * self._weights / device.copy_bandwidth
         block += profile.summed_bytes * self._weights / device.bandwidth * (rows.micro_batches > 1)
         ends = (compute_seconds(profile.ends, device) + profile.ends.bytes_moved / device.bandwidth) * self.work
-        updated = profile.updated * self._shards / device.copy_bandwidth
+        updated = profile.updated * self._shard / device.copy_bandwidth
         hidden = profile.message.messages.get(("pp", "send"), 0) * self.work
         handed_over = rows.message_seconds("pp", "send", hidden, 1, device)
         exposed, behind = self._exposed, self._behind
@@ -159,9 +159,9 @@ class _Scaled:
         return np.maximum(0.0, moved / device.bandwidth - computed)
 
     @cached_property
-    def _shards(self) -> Column:
-        """Ratio of a block's persistent bytes, which ep does not change."""
-        return self._ratio(1 / (self._rows.tp * self._rows.shards))
+    def _shard(self) -> Column:
+        """Bytes of a block's fp32 parameters on a rank."""
+        return 4 * (self._rows.dense + self._rows.experts) / self._rows.shards
 
     @cached_property
     def _exposed(self) -> Column:
@@ -205,17 +205,16 @@ class _Scaled:
         several = (rows.micro_batches > 1) | (rows.pp > 1)
         # Gradients of several micro-batches are summed in fp32 before they are reduced.
         unreduced = profile.gradients * self._weights if several[-1] else 4 * (rows.dense + rows.experts)
-        reduced = 4 * (rows.dense + rows.experts) / rows.shards
-        block = profile.kept * self._shards + profile.gathered * self._weights + unreduced * several
-        first = profile.first_kept * self._shards + profile.first_gathered * self._weights
-        first += profile.kept * self._shards * rows.ends / (rows.dense + rows.experts) + 4 * rows.ends * several
+        block = profile.state * self._shard + profile.gathered * self._weights + unreduced * several
+        first = profile.state * 4 * rows.ends / rows.shards + profile.first_gathered * self._weights
+        first += 4 * rows.ends * (several & (rows.pp == 1))
         left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
         passing += float(self._passing.sum()) * self._weights
         peaks = list[Column]()
         for rank, (layers, in_flight) in enumerate(zip(rows.layers.T, rows.in_flight.T, strict=True)):
             temporary = np.where((rank == 2) | (rows.pp == 1), np.maximum(passing, ending), passing)
             # A single micro-batch has no gradients yet where it has all activations.
-            held = np.maximum(in_flight * left + temporary, layers * reduced * ~several + passing)
+            held = np.maximum(in_flight * left + temporary, layers * self._shard * ~several + passing)
             peaks.append(first * (rank == 0) + layers * block + held)
         return np.maximum.reduce(peaks)
 

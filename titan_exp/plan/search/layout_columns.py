@@ -47,7 +47,7 @@ class LayoutColumns:
     experts: Column
     """The same of experts."""
     ends: Column
-    """The same of embedding and head together; 0 with a pipeline."""
+    """The same of embedding and head together; of the embedding alone with a pipeline."""
     sequences: Column
     """Sequences of a micro-batch."""
     tokens: Column
@@ -155,11 +155,11 @@ def _kind(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _ends(candidate: Candidate) -> float:
-    """Parameters of embedding and head on a rank without a pipeline, before they are sharded."""
+    """Parameters of embedding and head on the first pipeline rank, before they are sharded."""
     spec, parallelism = candidate.spec, candidate.parallelism
-    if spec is None or parallelism.pp > 1:
+    if spec is None:
         return 0.0
-    return spec.vocab_size * spec.dim * (1 if spec.tied else 2) / parallelism.tp
+    return spec.vocab_size * spec.dim * (1 if spec.tied or parallelism.pp > 1 else 2) / parallelism.tp
 
 
 def block_parameters(candidate: Candidate) -> tuple[float, float]:

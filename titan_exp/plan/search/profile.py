@@ -1,16 +1,13 @@
-"""Profiles of traced layouts: costs of a block and of the model's ends, which bound those of other layouts."""
+"""Profiles of layouts: costs of a block and of the model's ends in samples, from which others' are estimated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTotals
-from titan_exp.plan.extrapolate.sample import Sample
+from titan_exp.plan.extrapolate.sample import Sample, Samples
 from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, SAMPLED_STAGES, WHOLE
-from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.kernel_classes import OPTIMIZER, STREAMS
-from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.segments import CategoryBytes, Totals, join_segments, sum_costs
 from titan_exp.plan.trace.step_position import SUM
 
@@ -40,30 +37,28 @@ class Profile:
     """Temporary bytes of a block's backward pass."""
     ending: CategoryBytes
     """Temporary bytes of head and loss."""
-    kept: int
-    """Bytes of a block's parameters and optimizer state."""
-    updated: int
-    """Bytes moved by the optimizer's kernels for a block."""
-    updated_operators: int
-    """Operators of the optimizer for a block."""
+    state: float
+    """Bytes of parameters and optimizer state per byte of parameters."""
+    updated: float
+    """Bytes moved by the optimizer's kernels per byte of parameters."""
+    updated_operators: float
+    """Operators of the optimizer per block."""
     gathered: int
     """Bytes of a block allocated from the first forward pass on: parameters gathered by a pipeline."""
     gradients: int
     """Bytes of a block allocated from the first micro-batch's end on: unreduced gradients."""
-    first_kept: int
-    """`kept` of the embedding on the first pipeline rank."""
     first_gathered: int
-    """`gathered` of the embedding."""
+    """`gathered` and `gradients` of the embedding on the first pipeline rank."""
     message: OpCosts
     """One send and one receive between stages."""
 
 
-def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
-    """Profile of a traced layout; None without a representative block."""
-    found = [samples[0] for key, samples in parts.samples.items() if key.size is None]
+def profile_of(candidate: Candidate, samples: Samples) -> Profile | None:
+    """Profile of a sampled layout; None without a representative block."""
+    found = [of_key[0] for key, of_key in samples.items() if key.size is None]
     if not found:
         return None
-    sample, optimizer_steps = found[0], parts.optimizer_steps
+    sample, kept = found[0], found[0].persistent
     whole = WHOLE in sample.layers
     steady = min(1, sample.micro_batches - 1)
     forward, backward = (_middle_block(sample, way, steady) for way in sample.ways(steady))
@@ -90,12 +85,11 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
         left=forward.net,
         passing=backward.peak,
         ending=sample.joined(head, steady, "F after", f"{sample.ways(steady)[1][0]} before").peak,
-        kept=_master_bytes(optimizer_steps.block),
-        updated=max(0, optimizer_steps.block.costs.kernels.get((OPTIMIZER, "bytes"), 0)),
-        updated_operators=max(0, optimizer_steps.block.costs.operators),
+        state=(kept["parameters"] + kept["optimizer"]) / kept["parameters"],
+        updated=sample.update.kernels.get((OPTIMIZER, "bytes"), 0) / kept["parameters"],
+        updated_operators=sample.update.operators / sum(sample.blocks[stage] for stage in sample.stages),
         gathered=max(0, in_forward),
         gradients=max(0, in_backward),
-        first_kept=_master_bytes(optimizer_steps.first),
         # After the first block's backward pass, its own gradients are cast too.
         first_gathered=0 if whole else max(0, _grown_outside_blocks(sample) - max(0, in_backward)),
         message=sample.message,
@@ -104,11 +98,6 @@ def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
 
 def _streamed_bytes(costs: OpCosts) -> int:
     return sum(costs.kernels.get((name, "bytes"), 0) for name in STREAMS)
-
-
-def _master_bytes(totals: OptimizerStepTotals) -> int:
-    """Bytes of parameters and optimizer state, without compute weights: several data ranks gather these."""
-    return int(totals.persistent.sum()) - int(totals.persistent[CATEGORIES.index("gathered parameters")])
 
 
 def _middle_block(sample: Sample, way: str, micro: int) -> Totals:

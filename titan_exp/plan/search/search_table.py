@@ -45,7 +45,7 @@ def print_search(
     print_lines(console, [*_left_out(result, space), "\nTo launch them:"])
     print_lines(console, (f"{number:>3}  {command}" for number, command in enumerate(commands, 1)))
     console.print(
-        f"\n{result.traces} profiles traced, {result.looked_at} layouts extrapolated, in {result.seconds:.0f} s",
+        f"\n{result.planned} layouts planned in {result.seconds:.0f} s",
         style="dim",
         highlight=False,
     )
@@ -82,7 +82,7 @@ def search_json(
             "estimated_slower_than_the_last": result.slower,
         },
         "stopped": result.stopped,
-        "traces": result.traces,
+        "planned": result.planned,
         "seconds": result.seconds,
     }
 
@@ -130,7 +130,7 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
 
 
 def _size(row: LayoutCost) -> str:
-    return f"{row.needed / GIB:.1f}{'?' if row.reserved is None else '~' if row.retries else ''}"
+    return f"{row.reserved / GIB:.1f}{'~' if row.retries else ''}"
 
 
 def _rooms(result: SearchResult) -> str:
@@ -144,7 +144,6 @@ def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
         "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are reserved by torch's "
         f"allocator, for which {_rooms(result)} of the device are left beside CUDA's context and NCCL's buffers.",
         *["~ with the allocator under pressure, which waits for the GPU."] * any(row.retries for row in result.rows),
-        *["? not planned yet: GiB are tensors."] * any(row.reserved is None for row in result.rows),
         f"{broken:,} of {space.tried:,} layouts break a rule" + (":" if broken else "."),
         *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in space.left_out[:4]),
         *(
@@ -152,7 +151,7 @@ def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
             for reason, count in result.unknown
         ),
         f"  {result.floor:,} are estimated not to fit, and "
-        f"{result.too_large:,} of {result.looked_at:,} extrapolated ones do not fit;",
+        f"{result.too_large:,} of {result.planned:,} planned ones do not fit;",
         f"  {result.slower:,} are not looked at, and some may be faster: the search was stopped."
         if result.stopped
         else f"  {result.slower:,} are estimated to be slower than the last row.",

@@ -25,6 +25,10 @@ OF_WEIGHTS = ("parameters", "gradients", "optimizer", "gathered parameters", "co
 """Categories of memory in proportion to a block's parameters."""
 
 
+NEAR = 2.0
+"""Distance up to which estimates are good enough to plan a layout: a doubled degree."""
+
+
 class Estimates:
     """Estimates of layouts on a device, by `Candidate.number`."""
 
@@ -47,7 +51,7 @@ class Estimates:
     @property
     def least_bytes(self) -> Column:
         """Peak of memory, if the estimate is too high."""
-        return self.bytes * (1 - np.minimum(0.25, 0.03 + 0.25 * self._far))
+        return self.bytes * (1 - np.minimum(0.15, 0.03 + 0.06 * self._far))
 
     def awaiting(self, numbers: Iterable[int]) -> npt.NDArray[np.bool_]:
         """Layouts to which one of these, which are being traced, is nearer than all traced ones, or equal."""
@@ -56,6 +60,10 @@ class Estimates:
             far = self._columns.distances(number)
             nearer |= (far < self._far) | (far == 0)
         return nearer
+
+    def is_near(self, candidate: Candidate) -> bool:
+        """True if a layout's estimate is from one that tells enough to plan it."""
+        return bool(self._far[candidate.number] <= NEAR)
 
     def add(self, profile: Profile, cost: LayoutCost | None) -> None:
         """Use a sampled layout for those to which it is the nearest; `cost` is its planned one, if it is planned."""
@@ -206,15 +214,20 @@ class _Scaled:
         # Gradients of several micro-batches are summed in fp32 before they are reduced.
         unreduced = profile.gradients * self._weights if several[-1] else 4 * (rows.dense + rows.experts)
         block = profile.state * self._shard + profile.gathered * self._weights + unreduced * several
+        # What nothing gathers is there as a bf16 copy; without a pipeline, the ends are gathered all along, too.
+        block += 2 * (rows.dense + rows.experts) * ((rows.shards == 1) & (rows.pp == 1))
         first = profile.state * 4 * rows.ends / rows.shards + profile.first_gathered * self._weights
-        first += 4 * rows.ends * (several & (rows.pp == 1))
+        first += (2 + 4) * rows.ends * (rows.pp == 1)
         left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
         passing += float(self._passing.sum()) * self._weights
-        peaks = list[Column]()
-        for rank, (layers, in_flight) in enumerate(zip(rows.layers.T, rows.in_flight.T, strict=True)):
+        peaks, sent = list[Column](), profile.message.messages.get(("pp", "send"), 0) * self.work
+        per_rank = zip(rows.layers.T, rows.in_flight.T, rows.sends.T, strict=True)
+        for rank, (layers, in_flight, sends) in enumerate(per_rank):
             temporary = np.where((rank == 2) | (rows.pp == 1), np.maximum(passing, ending), passing)
             # A single micro-batch has no gradients yet where it has all activations.
             held = np.maximum(in_flight * left + temporary, layers * self._shard * ~several + passing)
+            # What is sent is held until a pass ends; when most is in flight, all but that has been sent.
+            held += sends * sent * np.maximum(0.0, rows.passing - in_flight / np.maximum(1, layers))
             peaks.append(first * (rank == 0) + layers * block + held)
         return np.maximum.reduce(peaks)
 

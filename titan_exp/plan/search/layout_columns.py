@@ -55,6 +55,8 @@ class LayoutColumns:
     loss_tokens: Column
     """Tokens whose logits are in memory at once."""
     micro_batches: Column
+    passing: Column
+    """Micro-batches of a pass through the pipeline; 0 without one."""
     stages: Column
     """Pipeline stages of all ranks."""
     gathers: Column
@@ -192,7 +194,7 @@ def in_flight(schedule: str, ranks: int, rank: int, own: tuple[int, ...], micro_
 def _load(candidate: Candidate) -> list[float]:
     """Columns of a layout from `sequences` to `in_flight`."""
     layout, parallelism = candidate.layout, candidate.parallelism
-    micro_batches, ranks = layout.gradient_accumulation, parallelism.pp
+    micro_batches, ranks, passing = layout.gradient_accumulation, parallelism.pp, 0
     # The first and last layers may differ from the rest.
     distinct, period = repetition(candidate.experiment)
     last = last_layers(candidate.experiment)
@@ -207,10 +209,10 @@ def _load(candidate: Candidate) -> list[float]:
             by_rank[rank] += count
             sends[rank] += (stage > 0) + (stage < len(placed) - 1)
         own = [tuple(count for at, count in placed if at == rank) for rank in range(ranks)]
-        schedule, passing = parallelism.pp_schedule, layout.pipeline_microbatches
-        held = [in_flight(schedule, ranks, rank, own[rank], passing) for rank in range(ranks)]
+        passing = layout.pipeline_microbatches
+        held = [in_flight(parallelism.pp_schedule, ranks, rank, own[rank], passing) for rank in range(ranks)]
     tokens = layout.micro_batch_size * candidate.experiment.training.seq_len / parallelism.cp
     chunk, gathers = min(tokens, layout.loss_chunk_tokens or tokens), 2 * micro_batches
-    scalars = [layout.micro_batch_size, tokens, chunk, micro_batches, layout.stage_count]
+    scalars = [layout.micro_batch_size, tokens, chunk, micro_batches, passing, layout.stage_count]
     of_ranks = [counts[at] for counts in (by_rank, sends, held) for at in (0, min(1, ranks - 1), -1)]
     return [*scalars, 1 if layout.reshard_policy == "never" else gathers, *of_ranks]

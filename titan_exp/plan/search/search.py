@@ -31,7 +31,7 @@ from titan_exp.plan.child_process import start_forkserver, start_worker
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-from titan_exp.plan.extrapolate.sample import Samples, trace_samples
+from titan_exp.plan.extrapolate.sample import trace_samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.predict import on_cpu
@@ -53,6 +53,8 @@ LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
 Key = tuple[Any, ...]
+Evaluated = tuple[Candidate, Profile | None, LayoutCost | None]
+"""Layout with its profile, and its cost if it is planned."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class LayoutSearch:
         self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
         self._room = np.array([room_of(each.layout, device) for each in self._candidates])
         self._open = np.ones(len(supported), dtype=bool)
+        self._sampled = set[int]()
         self._costs: dict[Key, LayoutCost] = {}
         self._expanded, self._refused = set[Key](), set[Key]()
 
@@ -144,9 +147,8 @@ class LayoutSearch:
         )
 
     def _search(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        for future in as_completed([pool.submit(_trace, each) for each in self._seeds()]):
-            candidate, profile = future.result()
-            self._use(candidate, profile)
+        for future in as_completed([self._begin(pool, each) for each in self._seeds()]):
+            self._add(future)
         known = -1
         while known != (known := len(self._costs)):
             self._explore(pool, cores)
@@ -178,46 +180,44 @@ class LayoutSearch:
         return list(seeds.values())
 
     def _evaluate(self, pool: ProcessPoolExecutor, candidates: Iterable[Candidate]) -> None:
-        futures = {pool.submit(_plan, candidate, self._device): candidate for candidate in candidates}
-        for future in as_completed(futures):
-            self._add(futures[future], future)
+        for future in as_completed([pool.submit(_plan, candidate, self._device) for candidate in candidates]):
+            self._add(future)
 
-    def _add(self, candidate: Candidate, future: Future[tuple[LayoutCost, Profile | None]]) -> None:
-        """Add a planned layout. Moves that cannot be extrapolated are left out."""
-        try:
-            cost, profile = future.result()
-        except ExtrapolationError as error:
-            if candidate.number >= 0:
-                raise UserError(f"plan search: {error}. titan-exp plan predicts one layout.") from error
-            self._refused.add(candidate.identity)
-            return
-        self._costs[candidate.identity] = cost
-        if candidate.number >= 0:
+    def _begin(self, pool: ProcessPoolExecutor, candidate: Candidate) -> Future[Evaluated]:
+        """Begin to plan an enumerated layout, or to sample it if its estimate is from a layout that is far."""
+        if self._estimates.is_near(candidate) or candidate.number in self._sampled:
             self._open[candidate.number] = False
-            self._use(candidate, profile, cost)
+            return pool.submit(_plan, candidate, self._device)
+        self._sampled.add(candidate.number)
+        return pool.submit(_sample, candidate)
+
+    def _add(self, future: Future[Evaluated]) -> None:
+        """Use a sampled or planned layout."""
+        candidate, profile, cost = future.result()
+        if profile is not None:
+            self._estimates.add(profile, cost)
+        if cost is not None:
+            self._costs[candidate.identity] = cost
+        elif candidate.number < 0:
+            self._refused.add(candidate.identity)
         fastest = "".join(f"; fastest so far: {cost}" for cost in self._fastest()[:1])
         self._show(f"{len(self._costs)} layouts planned{fastest}")
 
-    def _use(self, candidate: Candidate, profile: Profile | None, cost: LayoutCost | None = None) -> None:
-        """Estimate others from a layout."""
-        if profile is not None:
-            self._estimates.add(replace(profile, candidate=candidate), cost)
-
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
         """Plan enumerated layouts in the order of their estimates until no other can enter the rows."""
-        running: dict[Future[tuple[LayoutCost, Profile | None]], Candidate] = {}
+        running: dict[Future[Evaluated], int] = {}
         while True:
             # Layouts with better estimates may suffice: wait for their plans before planning slower ones.
             while len(running) < cores and not (running and self._enough(len(running))):
-                candidate = self._next([each.number for each in running.values()])
+                candidate = self._next(running.values())
                 if candidate is None:
                     break
-                self._open[candidate.number] = False
-                running[pool.submit(_plan, candidate, self._device)] = candidate
+                running[self._begin(pool, candidate)] = candidate.number
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                self._add(running.pop(future), future)
+                del running[future]
+                self._add(future)
 
     def _enough(self, waiting: int) -> bool:
         """True if the rows would be complete if every pending layout fit."""
@@ -319,21 +319,24 @@ def _start_worker() -> None:
     logging.disable(logging.INFO)
 
 
-def _trace(candidate: Candidate) -> tuple[Candidate, Profile | None]:
+def _sample(candidate: Candidate) -> Evaluated:
     """Profile of a layout that is not planned."""
-    with no_garbage_collection(), suppress(ExtrapolationError):
-        return candidate, profile_of(candidate, _samples(candidate))
-    return candidate, None
-
-
-def _plan(candidate: Candidate, device: Device) -> tuple[LayoutCost, Profile | None]:
-    """Planned cost and profile of a layout. Raises ExtrapolationError if it cannot be extrapolated."""
-    cost, samples = planned_cost(candidate, device)
-    if samples is None and candidate.number >= 0:
-        return cost, _trace(candidate)[1]
-    return cost, None if samples is None else profile_of(candidate, samples)
-
-
-def _samples(candidate: Candidate) -> Samples:
     experiment = on_cpu(share_of_group(candidate.experiment))
-    return trace_samples(experiment, cuda=device_type(experiment.cluster) == "cuda")
+    with no_garbage_collection(), suppress(ExtrapolationError):
+        samples = trace_samples(experiment, cuda=device_type(experiment.cluster) == "cuda")
+        return candidate, profile_of(candidate, samples), None
+    return candidate, None, None
+
+
+def _plan(candidate: Candidate, device: Device) -> Evaluated:
+    """Profile and planned cost of a layout; without them for a move that cannot be extrapolated."""
+    try:
+        cost, samples = planned_cost(candidate, device)
+    except ExtrapolationError as error:
+        if candidate.number < 0:
+            return candidate, None, None
+        raise UserError(f"plan search: {error}. titan-exp plan predicts one layout.") from error
+    if candidate.number < 0:
+        return candidate, None, cost
+    _, profile, _ = _sample(candidate) if samples is None else (candidate, profile_of(candidate, samples), None)
+    return candidate, profile, cost

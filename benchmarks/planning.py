@@ -27,10 +27,8 @@ COMPILED = [*PIPELINE, "compile=blocks", "quantization=float8_rowwise"]
 def traced(layers: int, shortcut: bool) -> None:
     """Plan one of 64 ranks, with or without extrapolation."""
     from titan_exp.config.hydra.compose import compose
-    from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.extrapolate.stages import stages_of
-    from titan_exp.plan.extrapolate.step_cost import simulate_rank, step_cost, trace_parts
+    from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.predict import on_cpu
     from titan_exp.plan.trace.fake_world import fake_rank
     from titan_exp.plan.trace.trace_step import trace_step
@@ -40,9 +38,7 @@ def traced(layers: int, shortcut: bool) -> None:
     experiment = on_cpu(to_experiment(compose(words)))
     began = time.process_time()
     if shortcut:
-        layout, parts = ResolvedLayout.of(experiment), trace_parts(experiment, cuda=True)
-        stages = stages_of(experiment, 0)
-        step_cost(layout, stages, parts, simulate_rank(layout, 0, parts.samples))
+        TraceExtrapolator(experiment, cuda=True).trace(0)
     else:
         with fake_rank(experiment, 0) as it:
             trace_step(it.state, it.step, warmup_step=it.warmup_step, cuda=True)
@@ -103,7 +99,7 @@ def main() -> None:
     ):
         found = measured(["-m", "titan_exp", "plan", "search", *words, "--gpus", str(gpus), "--json"], given.cores)
         print(
-            f"{name} on {gpus}: {found['tried']:,} layouts, {found['traces']} profiles; {found['wall s']:.0f} s, "
+            f"{name} on {gpus}: {found['tried']:,} layouts, {found['planned']} planned; {found['wall s']:.0f} s, "
             f"{found['processor s']:.0f} s of processors, {found['GiB']:.2f} GiB the largest process"
         )
 

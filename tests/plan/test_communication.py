@@ -13,10 +13,10 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.parallel.pipeline_parallel.runtime import P2PQueue
-from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, build_schedule
+from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.extrapolate.schedule_simulation import simulate_schedule
+from titan_exp.plan.extrapolate.schedule_simulation import KINDS, _simulate
 from titan_exp.plan.plan_table import print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
@@ -44,13 +44,20 @@ def planned(microbatches: int) -> Plan:
 
 @pytest.mark.parametrize(("sends_complete", "expected"), [(False, MICROBATCHES), (True, 1)])
 def test_first_rank_holds_sent_activations(sends_complete: bool, expected: int):
-    orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
-    simulation = simulate_schedule(orders, [0, 1], 0, 1, sends_complete)
-    # When the last backward pass begins, its own forward pass is the only one that is still needed.
+    schedule = "1F1B", 2, 2, MICROBATCHES
+    simulation = _simulate(schedule, (0, 1), 0, 1, sends_complete=sends_complete, resharded=False)
     assert simulation.sent == MICROBATCHES
-    last = [scheduled for scheduled in simulation.actions if scheduled.action.kind == "B"][-1]
-    made = 1
-    assert last.before[made] == expected
+    # When the last backward pass begins, its own forward pass is the only one that is still needed.
+    made, last = set[int](), len(simulation.actions) - 1
+    for event in simulation.events:
+        if (event.what, event.which) == ("begin", last):
+            break
+        if event.what == "allocate" and KINDS[event.kind] == "made":
+            made.add(event.which)
+        elif event.what == "release":
+            made.discard(event.which)
+    assert simulation.actions[last].action.kind == "B"
+    assert len(made) == expected
 
 
 @pytest.mark.night

@@ -1,17 +1,14 @@
-"""Extrapolated step totals equal those of the full trace."""
+"""Layouts that are extrapolated, kinds of their layers, and reasons against it."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.parameter_roles import parameter_roles
@@ -249,66 +246,6 @@ RESHARDED = {
 """Overrides with a pipeline that gathers parameters again for each micro-batch, by name."""
 PIPELINES |= SPLIT | RESHARDED
 
-QUICK = ("modules in fp32, SGD by its import path",)
-"""Compared each time; the others by `make night`."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.night]) for name in {**WHOLE, **PIPELINES}]
-)
-def test_extrapolated_totals_equal_the_full_trace(name: str, tmp_path: Path):
-    experiment = experiment_of({**WHOLE, **PIPELINES}[name])
-    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
-    (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
-    for whole, short in found:
-        assert short == whole
-
-
-def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
-    """Totals of the first, second and last pipeline rank, traced in full and extrapolated."""
-    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-    from titan_exp.plan.extrapolate.stages import stages_of
-    from titan_exp.plan.extrapolate.step_cost import simulate_rank, step_cost, trace_parts
-    from titan_exp.plan.search.layout_cost import extreme_ranks
-    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
-    from titan_exp.plan.trace.inductor import uses_inductor
-    from titan_exp.plan.trace.trace_step import trace_step
-
-    experiment = load_experiment(path, trust=True)
-    cuda = device_type(experiment.cluster) == "cuda"
-    assert unsupported_reason(experiment) is None
-    parts, found, layout = trace_parts(experiment, cuda=cuda), [], ResolvedLayout.of(experiment)
-    for number in extreme_ranks(experiment.parallelism.pp):
-        with fake_rank(experiment, pipeline_ranks(ResolvedLayout.of(experiment))[number]) as fake:
-            whole = trace_step(
-                fake.state,
-                fake.step,
-                warmup_step=fake.warmup_step,
-                preallocated=fake.preallocated,
-                cuda=cuda,
-                inductor=uses_inductor(experiment.compile),
-            )
-        kept = {name: whole.persistent[name] for name in ("parameters", "optimizer")}
-        simulation = simulate_rank(layout, number, parts.samples)
-        short = step_cost(layout, stages_of(experiment, number), parts, simulation)
-        persistent = {name: short.persistent[name] for name in kept}
-        found.append((totals(kept, whole), totals(persistent, short)))
-    return found
-
-
-def totals(kept: dict[str, int], step: object) -> dict[str, object]:
-    costs, peak = step.costs, step.peak  # type: ignore[attr-defined]
-    return {
-        **kept,
-        "messages": dict(costs.messages),
-        "calls": dict(costs.calls),
-        "flops": costs.flops,
-        "bytes moved": (costs.bytes_moved, costs.host_bytes),
-        "kernels": dict(costs.kernels),
-        "peak": peak.bytes,
-        "categories": peak.by_category,
-    }
-
 
 @pytest.mark.parametrize(
     ("overrides", "reason"),
@@ -382,33 +319,6 @@ def test_last_layers_may_differ():
         small.quantization.quantizes(f"blocks.{number}.attention.qkv", 64, 64, layers=6) for number in range(6)
     ]
     assert quantized == [False, True, True, True, False, False]
-
-
-def test_an_optimizer_that_is_not_linear_in_layers_is_not_extrapolated(tmp_path: Path):
-    experiment = experiment_of("optimizer.name=tests.plan.test_extrapolate.Quadratic optimizer.implementation=for_loop")
-    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
-    (message,) = run_ranks(1, optimizer_steps, str(tmp_path / "config.yaml"))
-    assert "optimizer.name=tests.plan.test_extrapolate.Quadratic is no linear function" in message
-
-
-class Quadratic(torch.optim.SGD):
-    """Compares every pair of parameters."""
-
-    def step(self, closure: Any = None) -> Any:
-        count = sum(len(group["params"]) for group in self.param_groups)
-        torch.zeros(count, count)
-        return super().step(closure)
-
-
-def optimizer_steps(path: str) -> str:
-    from titan_exp.plan.extrapolate.optimizer_step import trace_optimizer_steps
-    from titan_exp.plan.extrapolate.stages import ExtrapolationError
-
-    try:
-        trace_optimizer_steps(load_experiment(path, trust=True), cuda=False)
-    except ExtrapolationError as error:
-        return str(error)
-    return ""
 
 
 def test_axes_equal_those_of_the_mesh(tmp_path: Path):

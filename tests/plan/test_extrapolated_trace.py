@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOL
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.plan.cuda.caching_allocator import Event
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
@@ -57,22 +59,24 @@ def test_extrapolated_allocations_equal_the_full_trace(name: str, tmp_path: Path
     assert unsupported_reason(experiment) is None
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
     (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"), name == "more micro-batches than are composed")
-    assert len(found) == experiment.parallelism.pp
+    assert len(found) == experiment.parallelism.pp * (1 if device_type(experiment.cluster) == "cuda" else 2)
     for whole, short in found:
         for quantity, value in whole.items():
             assert short[quantity] == value, quantity
 
 
 def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Full and extrapolated trace of each pipeline rank on CUDA."""
+    """Full and extrapolated trace of each pipeline rank, on CUDA and on the run's own device."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.inductor import uses_inductor
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment, found = load_experiment(path, trust=True), []
-    extrapolator = TraceExtrapolator(experiment, cuda=True, matmul_workspace=WORKSPACE)
-    for number, rank in enumerate(pipeline_ranks(ResolvedLayout.of(experiment))):
+    devices = dict.fromkeys((True, device_type(experiment.cluster) == "cuda"))
+    extrapolators = [TraceExtrapolator(experiment, cuda, WORKSPACE * cuda) for cuda in devices]
+    ranks = enumerate(pipeline_ranks(ResolvedLayout.of(experiment)))
+    for (number, rank), extrapolator in product(ranks, extrapolators):
         # First, since the first trace of a process allocates its constants, such as tables of 8-bit moments.
         short = extrapolator.trace(number)
         with fake_rank(experiment, rank) as fake:
@@ -82,9 +86,9 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
                 warmup_step=fake.warmup_step,
                 outer_step=fake.outer_step,
                 preallocated=fake.preallocated,
-                cuda=True,
+                cuda=extrapolator.cuda,
                 inductor=uses_inductor(experiment.compile),
-                matmul_workspace=WORKSPACE,
+                matmul_workspace=extrapolator.matmul_workspace,
             )
         assert {axis: short.axes.get(axis, ranks) for axis, ranks in whole.axes.items()} == whole.axes
         found.append((quantities(whole, beyond_limit), quantities(short, beyond_limit)))

@@ -52,7 +52,7 @@ def test_a_search_ranks_layouts_of_one_group():
     experiment = experiment_of(GROUPS.format(2))
     candidate = Candidate(0, experiment, model_spec(experiment.model))
     assert (candidate.layout.gradient_accumulation, candidate.layout.devices) == (4, 2)
-    cost = LayoutCost(candidate, 2.0, 0.0, 0, 0, "", 1)
+    cost = LayoutCost(candidate, 2.0, 0.0, 0, 0, "", 1, 0, 0)
     assert cost.tokens_per_second == alone().tokens_per_step / 2.0 / 2
 
 

@@ -249,8 +249,8 @@ def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
 
     space, device = search_space(composed(*words), gpus, fixed_keys(words)), device_named("h100")
     first = [next(each for each in space.candidates if each.mode == mode) for mode in ("selective", "none")]
-    less, more = (planned_cost(each, device) for each in first)
-    room = round(less.needed + between * (more.needed - less.needed))
+    less, more = (planned_cost(each, device)[0] for each in first)
+    room = round(less.reserved + between * (more.reserved - less.reserved))
     device = replace(device, memory=room + device.memory - less.room)
     best = LayoutSearch(space, device, 2, lambda _: None).run().rows[0]
     neighbours = [moved for _, moved in moves(best.candidate, space, device)]
@@ -298,7 +298,7 @@ words = ["training.micro_batch_size=2", "parallelism.dp_replicate=1", "paralleli
 space = search_space(composed(*words), 8, fixed_keys(words))
 limits = [(interrupt, None), (len, 0.01)]
 found = [LayoutSearch(space, device_named("h100"), 10, show).run(seconds) for show, seconds in limits]
-left = [len(space.candidates) - result.looked_at - result.floor == result.slower > 0 for result in found]
+left = [len(space.candidates) - result.planned - result.floor == result.slower > 0 for result in found]
 rows = [[row.step_seconds for row in result.rows] for result in found]
 print(json.dumps([rows, left, [result.stopped for result in found], len(multiprocessing.active_children())]))
 """

@@ -214,10 +214,12 @@ class _Scaled:
         # Gradients of several micro-batches are summed in fp32 before they are reduced.
         unreduced = profile.gradients * self._weights if several[-1] else 4 * (rows.dense + rows.experts)
         block = profile.state * self._shard + profile.gathered * self._weights + unreduced * several
-        # What nothing gathers is there as a bf16 copy; without a pipeline, the ends are gathered all along, too.
-        block += 2 * (rows.dense + rows.experts) * ((rows.shards == 1) & (rows.pp == 1))
+        # One data rank has bf16 copies of its weights; without a pipeline, the ends are gathered all along.
+        whole = rows.pp == 1
+        copied = np.where(whole, rows.shards == 1, rows.shards[-1] == 1)
+        block += 2 * (rows.dense + rows.experts) * copied
         first = profile.state * 4 * rows.ends / rows.shards + profile.first_gathered * self._weights
-        first += (2 + 4) * rows.ends * (rows.pp == 1)
+        first += rows.ends * (2 * (whole | copied) + 4 * whole)
         left, passing, ending = map(self._memory, (profile.left, profile.passing - self._passing, profile.ending))
         passing += float(self._passing.sum()) * self._weights
         peaks, sent = list[Column](), profile.message.messages.get(("pp", "send"), 0) * self.work

@@ -8,7 +8,6 @@ next block, or in the first micro-batch. It is looked up at the same relative po
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
 from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, StorageKey
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -20,14 +19,14 @@ from titan_exp.plan.trace.step_position import NOWHERE, StepPosition
 class EventComposer:
     """Composes the allocation events of a full step, segment by segment.
 
-    `blocks` has the number of blocks by stage; `workspace` is allocated by the matmul library's first call in each
-    thread and kept.
+    `blocks` has the number of blocks by stage; sizes are rounded up to `granularity`; `workspace` is allocated by the
+    matmul library's first call in each thread and kept.
     """
 
-    def __init__(self, blocks: Mapping[int, int], workspace: int = 0) -> None:
+    def __init__(self, blocks: Mapping[int, int], granularity: int, workspace: int = 0) -> None:
         self._blocks, self._workspace = blocks, workspace
         self._threads: set[int] = set()
-        self.tracker, self._stream = MemoryTracker(stream=lambda: self._stream), 0
+        self.tracker, self._stream = MemoryTracker(granularity, stream=lambda: self._stream), 0
         """Events and size changes so far."""
         self._streams: dict[tuple[int, int], int] = {}
         self._allocated: dict[StepPosition, dict[StorageKey, list[int]]] = {}
@@ -165,7 +164,7 @@ class EventComposer:
     def _matmul(self, mark: int) -> None:
         if self._workspace and mark not in self._threads:
             self._threads.add(mark)
-            self.allocate(-(-self._workspace // MIN_BLOCK) * MIN_BLOCK, "workspaces")
+            self.allocate(self._workspace, "workspaces")
 
     def _micros(
         self, sample: Sample, site: AllocationSite, source: StepPosition, at: StepPosition

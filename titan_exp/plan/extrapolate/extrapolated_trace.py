@@ -11,6 +11,7 @@ from typing import Protocol
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_optimizer_step
 from titan_exp.plan.extrapolate.rank_events import compose_rank
 from titan_exp.plan.extrapolate.sample import Samples, trace_samples
@@ -63,7 +64,8 @@ class TraceExtrapolator:
             simulate = partial(simulate_rank, layout, pipeline_rank, sends_complete=sample.sends_complete)
             simulation = simulate()
             schedules = [simulate(passes=1), simulation]
-        tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, workspace=self.matmul_workspace)
+        sizes = {"granularity": MIN_BLOCK if self.cuda else 1, "workspace": self.matmul_workspace}
+        tracker, gradients = compose_rank(samples, stages, schedules, optimizer_step, **sizes)
         costs = sum_costs([_pass_costs(samples, stages, simulation), optimizer_step.costs])
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
         saved = tuple(

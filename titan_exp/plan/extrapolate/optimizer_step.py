@@ -1,21 +1,28 @@
 """Trace of the optimizer step: gradient clipping, the update, and released gradients.
 
-It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients.
+It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients. That of a deep
+model without a pipeline is unrolled from those of three small ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition
+from titan_exp.plan.extrapolate.small_run import small_run
+from titan_exp.plan.extrapolate.stages import ExtrapolationError
+from titan_exp.plan.extrapolate.unroll import Token, unroll
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
     SYNCHRONIZATION,
+    AllocationEvent,
     GradientKey,
     Segment,
     SegmentTracker,
+    category_bytes,
     sum_costs,
 )
 from titan_exp.plan.trace.step_position import OPTIMIZER_STEP, TIED_SUM
@@ -23,6 +30,8 @@ from titan_exp.plan.trace.trace_step import trace_step
 
 _TRACES: dict[tuple[str, int, bool], "OptimizerStepTrace"] = {}
 """Traces of the process by run, global rank and device type."""
+MIN_DEPTH = 6
+"""Layers over those of the deepest small model from which on unrolling is faster than a trace."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class OptimizerStepTrace:
     """Setup and two optimizer steps of a rank, traced without passes."""
 
     setup: Sequence[Segment]
-    """Before the first step."""
+    """Before the first step. Sizes on the device are not rounded up, as in `ends`."""
     ends: Sequence[Sequence[Segment]]
     """Each optimizer step, from reduced gradients to the next step."""
     gradients: Sequence[Mapping[int, GradientKey]]
@@ -53,8 +62,94 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
         experiment = _without_passes(experiment)
     key = repr(experiment), rank, cuda
     if key not in _TRACES:
-        _TRACES[key] = _trace(experiment, rank, cuda=cuda)
+        depths = _depths(experiment)
+        try:
+            found = _unrolled(experiment, depths, cuda=cuda) if depths else None
+        except ExtrapolationError:  # an optimizer whose step is not linear in the layers
+            found = None
+        _TRACES[key] = found or _trace(experiment, rank, cuda=cuda)
     return _TRACES[key]
+
+
+def _depths(experiment: Experiment) -> range | None:
+    """Layers of three small models, a period apart, from which to unroll; None where a trace is as fast or another."""
+    (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
+    few = distinct + last + 2 * period
+    few += (layers - few) % period
+    # Fragments of semi-synchronous training are not linear in the layers.
+    if experiment.parallelism.pp > 1 or experiment.semi_sync.enabled or layers < MIN_DEPTH * (few + 2 * period):
+        return None
+    return range(few, few + 3 * period, period)
+
+
+def _unrolled(experiment: Experiment, depths: range, *, cuda: bool) -> OptimizerStepTrace:
+    """Trace of a model without a pipeline, unrolled from those of small ones.
+
+    Raises:
+        ExtrapolationError: the step is not linear in the number of layers.
+    """
+    number = ResolvedLayout.of(experiment).gradient_accumulation
+    small = [small_run(experiment, [depth], number, experiment.activation_checkpoint) for depth in depths]
+    one, two, three = traces = [_trace(run, 0, cuda=cuda) for run in small]
+    periods, least, more = (experiment.model.layers - depths.start) // depths.step, sum_costs([one.costs], -1), []
+    more = [sum_costs([trace.costs, least]) for trace in (two, three)]
+    if sum_costs([more[1]]) != sum_costs([more[0]], 2):
+        raise ExtrapolationError("costs of the optimizer step are not linear in the number of layers")
+    hosts = [trace.on_host or {} for trace in traces]
+    unrolled = unroll([_tokens(trace) for trace in traces], periods)
+    setup, *ends = [[*_segments(unrolled, place)] for place in range(3)]
+    steps = range(2)
+    return OptimizerStepTrace(
+        setup,
+        ends,
+        [
+            {token.numbers[0]: _key(token) for token in unrolled if token.kind[:2] == ("gradient", step)}
+            for step in steps
+        ],
+        [[token.numbers[0] for token in unrolled if token.kind == ("other", step)] for step in steps],
+        sum_costs([one.costs, sum_costs([more[0]], periods)]),
+        one.parameters + (two.parameters - one.parameters) * periods,
+        one.flops_per_token + (two.flops_per_token - one.flops_per_token) * periods,
+        one.on_host and {name: size + (hosts[1][name] - size) * periods for name, size in one.on_host.items()},
+    )
+
+
+def _tokens(trace: OptimizerStepTrace) -> list[Token]:
+    """Segments, gradients and others of a trace as one sequence."""
+    found = list[Token]()
+    for place, segments in enumerate((trace.setup, *trace.ends)):
+        for segment in segments:
+            found.append(
+                Token(("segment", place, segment.position, segment.begins_phase, segment.category, segment.where))
+            )
+            found += [
+                Token(("event", place, bool(event.size), *event[2:]), (event.allocation, event.size))
+                for event in segment.events
+            ]
+    for step, (gradients, others) in enumerate(zip(trace.gradients, trace.others, strict=True)):
+        for allocation, (part, block, name) in sorted(gradients.items()):
+            found.append(Token(("gradient", step, part, block is None, name), (allocation, block or 0)))
+        found += [Token(("other", step), (allocation,)) for allocation in others]
+    return found
+
+
+def _segments(tokens: Sequence[Token], place: int) -> Iterator[Segment]:
+    """Segments of the setup or of a step, from their tokens; their totals are not read."""
+    events = list[AllocationEvent]()
+    for token in tokens:
+        what, at, *rest = token.kind
+        if at == place and what == "segment":
+            position, begins_phase, category, where = rest
+            none = category_bytes({})
+            yield Segment(none, none, where, OpCosts(), position, begins_phase, category, events := [])
+        elif at == place and what == "event":
+            allocation, size = token.numbers
+            events.append(AllocationEvent(allocation, size, *rest[1:]))
+
+
+def _key(gradient: Token) -> GradientKey:
+    _, _, part, is_outside, name = gradient.kind
+    return GradientKey(part, None if is_outside else gradient.numbers[1], name)
 
 
 def _holds_batches(experiment: Experiment) -> bool:
@@ -82,6 +177,7 @@ def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTra
             outer_step=fake.outer_step,
             preallocated=fake.preallocated,
             cuda=cuda,
+            rounds=False,
             segments=tracker,
         )
         segments, built = tracker.segments(), fake.state.built

@@ -21,16 +21,17 @@ def compose_rank(
     schedules: Sequence[ScheduleSimulation],
     optimizer_step: OptimizerStepTrace,
     *,
+    granularity: int,
     workspace: int,
 ) -> tuple[MemoryTracker, int]:
     """Compose two steps of a rank, each with its schedule; returns their tracker and the bytes of reduced gradients.
 
-    `workspace` is as in `EventComposer`.
+    `granularity` and `workspace` are as in `EventComposer`.
 
     Raises:
         ExtrapolationError: the samples do not determine an event.
     """
-    composer, size = EventComposer({stage.number: len(stage.modes) for stage in stages}, workspace), 0
+    composer, size = EventComposer({stage.number: len(stage.modes) for stage in stages}, granularity, workspace), 0
     rank = _Rank(composer, samples, stages)
     composer.add_setup(optimizer_step)
     for step, schedule in enumerate(schedules):

@@ -70,6 +70,7 @@ def trace_step(
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
+    rounds: bool = True,
     segments: SegmentTracker | None = None,
 ) -> Trace:
     """Run two steps and trace the second.
@@ -77,7 +78,8 @@ def trace_step(
     The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
     are tensors allocated before it, besides the model. An `outer_step` follows the second step, at no costs; if it is
     delayed, its fragment is in flight during that step. With `cuda`, sizes follow CUDA's kernels and allocator, and the
-    matmul library keeps `matmul_workspace` bytes per calling thread. With `inductor`, compiled kernels are skipped.
+    matmul library keeps `matmul_workspace` bytes per calling thread; without `rounds`, sizes are those of the tensors.
+    With `inductor`, compiled kernels are skipped.
     `segments` is an empty tracker that cuts the step into segments.
 
     Raises:
@@ -85,7 +87,7 @@ def trace_step(
     """
     tracker, offloaded = MemoryTracker() if segments is None else segments, state.mesh.device == GPU
     tracker.device = GPU if offloaded else None
-    tracker.granularity = MIN_BLOCK if cuda else 1
+    tracker.granularity = MIN_BLOCK if cuda and rounds else 1
     if cuda:
         tracker.stream = _Streams()
         if state.built.pipeline is not None:

@@ -32,7 +32,7 @@ STEPS = {
     "model.mtp.depth=1 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "tied, no clipping": BF16 + DEEP + "model.tied_embeddings=true training.max_grad_norm=null parallelism.dp_shard=2",
 }
-BY_DAY = ("AdamW, groups with frozen layers, accumulated",)
+BY_DAY = ("AdamW, fsdp on CUDA",)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ class Quadratic(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.night
 def test_an_optimizer_that_is_not_linear_in_layers_is_traced(tmp_path: Path):
     words = "optimizer.name=tests.plan.test_unroll.Quadratic optimizer.implementation=for_loop model.layers=26"
     (tmp_path / "config.yaml").write_text(to_yaml(experiment_of(words)))

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -12,9 +11,8 @@ from zlib import crc32
 
 import pytest
 from jaxtyping import install_import_hook
-from omegaconf import OmegaConf
 
-from tests import proofs
+from tests import fast_hydra, proofs
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,21 +24,7 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-t
 install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
 
-def _parse_files_once() -> None:
-    """Cache OmegaConf.load by inode and time: nearly half of a composition is Hydra parsing the same YAML."""
-    load, parsed = OmegaConf.load, dict[tuple[int, int, int], bytes]()
-
-    def cached(file_: Any) -> Any:
-        status = os.stat(file_) if isinstance(file_, (str, Path)) else os.fstat(file_.fileno())
-        key = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if key not in parsed:
-            parsed[key] = pickle.dumps(load(file_))
-        return pickle.loads(parsed[key])
-
-    OmegaConf.load = staticmethod(cached)
-
-
-_parse_files_once()
+fast_hydra.install()
 
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
 

@@ -1,6 +1,7 @@
 """Set-up of the whole test run: threads, no overlay of this machine, what is slow, and golden texts."""
 
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -22,8 +23,6 @@ os.environ["TITAN_EXP_LOCAL"] = "none"
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-tests-{os.getuid()}")
 # Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
 install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
-
-
 fast_hydra.install()
 
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
@@ -69,6 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("night") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Garbage collections of tests skip a million objects of the collected tests and of torch."""
+    if not session.config.option.collectonly:
+        gc.collect()
+        gc.freeze()
 
 
 def _shares_fixtures(item: pytest.Item) -> bool:

@@ -280,19 +280,8 @@ def predict(
     # Optimizer state is proportional to the weights of every rank.
     checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(experiment.semi_sync, state / weights))
     took = time.perf_counter() - began
-    return Plan(
-        experiment,
-        device,
-        plans,
-        bubble,
-        step,
-        tracer.flops_per_token,
-        checkpoint,
-        took,
-        tracer.why_full,
-        tracer.samples,
-        worst,
-    )
+    model = tracer.flops_per_token, checkpoint, took, tracer.why_full, tracer.samples, worst
+    return Plan(experiment, device, plans, bubble, step, *model)
 
 
 @dataclass

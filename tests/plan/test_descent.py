@@ -56,9 +56,9 @@ class ExactEstimates:
         """Every estimate is good enough."""
         return True
 
-    def awaiting(self, _: Iterable[int]) -> np.ndarray:
-        """No layout waits for a trace, which tells nothing more."""
-        return np.zeros(len(self.seconds), dtype=bool)
+    def awaiting(self, numbers: Iterable[int]) -> np.ndarray:
+        """A layout awaits its own plan; others' tell nothing more."""
+        return np.isin(np.arange(len(self.seconds)), list(numbers))
 
 
 def use_formulas(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
@@ -97,6 +97,7 @@ def test_no_neighbour_of_the_best_row_is_better(gib: int, formulas: list[Candida
     admitted = sorted(cost.step_seconds for cost in enumerated if cost.fits)
     assert all(row.step_seconds <= other + 1e-12 for row, other in zip([best, *others], admitted, strict=False))
     assert len(formulas) < len(enumerated) / 4
+    assert len(formulas) == len({candidate.identity for candidate in formulas})
 
 
 def test_a_layout_awaits_a_running_trace_that_is_nearer_than_finished_ones():

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Protocol
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -17,6 +16,7 @@ from titan_exp.plan.extrapolate.rank_events import compose_rank
 from titan_exp.plan.extrapolate.sample import Samples, trace_samples
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_rank
 from titan_exp.plan.extrapolate.stages import SampledPart, StageShape, stages_of
+from titan_exp.plan.planner_processes import Call
 from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import pipeline_ranks
@@ -28,14 +28,6 @@ MAX_MICRO_BATCHES = 8
 """Maximum number of composed micro-batches without a pipeline; further ones repeat."""
 
 
-class TracedLater(Protocol):
-    """Optimizer step that is traced beside the samples."""
-
-    def result(self) -> OptimizerStepTrace:
-        """The trace."""
-        ...
-
-
 @dataclass
 class TraceExtrapolator:
     """Extrapolates the traces of a run's ranks. Samples are traced on first use."""
@@ -43,7 +35,7 @@ class TraceExtrapolator:
     experiment: Experiment
     cuda: bool
     matmul_workspace: int = 0
-    _optimizer_steps: dict[object, OptimizerStepTrace | TracedLater] = field(default_factory=dict)
+    _optimizer_steps: dict[object, OptimizerStepTrace | Call[OptimizerStepTrace]] = field(default_factory=dict)
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Trace of a rank's step.
@@ -77,7 +69,9 @@ class TraceExtrapolator:
         return Trace(peak, tracker.allocated(), gradients, costs, axes, timeline, *tracker.events(), host, saved)
 
     def trace_optimizer_steps(
-        self, pipeline_ranks: Collection[int], begin: Callable[[Callable[[], OptimizerStepTrace]], TracedLater]
+        self,
+        pipeline_ranks: Collection[int],
+        begin: Callable[[Callable[[], OptimizerStepTrace]], Call[OptimizerStepTrace]],
     ) -> None:
         """Begin to trace the optimizer steps of several ranks by `begin`, if there are several."""
         calls = {self._shape(rank): self._tracing(rank) for rank in pipeline_ranks}

@@ -186,7 +186,6 @@ class LayoutSearch:
     def _begin(self, pool: ProcessPoolExecutor, candidate: Candidate) -> Future[Evaluated]:
         """Begin to plan an enumerated layout, or to sample it if its estimate is from a layout that is far."""
         if self._estimates.is_near(candidate) or candidate.number in self._sampled:
-            self._open[candidate.number] = False
             return pool.submit(_plan, candidate, self._device)
         self._sampled.add(candidate.number)
         return pool.submit(_sample, candidate)
@@ -198,6 +197,8 @@ class LayoutSearch:
             self._estimates.add(profile, cost)
         if cost is not None:
             self._costs[candidate.identity] = cost
+            if candidate.number >= 0:
+                self._open[candidate.number] = False
         elif candidate.number < 0:
             self._refused.add(candidate.identity)
         fastest = "".join(f"; fastest so far: {cost}" for cost in self._fastest()[:1])

@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,10 +171,11 @@ def described(row: "LayoutCost") -> tuple[object, ...]:
 
 def print_both(name: str) -> None:
     """Rows of an exhaustive and of bounded searches on three devices, as JSON. Both have enumerated layouts only."""
+    from titan_exp.plan.child_process import start_forkserver
     from titan_exp.plan.cuda.devices import device_named
     from titan_exp.plan.search.layout_cost import planned_cost
     from titan_exp.plan.search.layouts import fixed_keys, search_space
-    from titan_exp.plan.search.search import LayoutSearch
+    from titan_exp.plan.search.search import LayoutSearch, _plan, _start_worker
 
     def quiet(_: str) -> None:
         return
@@ -181,9 +183,10 @@ def print_both(name: str) -> None:
     gpus, words = SEARCHED[name]
     space = search_space(composed(*words), gpus, fixed_keys(words))
     device = device_named("h100")
-    whole = LayoutSearch(space, device, 0, quiet, bounded=False)
-    whole.run()
-    costs = sorted(whole._costs.values(), key=lambda cost: cost.step_seconds)
+    candidates = LayoutSearch(space, device, 0, quiet)._candidates
+    with ProcessPoolExecutor(2, start_forkserver(), _start_worker) as pool:
+        evaluated = list(pool.map(_plan, candidates, repeat(device)))
+    costs = sorted((cost for _, _, cost in evaluated if cost is not None), key=lambda cost: cost.step_seconds)
     peaks = sorted(cost.peak_bytes + device.memory - cost.room for cost in costs)
     rows, planned = [], []
     for place, limit in ((-1, 2), (len(peaks) // 2, 3), (len(peaks) // 8, 3)):

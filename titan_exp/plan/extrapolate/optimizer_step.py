@@ -119,9 +119,8 @@ def _tokens(trace: OptimizerStepTrace) -> list[Token]:
     found = list[Token]()
     for place, segments in enumerate((trace.setup, *trace.ends)):
         for segment in segments:
-            found.append(
-                Token(("segment", place, segment.position, segment.begins_phase, segment.category, segment.where))
-            )
+            phase = segment.where, segment.begins_phase, segment.category
+            found.append(Token(("segment", place, segment.position, *phase)))
             found += [
                 Token(("event", place, bool(event.size), *event[2:]), (event.allocation, event.size))
                 for event in segment.events
@@ -139,9 +138,8 @@ def _segments(tokens: Sequence[Token], place: int) -> Iterator[Segment]:
     for token in tokens:
         what, at, *rest = token.kind
         if at == place and what == "segment":
-            position, begins_phase, category, where = rest
-            none = category_bytes({})
-            yield Segment(none, none, where, OpCosts(), position, begins_phase, category, events := [])
+            (position, where, begins_phase, category), none = rest, category_bytes({})
+            yield Segment(none, none, OpCosts(), position, where, begins_phase, category, events := [])
         elif at == place and what == "event":
             allocation, size = token.numbers
             events.append(AllocationEvent(allocation, size, *rest[1:]))

@@ -86,13 +86,11 @@ class SearchResult:
 class LayoutSearch:
     """Search for the fastest `limit` layouts, with one process per core.
 
-    `show` is called with progress lines. Without `bounded`, every enumerated layout is planned.
+    `show` is called with progress lines.
     """
 
-    def __init__(
-        self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None], *, bounded: bool = True
-    ) -> None:
-        self._space, self._device, self._limit, self._show, self._bounded = space, device, limit, show, bounded
+    def __init__(self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None]) -> None:
+        self._space, self._device, self._limit, self._show = space, device, limit, show
         checks = LayoutChecks((_too_long, unsupported_reason), KEYS)
         reasons = [checks.first(candidate.experiment) for candidate in space.candidates]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
@@ -152,8 +150,7 @@ class LayoutSearch:
         known = -1
         while known != (known := len(self._costs)):
             self._explore(pool, cores)
-            if self._bounded:
-                self._refine(pool)
+            self._refine(pool)
         if not self._fastest() and self._open.any():
             # Its peak tells what is missing.
             smallest = int(np.where(self._open, self._estimates.bytes, np.inf).argmin())
@@ -231,10 +228,9 @@ class LayoutSearch:
         if not self._candidates:
             return None
         estimates, allowed = self._estimates, self._open & ~self._estimates.awaiting(running)
-        if self._bounded:
-            rows = self._fastest()
-            slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
-            allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)
+        rows = self._fastest()
+        slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
+        allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)
         number = int(np.where(allowed, estimates.seconds, np.inf).argmin())
         return self._candidates[number] if allowed[number] else None
 

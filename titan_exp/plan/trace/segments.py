@@ -84,8 +84,6 @@ class Totals:
     """Net allocated bytes, without those on the host."""
     peak: CategoryBytes
     """Bytes added at its first peak, without those on the host; zeros if it only frees."""
-    where: str
-    """Phase of the step."""
     costs: OpCosts
     """FLOPs, memory traffic and messages."""
 
@@ -96,6 +94,8 @@ class Segment(Totals):
 
     position: StepPosition
     """Position in the step; blocks are numbered in the model, parameter groups from 0."""
+    where: str
+    """Phase of the step."""
     begins_phase: bool
     """True if the segment begins its phase."""
     category: str
@@ -194,8 +194,8 @@ class SegmentTracker(MemoryTracker):
                 highest, peak = total, dict(net)
         # The outer sum drops keys of messages that the segment does not send.
         costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-        totals = category_bytes(net), category_bytes(peak), cut.where, costs
-        return Segment(*totals, cut.position, cut.begins_phase, cut.category, [*map(self._event, changes)])
+        totals = category_bytes(net), category_bytes(peak), costs
+        return Segment(*totals, cut.position, cut.where, cut.begins_phase, cut.category, [*map(self._event, changes)])
 
     def _event(self, change: Change) -> AllocationEvent:
         storage, number, size, stream, _ = change
@@ -346,10 +346,9 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
 def join_segments(segments: Sequence[Totals]) -> Totals:
     """Totals of consecutive parts of a step."""
     net, peak, height = category_bytes({}), category_bytes({}), 0
-    where = segments[0].where if segments else ""
     for segment in segments:
         if net.sum() + segment.peak.sum() > height:
-            peak, where = net + segment.peak, segment.where
+            peak = net + segment.peak
             height = int(peak.sum())
         net = net + segment.net
-    return Totals(net, peak, where, sum_costs([segment.costs for segment in segments]))
+    return Totals(net, peak, sum_costs([segment.costs for segment in segments]))

@@ -11,7 +11,7 @@ SPACE := $() $()
 WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN TORCH),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
 OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
 
-.PHONY: train test quick night other-torch tools peer gpu gpu-wheels check slurm golden clean
+.PHONY: train test quick night other-torch tools peer gpu gpu-wheels check compiled slurm golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -24,16 +24,16 @@ WORKERS := $(shell cores=$$(nproc); echo $$((cores > 4 ? 5 : cores + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 15
 
 ## Format, lint, types and every test.
-test: $(TESTS) check slurm
+test: $(TESTS) check slurm compiled
 	$(PYTEST) -m "slow or not slow"
 
 ## The tests without the minutes-long ones.
-quick: $(TESTS)
+quick: $(TESTS) compiled
 	$(PYTEST) -m "not slow"
 
 ## Every layout of tests/parity and other cases that the tests by day leave out, hundreds of layouts drawn at random, and
 ## things broken on purpose that must be noticed.
-night: $(TESTS) peer
+night: $(TESTS) peer compiled
 	$(PYTEST) -m night
 	$(PYTEST) tests/parity/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
@@ -73,6 +73,10 @@ gpu:
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu/packages.py --python $(GPU_PYTHON_VERSION)
+
+# Processes that tests start read compiled modules, also where PYTHONDONTWRITEBYTECODE keeps them from writing any.
+compiled: $(TESTS)
+	$(BIN)/python -m compileall -q titan_exp hydra_plugins tests
 
 check: $(TESTS)
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """Commands of the README and the guides: executed, or planned by --dry-run if they would train or need a cluster."""
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -82,14 +83,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_study(folder / "runs", losses, study="optimizers")
     make_study(folder / "runs", losses, study="halving")
     make_study(folder / "runs", losses, study="semi_synchronous")
-    for out in ("glyphs", "emoji"):
-        assert titan_exp("encode", "images=glyphs", f"out=stores/{out}", folder=folder).returncode == 0
-    for out in ("mine", "mixed"):
-        assert (
-            titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0
-        )
     (run,) = (folder / "runs" / "first").iterdir()
-    assert titan_exp("convert", str(run), "export/mine", folder=folder).returncode == 0
+    with contextlib.chdir(folder):
+        assert main(["encode", "images=glyphs", "out=stores/glyphs"]) == 0
+        assert main(["tokenize", "data=text", "data.paths=[notes]", "out=stores/mine"]) == 0
+        assert main(["convert", str(run), "export/mine"]) == 0
+    for store, copy in (("glyphs", "emoji"), ("mine", "mixed")):
+        shutil.copytree(folder / "stores" / store, folder / "stores" / copy)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Hydra and OmegaConf without work that a process repeats: a fifth of the suite's CPU time is composition.
+"""Hydra and OmegaConf without repeated work: much of the CPU time of tests of the command line is composition.
 
 The composed configurations are the same: golden files of tests/config are those of Hydra alone.
 """

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +83,7 @@ def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
         dispatch_mode._OP_CACHE = cache
         with fake_rank(experiment, 0) as fake:
             trace = trace_step(fake.state, fake.step)
-        found.append({"costs": asdict(trace.costs), "kept": trace.persistent, "moments": trace.timeline})
+        found.append({"costs": trace.costs, "kept": trace.persistent, "moments": trace.timeline})
     return found[0], found[2], sum(cached is not None for cached in memo._cached.values())
 
 

@@ -1,3 +1,5 @@
+"""Compositions of the tests' fast Hydra are those of Hydra alone."""
+
 import copy
 import shutil
 from pathlib import Path

@@ -5,6 +5,7 @@ python -m pytest tests/parity/planner_mutations.py
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from tests.plan import (
     test_extrapolated_trace,
     test_kernel_classes,
     test_rates,
+    test_unroll,
 )
 from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedule_simulation, small_run
+from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedule_simulation, small_run, unroll
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -59,6 +61,10 @@ def sent_activations_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LayoutColumns.of
     without = classmethod(lambda cls, candidates: replace(plain(candidates), passing=np.zeros(len(candidates))))
     monkeypatch.setattr(LayoutColumns, "of", without)
+
+
+def periods_need_not_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unroll, "_continues", lambda *_: True)
 
 
 def the_descent_moves_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +194,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (bytes_of_kernels, views_are_launches),
     (test_estimates.test_estimates_are_near_the_planned_costs, messages_have_no_rate),
     (test_estimates.test_estimates_are_near_the_planned_costs, sent_activations_are_released),
+    (partial(test_unroll.test_a_deep_sequence_follows_from_three_shallow_ones, 50), periods_need_not_continue),
     (tied_pipeline_in_passes, tied_gradients_are_not_summed),
     (tied_pipeline_in_passes, a_step_has_one_pass),
     (split_pipeline, a_second_backward_pass_repeats_the_first),

@@ -61,9 +61,10 @@ class Estimates:
             nearer |= (far < self._far) | (far == 0)
         return nearer
 
-    def is_near(self, candidate: Candidate) -> bool:
-        """True if a layout's estimate is from one that tells enough to plan it."""
-        return bool(self._far[candidate.number] <= NEAR)
+    @property
+    def near(self) -> npt.NDArray[np.bool_]:
+        """True for layouts whose estimates are from one that tells enough to plan them."""
+        return self._far <= NEAR
 
     def add(self, profile: Profile, cost: LayoutCost | None) -> None:
         """Use a sampled layout for those to which it is the nearest; `cost` is its planned one, if it is planned."""

@@ -145,11 +145,9 @@ class LayoutSearch:
         )
 
     def _search(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        for future in as_completed([self._begin(pool, each) for each in self._seeds()]):
-            self._add(future)
-        known = -1
+        seeds, known = self._seeds(), -1
         while known != (known := len(self._costs)):
-            self._explore(pool, cores)
+            self._explore(pool, cores, seeds)
             self._refine(pool)
         if not self._fastest() and self._open.any():
             # Its peak tells what is missing.
@@ -182,7 +180,7 @@ class LayoutSearch:
 
     def _begin(self, pool: ProcessPoolExecutor, candidate: Candidate) -> Future[Evaluated]:
         """Begin to plan an enumerated layout, or to sample it if its estimate is from a layout that is far."""
-        if self._estimates.is_near(candidate) or candidate.number in self._sampled:
+        if self._estimates.near[candidate.number] or candidate.number in self._sampled:
             return pool.submit(_plan, candidate, self._device)
         self._sampled.add(candidate.number)
         return pool.submit(_sample, candidate)
@@ -201,13 +199,20 @@ class LayoutSearch:
         fastest = "".join(f"; fastest so far: {cost}" for cost in self._fastest()[:1])
         self._show(f"{len(self._costs)} layouts planned{fastest}")
 
-    def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        """Plan enumerated layouts in the order of their estimates until no other can enter the rows."""
+    def _explore(self, pool: ProcessPoolExecutor, cores: int, seeds: list[Candidate]) -> None:
+        """Plan enumerated layouts in the order of their estimates until no other can enter the rows.
+
+        All `seeds` are begun, and taken off their list, before a second layout is planned: the first is a row to show.
+        """
         running: dict[Future[Evaluated], int] = {}
+        shown = False
         while True:
             # Layouts with better estimates may suffice: wait for their plans before planning slower ones.
-            while len(running) < cores and not (running and self._enough(len(running))):
-                candidate = self._next(running.values())
+            while len(running) < cores and (seeds or not (running and self._enough(len(running)))):
+                candidate = None if seeds and shown else self._next(running.values(), near=bool(seeds))
+                shown = shown or candidate is not None
+                if candidate is None and seeds:
+                    candidate = seeds.pop(0)
                 if candidate is None:
                     break
                 running[self._begin(pool, candidate)] = candidate.number
@@ -222,12 +227,14 @@ class LayoutSearch:
         found = len(self._fastest())
         return found + waiting >= self._limit > found
 
-    def _next(self, running: Iterable[int]) -> Candidate | None:
+    def _next(self, running: Iterable[int], *, near: bool = False) -> Candidate | None:
         """Layout with the best estimate that may still enter the rows, or None; without those of which a running plan
-        tells more than the finished ones."""
+        tells more than the finished ones, and with `near` only of those whose estimates are near."""
         if not self._candidates:
             return None
         estimates, allowed = self._estimates, self._open & ~self._estimates.awaiting(running)
+        if near:
+            allowed = allowed & estimates.near
         rows = self._fastest()
         slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
         allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)

@@ -274,7 +274,7 @@ def test_the_smallest_layout_is_named_if_none_fits():
     words = ["model=llama3_8b", "model.layers=16", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]
     said = planned("search", "--gpus", "8", *words, *fixed, "activation_checkpoint=none", code=2)
     assert "nothing fits on 8 x H100" in said
-    assert "The smallest of 1 layouts needs" in said
+    assert "The smallest planned layout needs" in said
     assert "training.loss_chunk_tokens=2048" in said
     assert "Traceback" not in said
 

@@ -131,9 +131,10 @@ def _check_homogeneous(experiment: Experiment) -> None:
 def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     capacity = format_bytes(device.memory)
     if result.stopped:
+        found = "no layout was planned" if not result.planned else f"none of {result.planned} planned layouts fits"
         return (
-            f"plan search: none of {result.planned} layouts planned in {result.seconds:.0f} s fits on {gpus} x "
-            f"{device.name} with {capacity}. Use more --seconds, or fix some keys, as in parallelism.tp=8."
+            f"plan search: {found} in {result.seconds:.0f} s, on {gpus} x {device.name} with {capacity}. "
+            "Use more --seconds, or fix some keys, as in parallelism.tp=8."
         )
     if result.smallest is None and result.unknown and not result.floor:
         return (
@@ -153,8 +154,8 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     if keeps_fp32_moments(smallest.optimizer):
         fixes.append("optimizer.state_precision=bf16")
     return (
-        f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest of {result.planned} "
-        f"planned layouts needs {format_bytes(result.smallest.reserved)} in {result.smallest.peak_where} ({degrees}, "
+        f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest planned "
+        f"layout needs {format_bytes(result.smallest.reserved)} in {result.smallest.peak_where} ({degrees}, "
         f"training.micro_batch_size={smallest.training.micro_batch_size}, "
         f"activation_checkpoint.mode={smallest.activation_checkpoint.mode}). "
         f"Use {listed([*fixes, 'a shorter training.seq_len'])}."

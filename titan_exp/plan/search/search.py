@@ -149,10 +149,10 @@ class LayoutSearch:
         while known != (known := len(self._costs)):
             self._explore(pool, cores, seeds)
             self._refine(pool)
-        if not self._fastest() and self._open.any():
-            # Its peak tells what is missing.
+        # Where nothing fits, the peak of the smallest layout tells what is missing.
+        while not self._fastest() and self._open.any() and known == len(self._costs):
             smallest = int(np.where(self._open, self._estimates.bytes, np.inf).argmin())
-            self._evaluate(pool, [self._candidates[smallest]])
+            self._add(self._begin(pool, self._candidates[smallest]))
 
     def _seeds(self) -> list[Candidate]:
         """Layouts sampled first: simple ones of every mode of activation checkpointing, with and without a pipeline and

@@ -30,6 +30,8 @@ STEPS = {
     "windows in every second layer": BF16 + "model=gpt_oss_debug model.layers=50 parallelism.dp_shard=2",
     "a dense layer first, modules behind the last on CUDA": CUDA + "model=deepseek_debug model.layers=33 "
     "model.mtp.depth=1 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
+    "Adafactor": BF16 + DEEP + "parallelism.dp_shard=2 optimizer=adafactor",
+    "Dion": BF16 + DEEP + "parallelism.dp_shard=2 optimizer=dion",
     "tied, no clipping": BF16 + DEEP + "model.tied_embeddings=true training.max_grad_norm=null parallelism.dp_shard=2",
 }
 BY_DAY = ("AdamW, fsdp on CUDA",)

@@ -38,11 +38,6 @@ class Config(OptimizerConfig):
         """A second moment in vectors; less in matrices."""
         return 2
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """False: the messages of several layers are sent as one."""
-        return False
-
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Build Adafactor."""

@@ -31,11 +31,6 @@ class Config(OptimizerConfig):
         """The momentum."""
         return 1
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """True: every parameter is updated alone."""
-        return True
-
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Build Lion."""

@@ -37,11 +37,6 @@ class Config(OptimizerConfig):
         """True: evaluations and checkpoints have the averaged weights x."""
         return True
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """False: weights move before the first forward pass, which the traced optimizer step does not have."""
-        return False
-
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Build schedule-free AdamW."""

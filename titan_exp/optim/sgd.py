@@ -28,11 +28,6 @@ class Config(OptimizerConfig):
         """The momentum."""
         return 1
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """True: every parameter is updated alone."""
-        return True
-
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Build torch's SGD, whose weight decay is added to the gradient."""

@@ -29,11 +29,6 @@ class Config(AdamWConfig):
         """False: the update of an arbitrary optimizer is unknown."""
         return False
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """False: the state of an arbitrary optimizer is unknown."""
-        return False
-
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Call the class as `Class(groups, lr=lr, **options)`; every parameter group has a key `role`."""

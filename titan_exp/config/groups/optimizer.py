@@ -110,11 +110,6 @@ class OptimizerConfig:
         """Configuration whose every step takes as much memory and work as this one's costliest: the planner's."""
         return self
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """True if identical layers have identical state and updates; else the planner compares those of few layers."""
-        return False
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimizerConfig):
@@ -144,11 +139,6 @@ class AdamWConfig(OptimizerConfig):
     @property
     def is_scale_invariant(self) -> bool:
         """True: gradients are divided by their root mean square."""
-        return True
-
-    @property
-    def is_homogeneous(self) -> bool:
-        """True: every parameter is updated alone."""
         return True
 
 

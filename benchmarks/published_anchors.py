@@ -8,16 +8,16 @@ predictions. Trainers differ: a mutation plans the row with one thing as in the 
 """
 
 import argparse
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.published_recipe import published_operators, torch_operators
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
@@ -63,8 +63,9 @@ class Mutation:
     name: str
     overrides: str = ""
     """Overrides in addition to the row's."""
-    kernels: bool = True
-    """False plans torch's operators instead of our Triton kernels."""
+    operators: str = ""
+    """`torch` plans torch's operators instead of our Triton kernels; `published` those of the published trainer, and
+    `separate` its matmuls too."""
     free: str = ""
     """Mesh axis whose messages take no time."""
 
@@ -89,16 +90,28 @@ class Anchor:
 
 
 BUDGET = Mutation("our list of saved operators", "activation_checkpoint.budget=0.6")
-TORCH = Mutation("torch's operators", kernels=False)
+TORCH = Mutation("torch's operators", operators="torch")
 BF16_GATHER = Mutation("weights gathered in bf16", "quantization.float8_all_gather=false")
 CUDNN = Mutation("cuDNN attention", "model.attention_backend=cudnn")
 RING = Mutation("ring attention", "parallelism.cp_method=ring")
+WHOLE = "training.loss_chunk_tokens=null cluster.expandable_segments=false"
+SAVED = (
+    " activation_checkpoint.save=[{}aten._scaled_dot_product_flash_attention,_c10d_functional.reduce_scatter_tensor]"
+)
+# A float8 weight that is gathered cannot be split into the published trainer's.
+BF16 = " quantization.float8_all_gather=false"
+PUBLISHED = Mutation("as published", WHOLE, "published")
+EVERY_SECOND = Mutation("as published", WHOLE + SAVED.format("aten.mm/2,"), "separate")
+EVERY_SECOND_FLOAT8 = Mutation(
+    "as published, gathered in bf16", WHOLE + SAVED.format("aten._scaled_mm/2,") + BF16, "separate"
+)
+NO_MATMUL = Mutation("as published, no matmul saved, gathered in bf16", WHOLE + SAVED.format("") + BF16, "separate")
 HIDDEN = Mutation("tensor parallelism's messages hidden", free="tp")
 
 
 def _long(tokens: int, cp: int, memory: float, speed: float, *, fitted: bool = False) -> Anchor:
     layout = f"parallelism.dp_shard={8 // cp} parallelism.cp={cp} training.global_batch_size={8 // cp}"
-    mutations = (RING,) if cp > 1 else (CUDNN,)
+    mutations = (PUBLISHED, RING if cp > 1 else CUDNN)
     # The published run does not ask how far the model's positions reach.
     layout += f" model.context={tokens}" if tokens > 131072 else ""
     name = f"8B, {tokens // 1024}k tokens, fsdp {8 // cp} x cp {cp}, compile, float8"
@@ -106,19 +119,21 @@ def _long(tokens: int, cp: int, memory: float, speed: float, *, fitted: bool = F
 
 
 ANCHORS = [
-    Anchor("8B, fsdp 8", EIGHT, 82.4, 5762, mutations=(TORCH,)),
-    Anchor("8B, fsdp 8, compile", EIGHT + COMPILE, 77.0, 6667, mutations=(CUDNN,), fitted=True),
+    Anchor("8B, fsdp 8", EIGHT, 82.4, 5762, mutations=(TORCH, EVERY_SECOND)),
+    Anchor("8B, fsdp 8, compile", EIGHT + COMPILE, 77.0, 6667, mutations=(EVERY_SECOND, CUDNN), fitted=True),
     Anchor(
         "8B, fsdp 8, compile, float8",
         EIGHT + FLOAT8 + ATTENTION_ONLY,
         76.8,
         8532,
-        mutations=(BF16_GATHER, BUDGET),
+        mutations=(EVERY_SECOND_FLOAT8, NO_MATMUL, BF16_GATHER, BUDGET),
         fitted=True,
     ),
-    Anchor("8B, fsdp 128", MANY, 67.0, 5605, mutations=(TORCH,)),
-    Anchor("8B, fsdp 128, compile", MANY + COMPILE, 62.0, 6514),
-    Anchor("8B, fsdp 128, compile, float8", MANY + FLOAT8 + ATTENTION_ONLY, 61.8, 8380),
+    Anchor("8B, fsdp 128", MANY, 67.0, 5605, mutations=(TORCH, EVERY_SECOND)),
+    Anchor("8B, fsdp 128, compile", MANY + COMPILE, 62.0, 6514, mutations=(EVERY_SECOND,)),
+    Anchor(
+        "8B, fsdp 128, compile, float8", MANY + FLOAT8 + ATTENTION_ONLY, 61.8, 8380, mutations=(EVERY_SECOND_FLOAT8,)
+    ),
     _long(32768, 1, 83.9, 3890, fitted=True),
     _long(65536, 2, 84.2, 2540),
     _long(131072, 4, 84.0, 1071),
@@ -128,48 +143,42 @@ ANCHORS = [
         MEDIUM + FLOAT8,
         71.9,
         829,
+        mutations=(PUBLISHED,),
     ),
-    Anchor("70B, the same, async TP", MEDIUM + FLOAT8, 67.6, 876, "async TP", (HIDDEN,)),
-    Anchor("405B, fsdp 8 x tp 8 x pp 8, 1F1B", LARGE + FLOAT8, 82.5, 100, "async TP", (HIDDEN,)),
+    Anchor("70B, the same, async TP", MEDIUM + FLOAT8, 67.6, 876, "async TP", (PUBLISHED, HIDDEN)),
+    Anchor("405B, fsdp 8 x tp 8 x pp 8, 1F1B", LARGE + FLOAT8, 82.5, 100, "async TP", (PUBLISHED, HIDDEN)),
     Anchor(
         "405B, the same, interleaved",
         LARGE + FLOAT8 + " parallelism.pp_schedule=Interleaved1F1B",
         72.7,
         128,
         "async TP",
-        (HIDDEN,),
+        (PUBLISHED, HIDDEN),
     ),
     Anchor(
         "8B, H200, fsdp 32, compile, float8",
         SMALL + "parallelism.dp_shard=32 training.global_batch_size=64" + FLOAT8 + ATTENTION_ONLY,
         47.96,
         10938,
-        mutations=(CUDNN,),
+        mutations=(EVERY_SECOND_FLOAT8, NO_MATMUL, CUDNN),
         device="h200",
     ),
 ]
 
 
-@contextmanager
-def triton_kernels(used: bool) -> Iterator[None]:
-    """Plan torch's operators in the `with` block, unless Triton kernels are `used`."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("titan_exp.ops")]
-    found = [] if used else [module for module in modules if hasattr(module, "runs_kernel")]
-    before = [module.runs_kernel for module in found]
-    try:
-        for module in found:
-            module.runs_kernel = lambda tensor: False  # type: ignore[attr-defined]
-        yield
-    finally:
-        for module, function in zip(found, before, strict=True):
-            module.runs_kernel = function  # type: ignore[attr-defined]
+OPERATORS = {
+    "": nullcontext,
+    "torch": torch_operators,
+    "published": lambda: published_operators(separate=False),
+    "separate": lambda: published_operators(separate=True),
+}
 
 
 def plan_of(anchor: Anchor, mutation: Mutation) -> Plan:
     """Plan a row with a mutation."""
     experiment = to_experiment(compose([*COMMON, *anchor.overrides.split(), *mutation.overrides.split()]))
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
-    with triton_kernels(mutation.kernels):
+    with OPERATORS[mutation.operators]():
         return predict(experiment, DEVICES[anchor.device])
 
 

@@ -182,6 +182,20 @@ def test_kernel_choice_equals_cudas():
     assert attention_kernel(experiment_of("training.mixed_precision=bf16", "model.attention_backend=math")) == "math"
 
 
+@pytest.mark.parametrize(("backend", "own", "other"), [("flash", "flash", "cudnn"), ("auto", "cudnn", "flash")])
+def test_a_list_of_saved_operators_names_the_attention_of_the_run(backend: str, own: str, other: str):
+    def flops(*saved: str) -> int:
+        run = "training.mixed_precision=bf16", f"model.attention_backend={backend}", "activation_checkpoint=selective"
+        return planned(*run, *saved).ranks[0].trace.costs.flops
+
+    def of_list(kernel: str) -> int:
+        return flops(f"activation_checkpoint.save=[aten._scaled_dot_product_{kernel}_attention]")
+
+    # An automatic list without a budget saves attention alone; what is not saved is computed again.
+    assert of_list(own) == flops("activation_checkpoint.budget=0")
+    assert of_list(own) < of_list(other) == flops("activation_checkpoint=full")
+
+
 def test_other_devices_are_refused():
     with pytest.raises(UserError, match="MI300X"):
         predict(experiment_of("training.mixed_precision=fp32"), device_named("mi300x"))

@@ -1,5 +1,6 @@
 """Prediction of a run: traced or extrapolated steps of pipeline ranks, and a step time estimate."""
 
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -237,7 +238,7 @@ def predict(
     check_supported(experiment, device)
     if cuda and device is not None:
         device = with_run_kernels(device, experiment)
-    traced = on_cpu(group) if cuda else group
+    traced = on_cpu(group, device) if cuda else group
     node = layout.node_size if cuda else layout.world_size
     numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     workspace = device.matmul_workspace if cuda and device is not None else 0
@@ -370,6 +371,16 @@ def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Cal
         return call()
 
 
-def on_cpu(experiment: Experiment) -> Experiment:
-    """Run as traced on a CPU, whose flash kernel saves the same tensors as CUDA's flash and cuDNN kernels."""
-    return replace(experiment, model=with_attention_backend(experiment.model, attention_kernel(experiment)))
+def on_cpu(experiment: Experiment, device: Device | None) -> Experiment:
+    """Run as traced on a CPU, whose flash kernel saves the same tensors as CUDA's flash and cuDNN kernels.
+
+    It is also saved in their place where a list of saved operators names the one that the run takes.
+    """
+    traced = replace(experiment, model=with_attention_backend(experiment.model, attention_kernel(experiment)))
+    kernel = None if device is None else with_run_kernels(device, experiment).kernel
+    if kernel not in ("flash", "cudnn"):
+        return traced
+    own = re.compile(rf"aten\._scaled_dot_product_{kernel}_attention(?:\.default)?(?=/|$)")
+    checkpointing = experiment.activation_checkpoint
+    save = [own.sub("aten._scaled_dot_product_flash_attention_for_cpu", entry) for entry in checkpointing.save]
+    return replace(traced, activation_checkpoint=replace(checkpointing, save=save))

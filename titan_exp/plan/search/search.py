@@ -183,7 +183,7 @@ class LayoutSearch:
         if self._estimates.near[candidate.number] or candidate.number in self._sampled:
             return pool.submit(_plan, candidate, self._device)
         self._sampled.add(candidate.number)
-        return pool.submit(_sample, candidate)
+        return pool.submit(_sample, candidate, self._device)
 
     def _add(self, future: Future[Evaluated]) -> None:
         """Use a sampled or planned layout."""
@@ -323,9 +323,9 @@ def _start_worker() -> None:
     logging.disable(logging.INFO)
 
 
-def _sample(candidate: Candidate) -> Evaluated:
+def _sample(candidate: Candidate, device: Device) -> Evaluated:
     """Profile of a layout that is not planned."""
-    experiment = on_cpu(share_of_group(candidate.experiment))
+    experiment = on_cpu(share_of_group(candidate.experiment), device)
     with no_garbage_collection(), suppress(ExtrapolationError):
         samples = trace_samples(experiment, cuda=device_type(experiment.cluster) == "cuda")
         return candidate, profile_of(candidate, samples), None
@@ -342,5 +342,5 @@ def _plan(candidate: Candidate, device: Device) -> Evaluated:
         raise UserError(f"plan search: {error}. titan-exp plan predicts one layout.") from error
     if candidate.number < 0:
         return candidate, None, cost
-    _, profile, _ = _sample(candidate) if samples is None else (candidate, profile_of(candidate, samples), None)
+    _, profile, _ = _sample(candidate, device) if samples is None else (candidate, profile_of(candidate, samples), None)
     return candidate, profile, cost

@@ -1,0 +1,85 @@
+"""The published trainer's operators in place of ours, where they decide what is in memory.
+
+Its query, key and value, and gate and up, are matmuls of their own; its loss computes whole logits in fp32, under
+tensor parallelism by torch's `loss_parallel`, whose temporaries are written out here; its other operators are torch's.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_exp.models.blocks import transformer
+from titan_exp.models.blocks.feed_forward import FeedForward
+from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.transformer import Attention
+from titan_exp.ops.loss import cross_entropy
+from titan_exp.ops.loss.vocab_parallel import VocabShard, locate
+
+
+@contextmanager
+def torch_operators() -> Iterator[None]:
+    """Plan torch's operators instead of our Triton kernels in the `with` block."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("titan_exp.ops")]
+    with ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "runs_kernel"):
+                stack.enter_context(patch.object(module, "runs_kernel", lambda tensor: False))
+        yield
+
+
+@contextmanager
+def published_operators(*, separate: bool) -> Iterator[None]:
+    """Plan the published trainer's operators in the `with` block; `separate` splits the fused matmuls."""
+    with ExitStack() as stack:
+        stack.enter_context(torch_operators())
+        stack.enter_context(patch.object(cross_entropy, "_LogitsLoss", _ParallelLoss))
+        if separate:
+            stack.enter_context(patch.object(FeedForward, "forward", _feed_forward))
+            stack.enter_context(patch.object(Attention, "forward", _attention))
+        yield
+
+
+def _split(linear: Linear, x: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [linear.linear_impl(x, weight) for weight in linear.weight.split(sizes)]
+
+
+def _feed_forward(self: FeedForward, x: Tensor) -> Tensor:
+    gate, up = _split(self.gate_up, x, [self.down.weight.shape[1]] * 2)
+    return self.down(F.silu(gate) * up)
+
+
+def _attention(self: Attention, x: Tensor, rope: tuple[Tensor, ...], mask: Any) -> Tensor:
+    keys = self.qkv.weight.shape[0] // (self.group + 2)
+    heads = (part.unflatten(-1, (-1, self.head_dim)) for part in _split(self.qkv, x, [self.group * keys, keys, keys]))
+    query, key, value = heads
+    query, key = transformer.rotate(query, *rope[:2]), transformer.rotate(key, *rope[:2])
+    return self.out(self.core(*(part.transpose(1, 2) for part in (query, key, value)), mask).transpose(1, 2).flatten(2))
+
+
+class _ParallelLoss(torch.autograd.Function):
+    """Sum of the cross-entropy over tokens, with the temporaries of `torch.distributed.tensor.parallel.loss`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, shard: VocabShard) -> Any:
+        x = logits.float()
+        shifted = x - shard.all_reduce_max(x.amax(-1))[:, None]
+        total = shard.all_reduce_sum(torch.exp(shifted).sum(-1))
+        result = shifted - total.log()[:, None]
+        column, here = locate(labels, shard, logits.shape[1])
+        ctx.save_for_backward(result, column, here)
+        ctx.dtype = logits.dtype
+        loss = -shard.all_reduce_sum((result.gather(1, column[:, None])[:, 0] * here).sum())
+        return loss, loss.clone(), torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        result, column, here = ctx.saved_tensors
+        gradient = torch.zeros_like(result)
+        gradient.scatter_(1, column[:, None], -here.to(gradient.dtype)[:, None])
+        return ((gradient + torch.exp(result)) * gradients[0]).to(ctx.dtype), None, None, None

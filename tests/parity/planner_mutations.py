@@ -17,11 +17,13 @@ from tests.plan import (
     test_extrapolate,
     test_extrapolated_trace,
     test_kernel_classes,
+    test_mem_efficient_attention,
     test_rates,
     test_unroll,
 )
 from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedule_simulation, small_run, unroll
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
@@ -134,6 +136,11 @@ def the_first_of_a_kind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "sampled_edge", lambda experiment: 3)
 
 
+def a_list_names_flash_attention_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = predict.with_run_kernels
+    monkeypatch.setattr(predict, "with_run_kernels", lambda *run: replace(plain(*run), kernel="flash"))
+
+
 def tied_pipeline_in_passes() -> None:
     _compare("tied, document mask, embedding alone in a stage, in passes")
 
@@ -178,6 +185,10 @@ def descent() -> None:
         test_descent.test_no_neighbour_of_the_best_row_is_better(24, test_descent.use_formulas(patch))
 
 
+def attention_of_a_list() -> None:
+    test_mem_efficient_attention.test_a_list_of_saved_operators_names_the_attention_of_the_run("auto", "cudnn", "flash")
+
+
 def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
@@ -205,6 +216,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (frozen_layers, parameter_groups_keep_their_patterns),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),
+    (attention_of_a_list, a_list_names_flash_attention_for_every_kernel),
 ]
 
 

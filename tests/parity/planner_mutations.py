@@ -113,7 +113,10 @@ def a_second_backward_pass_repeats_the_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def storages_belong_to_the_micro_batch_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventComposer, "_micros", lambda self, *at: [self._micro(*at)])
+    def before(self: EventComposer, sample: Any, site: Any, *at: Any) -> list[int | None]:
+        return [self._micro(sample, site.position, *at)]
+
+    monkeypatch.setattr(EventComposer, "_micros", before)
 
 
 def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:

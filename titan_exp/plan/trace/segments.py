@@ -120,10 +120,10 @@ class _Cut(NamedTuple):
 class SegmentTracker(MemoryTracker):
     """Memory tracker that also cuts a trace into segments."""
 
-    _mode: CostMode | None = None
-
     def __init__(self) -> None:
         super().__init__()
+        self.mode: CostMode | None = None
+        """Mode that counts the costs of segments; None before the build is traced."""
         self.reduced_gradients: list[dict[GradientKey, int]] = []
         """Allocations of reduced gradients, for each step; set by `SegmentObserver`."""
         self.action_results: dict[StepPosition, int] = {}
@@ -140,10 +140,6 @@ class SegmentTracker(MemoryTracker):
         super().begin_phase(category, where, outside_passes)
         self.cut(self.position.next_phase(where), begins_phase=True)
 
-    def read_costs_of(self, mode: CostMode) -> None:
-        """Read the costs of segments from this mode."""
-        self._mode = mode
-
     def begin_step(self) -> None:
         """Begin the evaluated step and its first segment."""
         super().begin_step()
@@ -155,7 +151,7 @@ class SegmentTracker(MemoryTracker):
 
     def cut(self, position: StepPosition, *, begins_phase: bool = False) -> None:
         """End a segment and begin another."""
-        self.position, costs = position, OpCosts() if self._mode is None else sum_costs([self._mode.costs])
+        self.position, costs = position, sum_costs([self.mode.costs] if self.mode else [])
         self._cuts.append(_Cut(len(self._changes), position, self.where, begins_phase, self.category, costs))
 
     def mark_matmul(self, *, backward: bool) -> None:
@@ -211,14 +207,22 @@ class SegmentTracker(MemoryTracker):
             self._defaults[self._allocations] = self.category
 
 
-class PhaseObserver(StepObserver):
-    """Sets the class of kernels outside passes on a tracker, and the category of batches."""
+class SegmentObserver(StepObserver):
+    """Ends a segment at each start of a micro-batch, pipeline action, gradient reduction or optimizer step.
 
-    def __init__(self, tracker: MemoryTracker) -> None:
+    Also sets the class of kernels outside passes, and the category of batches.
+    """
+
+    def __init__(self, tracker: SegmentTracker) -> None:
         self._tracker = tracker
+
+    def microbatch_begin(self, index: int) -> None:
+        """Begin a micro-batch."""
+        self._cut(0, index, "F before")
 
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action: before its first block, batches are placed, or the loss is differentiated."""
+        self._cut(action.stage, action.microbatch, f"{action.kind} before")
         # The phase of the action before depends on the schedule.
         if action.kind == "F":
             self._tracker.begin_phase("activations", "forward, embedding", EMBEDDING)
@@ -226,10 +230,18 @@ class PhaseObserver(StepObserver):
             self._tracker.begin_phase("loss", "backward, head and loss", LOSS)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """Hidden states and gradients between stages are activations, also if a collective writes or reads them."""
+        """Begin the segment between two pipeline actions.
+
+        Hidden states and gradients between stages are activations, also if a collective writes or reads them.
+        """
+        tracker = self._tracker
         # The last stage's objective is a number.
         if result is not None and result.dim():
-            self._tracker.set_category([result], "activations", is_final=True)
+            tracker.set_category([result], "activations", is_final=True)
+        at = tracker.position._replace(part=action.kind + RESULT, block=None)
+        if result is not None and (allocation := tracker.allocation_of(result)) != NOT_TRACKED:
+            tracker.action_results[at] = allocation
+        tracker.cut(at._replace(part=action.kind + BETWEEN))
 
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
         """Begin the weight gradients of a block; those outside of blocks belong to the phase before."""
@@ -243,45 +255,6 @@ class PhaseObserver(StepObserver):
     def stage_reduction_begin(self, stage: int) -> None:
         """Begin the gradient reduction of a stage."""
         self._tracker.outside_passes = GRADIENTS
-
-    def tied_sum_begin(self) -> None:
-        """Begin the sum of tied gradients."""
-        self._tracker.outside_passes = GRADIENTS
-
-    def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
-        """End the passes of the step."""
-        self._tracker.outside_passes = NORM
-
-
-class SegmentObserver(PhaseObserver):
-    """Ends a segment at each start of a micro-batch, pipeline action, gradient reduction or optimizer step."""
-
-    _tracker: SegmentTracker
-
-    def __init__(self, tracker: SegmentTracker) -> None:
-        super().__init__(tracker)
-
-    def microbatch_begin(self, index: int) -> None:
-        """Begin a micro-batch."""
-        self._cut(0, index, "F before")
-
-    def action_begin(self, action: Action) -> None:
-        """Begin a pipeline action; its phase begins in its own segment."""
-        self._cut(action.stage, action.microbatch, f"{action.kind} before")
-        super().action_begin(action)
-
-    def action_end(self, action: Action, result: Tensor | None) -> None:
-        """Begin the segment between two pipeline actions."""
-        super().action_end(action, result)
-        tracker = self._tracker
-        at = tracker.position._replace(part=action.kind + RESULT, block=None)
-        if result is not None and (allocation := tracker.allocation_of(result)) != NOT_TRACKED:
-            tracker.action_results[at] = allocation
-        tracker.cut(at._replace(part=action.kind + BETWEEN))
-
-    def stage_reduction_begin(self, stage: int) -> None:
-        """Begin the gradient reduction of a stage."""
-        super().stage_reduction_begin(stage)
         self._cut(stage, None, REDUCE)
 
     def group_reduction_begin(self) -> None:
@@ -294,14 +267,14 @@ class SegmentObserver(PhaseObserver):
 
     def tied_sum_begin(self) -> None:
         """Begin the sum of tied gradients."""
-        super().tied_sum_begin()
+        self._tracker.outside_passes = GRADIENTS
         self._cut(NOWHERE, None, TIED_SUM)
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
         self._cut(NOWHERE, None, OPTIMIZER_STEP)
-        super().gradients_ready(parts)
+        self._tracker.outside_passes = NORM
 
     def _cut(self, stage: int, micro: int | None, part: str) -> None:
         self._tracker.cut(StepPosition(self._tracker.position.step, stage, micro, part, None))

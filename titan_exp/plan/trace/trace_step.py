@@ -1,8 +1,10 @@
 """Trace of one rank's step: memory over time, FLOPs, messages. The rank is fake or real."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -17,10 +19,10 @@ from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
-from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
+from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.phases import track_phases
-from titan_exp.plan.trace.segments import SYNCHRONIZATION, PhaseObserver, SegmentObserver, SegmentTracker
+from titan_exp.plan.trace.segments import SYNCHRONIZATION, SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState
 
 
@@ -80,16 +82,18 @@ def trace_step(
     delayed, its fragment is in flight during that step. With `cuda`, sizes follow CUDA's kernels and allocator, and the
     matmul library keeps `matmul_workspace` bytes per calling thread; without `rounds`, sizes are those of the tensors.
     With `inductor`, compiled kernels are skipped.
-    `segments` is an empty tracker that cuts the step into segments.
+    `segments` is an empty tracker, from which the caller reads the step's segments.
 
     Raises:
         UserError: the step calls an unknown operator.
     """
-    tracker, offloaded = MemoryTracker() if segments is None else segments, state.mesh.device == GPU
+    tracker, offloaded = segments or SegmentTracker(), state.mesh.device == GPU
     tracker.device = GPU if offloaded else None
     tracker.granularity = MIN_BLOCK if cuda and rounds else 1
     if cuda:
-        tracker.stream = _Streams()
+        # FSDP2's streams on a CPU are no-op objects, numbered in order of use.
+        numbers = defaultdict[object, int](count(1).__next__, {torch.cpu.current_stream(): 0})
+        tracker.stream = lambda: numbers[torch.cpu.current_stream()]
         if state.built.pipeline is not None:
             # A fake process group completes sends immediately in torch 2.15, and never in 2.13.
             state.built.pipeline.transport.sees_completion = False
@@ -101,13 +105,12 @@ def trace_step(
         efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
         reset_dynamo() if offloaded else nullcontext(),
         skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
-        observe_steps(PhaseObserver(tracker) if segments is None else SegmentObserver(segments)),
+        observe_steps(SegmentObserver(tracker)),
     ):
         for tensor in preallocated:
             tracker.track(tensor, "other")
-        if segments is not None:
-            segments.read_costs_of(mode)
-            segments.next_step()
+        tracker.mode = mode
+        tracker.next_step()
         (warmup_step or step)()
         if outer_step is not None and outer_step.delayed:
             _synchronize(mode, outer_step.send)
@@ -118,8 +121,7 @@ def trace_step(
         if outer_step is not None:
             sends = () if outer_step.delayed else (outer_step.send,)
             _synchronize(mode, *sends, outer_step.apply, outer_step.collect)
-        if segments is not None:
-            segments.cut(segments.position)
+        tracker.cut(tracker.position)
         return Trace(
             tracker.peak(),
             tracker.allocated(),
@@ -142,13 +144,3 @@ def _synchronize(mode: CostMode, *actions: Callable[[], object]) -> None:
         action()
     mode.costs = costs
     tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
-
-
-class _Streams:
-    """Numbers FSDP2's streams, which on a CPU are no-op objects."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[object, int] = {torch.cpu.current_stream(): 0}
-
-    def __call__(self) -> int:
-        return self._numbers.setdefault(torch.cpu.current_stream(), len(self._numbers))

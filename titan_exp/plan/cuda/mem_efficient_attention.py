@@ -90,15 +90,14 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     return copied + sums + max(product, workspace)
 
 
-def uses_efficient_attention(parts: Iterable[nn.Module]) -> bool:
-    """True if an attention module uses this kernel."""
-    return any(getattr(module, "backend", None) == "efficient" for part in parts for module in part.modules())
-
-
 @contextmanager
 def efficient_kernel(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Route attention to this kernel's operator in the `with` block."""
-    for module in (module for part in parts for module in part.modules()):
+    """Route attention to this kernel's operator in the `with` block, if an attention module uses it."""
+    modules = [module for part in parts for module in part.modules()]
+    if all(getattr(module, "backend", None) != "efficient" for module in modules):
+        yield
+        return
+    for module in modules:
         if isinstance(module, ContextAttention):
             module.kernel = module.backend
     with replaced_attributes((F, "scaled_dot_product_attention", _efficient_attention)):

@@ -89,7 +89,8 @@ def class_times(costs: OpCosts, device: Device | None) -> list[ClassTime]:
         flops, fp8, size, launches = (costs.kernels.get((name, measure), 0) for measure in MEASURES)
         if launches:
             moved = 0 if flops else size
-            part = OpCosts(flops=flops, fp8_flops=fp8, bytes_moved=moved, kernels=costs.kernels_of(name))
+            kernels = {key: count for key, count in costs.kernels.items() if key[0] == name}
+            part = OpCosts(flops=flops, fp8_flops=fp8, bytes_moved=moved, kernels=kernels)
             seconds = None if device is None else sum(_kernel_seconds(part, device))
             found.append(ClassTime(name, launches, flops, size, seconds))
     return found

@@ -37,7 +37,7 @@ from titan_exp.plan.trace.op_costs import (
     parse_message,
     unknown_operator,
 )
-from titan_exp.plan.trace.received_rows import exchange_message, exchanged_rows
+from titan_exp.plan.trace.received_rows import exchanged_rows
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 WORLD = "world"
@@ -68,10 +68,6 @@ class OpCosts:
     """Number of operators that compute, move bytes or send messages; views and allocations launch nothing."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`."""
-
-    def kernels_of(self, name: str) -> dict[tuple[str, str], int]:
-        """Counts of the kernels of one class."""
-        return {key: count for key, count in self.kernels.items() if key[0] == name}
 
 
 class CostMode(TorchDispatchMode):
@@ -181,7 +177,8 @@ class CostMode(TorchDispatchMode):
     def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         size = decomposed_workspace(func, args) + (0 if self._workspace is None else self._workspace(func, args))
         if size:
-            self.tracker.add_transient(size, self.tracker.category)
+            # Freed before the operator returns.
+            self.tracker.free(self.tracker.allocate(size, self.tracker.category))
 
     def _first_matmul(self, func: Any) -> None:
         """Record the workspace that the matmul library allocates on its first call in a thread and keeps."""
@@ -233,15 +230,15 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        sent = exchange_message(func, args) or parse_message(func, args, out)
+        sent = parse_message(func, args, out)
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
             self.costs.messages[axis, kind] += size
             self.costs.calls[axis, kind] += 1
-            self.tracker.set_category(
-                [tensor for tensor in (*inputs, *outputs) if self._is_buffer(kind, tensor)], "communication"
-            )
+            if kind in ("receive", "all-gather", "reduce-scatter"):
+                buffers = filter(self.tracker.is_tracked, (*inputs, *outputs))
+                self.tracker.set_category(buffers, "communication")
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
         flops = count_flops(func, args, kwargs, out)
@@ -273,9 +270,6 @@ class CostMode(TorchDispatchMode):
         for measure, count in zip(MEASURES, (*counts, 1), strict=True):
             if count:
                 costs.kernels[name, measure] += count
-
-    def _is_buffer(self, kind: str, tensor: Tensor) -> bool:
-        return kind in ("receive", "all-gather", "reduce-scatter") and self.tracker.is_tracked(tensor)
 
     def _categorize_fsdp(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Set the categories of buffers that FSDP2's own operators read and write."""

@@ -5,7 +5,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +132,7 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
         with (
             restored_compiler_settings(),
             _readable_meshes(),
-            _lazy_chunks(),
+            replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks)),
             gpu_beside_host() if beside_host else nullcontext(),
         ):
             state = assemble(experiment, layout, GPU if beside_host else DEVICE, fake_mode=mode)
@@ -171,12 +171,10 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[Mic
     def tokens() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
-    def further() -> tuple[Batch, ...]:
-        return tuple(Batch(tokens(), tokens(), None, None) for _ in range(mtp_depth(experiment.model)))
-
     def batch() -> Batch:
         positions, documents = (tokens() if has else None for has in (data.reset_positions, data.document_mask))
-        return kind(tokens(), tokens(), positions, documents, further())
+        further = tuple(Batch(tokens(), tokens(), None, None) for _ in range(mtp_depth(experiment.model)))
+        return kind(tokens(), tokens(), positions, documents, further)
 
     return [batch() for _ in range(layout.gradient_accumulation)]
 
@@ -210,10 +208,6 @@ class _Chunks:
         if rank and rank * size >= length:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
-
-
-def _lazy_chunks() -> AbstractContextManager[None]:
-    return replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks))
 
 
 _MESH_METHODS = ("__getitem__", "get_group", "get_local_rank", "get_coordinate", "get_rank", "size", "_get_root_mesh")

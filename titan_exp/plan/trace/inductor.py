@@ -23,7 +23,7 @@ def uses_inductor(config: CompileConfig) -> bool:
 
 @contextmanager
 def reset_dynamo() -> Iterator[None]:
-    """Reset dynamo before and after the `with` block, since guards fail on the other device name of offloaded runs."""
+    """Reset dynamo before and after the `with` block: guards fail on the other device name of offloaded runs."""
     torch._dynamo.reset()
     try:
         yield
@@ -63,7 +63,6 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
-    torch._dynamo.reset()
     replacements = (
         # Skip inductor's detection of compiler and vector instructions, which runs a C++ compiler.
         (cpu_vec_isa, "valid_vec_isa_list", list),
@@ -73,7 +72,7 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         (guards, "_reinterpret_tensor", _reinterpreted),
         (AsyncCompile, "cpp_pybinding", kernel),
     )
-    with inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
+    with reset_dynamo(), inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:
             yield
         except InductorError as error:
@@ -81,8 +80,6 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
                 f"plan: inductor failed to generate CPU code for a compiled part ({error}). Use compile=none to plan "
                 "the same run without compilation."
             ) from error
-        finally:
-            torch._dynamo.reset()
 
 
 def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:

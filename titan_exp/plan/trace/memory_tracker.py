@@ -145,10 +145,6 @@ class MemoryTracker:
         entry, _ = self._alive[storage._cdata]
         self._resize(entry, self._rounded(storage.nbytes(), entry, None))
 
-    def add_transient(self, size: int, category: str) -> None:
-        """Record memory that an operator allocates and frees before it returns."""
-        self.free(self.allocate(size, category))
-
     def allocate(self, size: int, category: str, *, on_host: bool = False) -> int:
         """Record memory that no tensor owns; returns its number, for `free`."""
         storage = Storage(category, on_host=on_host)
@@ -201,10 +197,6 @@ class MemoryTracker:
         """Bytes allocated on the device now, by category."""
         return self._held(len(self._changes))
 
-    def allocated_before(self) -> dict[str, int]:
-        """Bytes allocated on the device before the step, by category."""
-        return self._held(self._begun)
-
     def tensors_on_host(self) -> dict[str, int]:
         """Bytes of live tensors on the host, by category, without rounding."""
         found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
@@ -218,7 +210,7 @@ class MemoryTracker:
 
         Starts with the moment before the step and includes the peak.
         """
-        changes, current = [*self._on_device(self._begun)], self.allocated_before()
+        changes, current = [*self._on_device(self._begun)], self._held(self._begun)
         total = largest = sum(current.values())
         moments = [Moment(total, dict(current), self._where_before)]
         for number, (storage, _, size, _, where) in enumerate(changes):

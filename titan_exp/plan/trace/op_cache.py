@@ -153,16 +153,13 @@ def _cached_op(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) ->
         return None
     if len({(tensor.fake_mode, tensor.fake_device) for tensor in made}) > 1:
         return None
-    results = [_result(args, tensor) for tensor in made]
-    own = [
-        tensor.untyped_storage()._cdata
-        for tensor, result in zip(made, results, strict=True)
-        if result and result.base < 0
-    ]
-    if None in results or len(set(own)) < len(own):
+    results = tuple(result for tensor in made if (result := _result(args, tensor)) is not None)
+    if len(results) < len(made):
         return None
-    known = tuple(result for result in results if result is not None)
-    return CachedOp(made[0].fake_mode, made[0].fake_device, known, kind, flops, bytes_moved)
+    own = [tensor.untyped_storage()._cdata for tensor, result in zip(made, results, strict=True) if result.base < 0]
+    if len(set(own)) < len(own):
+        return None
+    return CachedOp(made[0].fake_mode, made[0].fake_device, results, kind, flops, bytes_moved)
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
@@ -170,21 +167,20 @@ def _is_plain(tensor: FakeTensor) -> bool:
 
 
 def _result(args: tuple[Any, ...], made: FakeTensor) -> OpResult | None:
-    which = next((place for place, arg in enumerate(args) if arg is made), -1)
+    shape, stride, offset, dtype = tuple(made.shape), made.stride(), int(made.storage_offset()), made.dtype
+    for place, arg in enumerate(args):
+        if arg is made:
+            return OpResult(place, -1, shape, stride, offset, dtype)
     tensors = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
     storage = made.untyped_storage()
-    base = [place for place in tensors if args[place].untyped_storage()._cdata == storage._cdata]
-    if which < 0 and base and (len(tensors) > 1 or args[base[0]].dtype != made.dtype):
-        # Offsets count elements, so a view with another dtype multiplies its argument's.
-        return None
-    shape, stride, offset = tuple(made.shape), made.stride(), int(made.storage_offset())
-    if base and which < 0:
-        offset -= int(args[base[0]].storage_offset())
-    result = OpResult(which, base[0] if base and which < 0 else -1, shape, stride, offset, made.dtype)
-    if which < 0 and not base:
-        # Only storages of exactly the size that the shape needs.
-        with torch._C._DisableTorchDispatch():
-            dense = torch.empty_strided(shape, stride, dtype=made.dtype, device="meta")
-        if offset or dense.untyped_storage().nbytes() != storage.nbytes():
-            return None
-    return result
+    for place in tensors:
+        if args[place].untyped_storage()._cdata == storage._cdata:
+            # Offsets count elements, so a view with another dtype multiplies its argument's.
+            if len(tensors) > 1 or args[place].dtype != dtype:
+                return None
+            return OpResult(-1, place, shape, stride, offset - int(args[place].storage_offset()), dtype)
+    # Only storages of exactly the size that the shape needs.
+    with torch._C._DisableTorchDispatch():
+        dense = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    exact = not offset and dense.untyped_storage().nbytes() == storage.nbytes()
+    return OpResult(-1, -1, shape, stride, offset, dtype) if exact else None

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.matmul_flops import matmul_flops
+from titan_exp.plan.trace.received_rows import EXCHANGES
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
 """Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
@@ -112,6 +113,8 @@ def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, st
     Raises:
         UserError: the operator is unknown.
     """
+    if str(operator._overloadpacket) in EXCHANGES:
+        return "all-to-all", args[-1], _bytes(args[0])
     namespace, _, name = str(operator._overloadpacket).partition(".")
     if namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "barrier"):
         return None

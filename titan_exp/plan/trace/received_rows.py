@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _LOAD: ContextVar[float] = ContextVar("expert load", default=1.0)
 """Received rows divided by sent ones."""
-_EXCHANGE = ("titan_exp.all_to_all_rows", "titan_exp.return_rows")
+EXCHANGES = ("titan_exp.all_to_all_rows", "titan_exp.return_rows")
+"""Operators that exchange tokens between the ranks of an expert-parallel group."""
 
 
 @contextmanager
@@ -28,14 +29,7 @@ def assume_expert_load(load: float) -> Iterator[None]:
 
 def exchanged_rows(operator: Any, args: tuple[Any, ...]) -> Tensor | None:
     """Result of a token exchange on fake tensors, whose counts are unknown; None for another call."""
-    if str(operator._overloadpacket) not in _EXCHANGE or type(args[0]) is not FakeTensor:
+    if str(operator._overloadpacket) not in EXCHANGES or type(args[0]) is not FakeTensor:
         return None
     rows, _, _, size, _ = args
     return rows.new_empty((round(rows.shape[0] * _LOAD.get()) if size is None else size, *rows.shape[1:]))
-
-
-def exchange_message(operator: Any, args: tuple[Any, ...]) -> tuple[str, str, int] | None:
-    """Kind, process group name and sent bytes of a token exchange on fake tensors; None for another call."""
-    if str(operator._overloadpacket) not in _EXCHANGE:
-        return None
-    return "all-to-all", args[-1], args[0].numel() * args[0].element_size()

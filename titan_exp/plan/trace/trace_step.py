@@ -14,7 +14,7 @@ from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Events
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
-from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
+from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
@@ -102,7 +102,7 @@ def trace_step(
         track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()),
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
-        efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
+        efficient_kernel(state.model.parts) if cuda else nullcontext(),
         reset_dynamo() if offloaded else nullcontext(),
         skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
         observe_steps(SegmentObserver(tracker)),

@@ -25,7 +25,7 @@ from tests.plan.layouts import experiment_of
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedule_simulation, small_run, unroll
+from titan_exp.plan.extrapolate import eligibility, layer_kinds, sample, schedule_simulation, unroll
 from titan_exp.plan.extrapolate.allocation_events import EventComposer
 from titan_exp.plan.extrapolate.schedule_simulation import _SampledActions
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
@@ -130,7 +130,7 @@ def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = layer_kinds.with_layers
     monkeypatch.setattr(
-        small_run, "with_layers", lambda run, layers: replace(plain(run, layers), optimizer=run.optimizer)
+        layer_kinds, "with_layers", lambda run, layers: replace(plain(run, layers), optimizer=run.optimizer)
     )
 
 

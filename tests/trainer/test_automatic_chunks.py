@@ -7,7 +7,7 @@ import pytest
 from tests.config.composing import experiment
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import LOSS_CHUNK_TOKENS, ResolvedLayout, resolve_layout
-from titan_exp.plan.extrapolate.small_run import small_run
+from titan_exp.plan.extrapolate.layer_kinds import small_run
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 

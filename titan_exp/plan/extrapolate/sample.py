@@ -4,8 +4,8 @@ Without a pipeline, five layers and three micro-batches. With a pipeline, a synt
 action, first and repeated; the schedule simulation tracks hidden states passed between stages.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,15 +27,8 @@ from titan_exp.plan.extrapolate.eligibility import (
     sampled_layers,
     sampled_stages,
 )
-from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition
-from titan_exp.plan.extrapolate.sample_key import SampleKey, sample_keys
-from titan_exp.plan.extrapolate.sample_positions import (
-    allocations_of_hidden_states,
-    check_hidden_states_last,
-    segments_of_passes,
-)
+from titan_exp.plan.extrapolate.layer_kinds import last_blocks, last_layers, repetition, small_run
 from titan_exp.plan.extrapolate.schedule_simulation import KINDS
-from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.extrapolate.stages import (
     FIRST,
     LAST,
@@ -43,8 +36,12 @@ from titan_exp.plan.extrapolate.stages import (
     OTHER_RANK,
     SAMPLED_STAGES,
     WHOLE,
+    ExtrapolationError,
     SampledPart,
+    SampleKey,
     StageShape,
+    first_layer,
+    sample_keys,
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
@@ -58,12 +55,14 @@ from titan_exp.plan.trace.segments import (
     sum_costs,
 )
 from titan_exp.plan.trace.step_position import (
+    BETWEEN,
     GROUP,
     OPTIMIZER_STEP,
     PROLOGUES,
     REDUCE,
     REST,
     SUM,
+    TIED_SUM,
     StepPosition,
 )
 from titan_exp.plan.trace.trace_step import trace_step
@@ -109,7 +108,7 @@ class Sample:
     micro_batches: int
     """Sampled micro-batches."""
     backward: Sequence[str]
-    """Ways of backward passes in a pipeline, by micro-batch, as in `sample_key.backward_ways`."""
+    """Ways of backward passes in a pipeline, by micro-batch, as in `stages.backward_ways`."""
     hidden: Sequence[tuple[int, str]]
     """Bytes and category of hidden states, by kind as in `ScheduleSimulation`."""
     sends_complete: bool
@@ -271,9 +270,9 @@ def take_sample(
             # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()
     segments = tracker.segments()
-    positions, between = segments_of_passes(segments, _blocks(layers, period))
-    hidden_states = allocations_of_hidden_states(tracker.action_results.values(), between)
-    check_hidden_states_last(positions, hidden_states)
+    positions, between = _segments_of_passes(segments, _blocks(layers, period))
+    hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between)
+    _check_hidden_states_last(positions, hidden_states)
     later = [segment for segment in segments if segment.position.step == 1]
     return Sample(
         segments=positions,
@@ -327,6 +326,62 @@ def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
     """Number of blocks by stage number, from those by kind of stage."""
     blocks = {SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
     return blocks if WHOLE in layers else {**blocks, OTHER_RANK: period}
+
+
+def _segments_of_passes(
+    segments: Iterable[Segment], blocks: Mapping[int, int]
+) -> tuple[dict[StepPosition, list[Segment]], list[Segment]]:
+    """Segments before the optimizer step by position, and segments of messages between actions.
+
+    Blocks are numbered within their stage, of which `blocks` has the number of each; so are parameter groups, and that
+    of a stage's other parameters comes first, as -1.
+    """
+    passes, between = defaultdict[StepPosition, list[Segment]](list), list[Segment]()
+    for segment in segments:
+        part = segment.position.part
+        if part.endswith(BETWEEN):
+            between.append(segment)
+        elif segment.position.step >= 0 and part not in (TIED_SUM, OPTIMIZER_STEP):
+            passes[segment.position].append(segment)
+    groups = Counter(position._replace(block=None) for position in passes if _is_group(position))
+
+    def in_stage(position: StepPosition) -> StepPosition:
+        if position.block is None:
+            return position
+        before = first_layer(blocks, position.stage)
+        if _is_group(position):
+            before = groups[position._replace(block=None)] - blocks[position.stage]
+        return position._replace(block=position.block - before)
+
+    return {in_stage(position): found for position, found in passes.items()}, between
+
+
+def _allocations_of_hidden_states(results: Collection[int], between: Iterable[Segment]) -> frozenset[int]:
+    """Hidden states: results of actions, and what messages between actions allocate; these release nothing else."""
+    events = [event for segment in between for event in segment.events]
+    hidden = frozenset((*results, *(event.allocation for event in events if event.size)))
+    if any(not event.size and event.allocation > 0 and event.allocation not in hidden for event in events):
+        raise ExtrapolationError("more than hidden states is released between actions")
+    return hidden
+
+
+def _is_group(position: StepPosition) -> bool:
+    return position.part == GROUP or position.part.endswith(SUM)
+
+
+def _check_hidden_states_last(
+    segments: Mapping[StepPosition, Sequence[Segment]], hidden_states: Collection[int]
+) -> None:
+    """Check that an action releases hidden states last, as the simulation assumes."""
+    over: set[StepPosition] = set()
+    for position, found in segments.items():
+        action = position._replace(part=position.part[:1], block=None)
+        for event in (event for segment in found for event in segment.events):
+            is_hidden = not event.size and event.allocation in hidden_states
+            if action in over and not is_hidden:
+                raise ExtrapolationError("an action releases other storages after hidden states")
+            if is_hidden:
+                over.add(action)
 
 
 def _hidden_states(tracker: SegmentTracker, experiment: Experiment) -> list[tuple[int, str]]:

@@ -29,10 +29,9 @@ from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.visualize import glossary as words_module
-from titan_exp.plan.visualize.draw import Visualization
-from titan_exp.plan.visualize.page_data import token_ranges
-from titan_exp.plan.visualize.perfetto import trace_json
-from titan_exp.plan.visualize.schedule_data import schedule_of, schedule_text
+from titan_exp.plan.visualize.draw import html_page, token_ranges
+from titan_exp.plan.visualize.output_file import OutputFile
+from titan_exp.plan.visualize.schedule import schedule_of, schedule_text, trace_json
 from titan_exp.plan.visualize.shards import read_shards, sharded_dims
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">'
@@ -54,12 +53,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _draw(folder: str) -> None:
     experiment = experiment_of(LAYOUT)
     experiment = replace(experiment, model=replace(experiment.model, name=EVIL))
-    path = Path(folder) / "new" / "all.html"
-    visualization = Visualization(path, "titan-exp plan")
-    plan = predict(experiment, DEVICES["h100"], on_rank=visualization.add_rank)
-    visualization.write(plan, checked(plan))
-    visualization.file.path = path.with_name("some.html")
-    visualization.write(replace(plan, ranks=plan.ranks[:1]), checked(plan))
+    plan = predict(experiment, DEVICES["h100"])
+    for name, ranks in (("all", plan.ranks), ("some", plan.ranks[:1])):
+        page = html_page(replace(plan, ranks=ranks), checked(plan), "titan-exp plan")
+        OutputFile("--html", Path(folder) / "new" / f"{name}.html").write(page)
 
 
 def checked(plan: Plan) -> MemoryCheck:
@@ -201,10 +198,10 @@ def test_a_downsampled_timeline_keeps_its_peak():
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
     with pytest.raises(UserError, match=r"is a folder.*plan\.html"):
-        Visualization(tmp_path, "")
+        OutputFile("--html", tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        Visualization(tmp_path / "file" / "plan.html", "")
+        OutputFile("--html", tmp_path / "file" / "plan.html")
 
 
 @pytest.mark.night
@@ -222,17 +219,13 @@ EXPERTS = "model=qwen3_moe_debug parallelism.dp_shard=4 parallelism.ep=2 paralle
 
 
 @pytest.fixture(scope="module")
-def plan_of_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Visualization]:
-    experiment = experiment_of(EXPERTS)
-    visualization = Visualization(tmp_path_factory.mktemp("pages") / "experts.html", "titan-exp plan model=x")
-    return predict(experiment, DEVICES["h100"], on_rank=visualization.add_rank), visualization
+def plan_of_experts() -> Plan:
+    return predict(experiment_of(EXPERTS), DEVICES["h100"])
 
 
-def test_the_page_says_first_whether_the_run_fits(plan_of_experts: tuple[Plan, Visualization]):
-    plan, visualization = plan_of_experts
-    check = checked(plan)
-    visualization.write(plan, check)
-    page = visualization.file.path.read_text()
+def test_the_page_says_first_whether_the_run_fits(plan_of_experts: Plan):
+    check = checked(plan_of_experts)
+    page = html_page(plan_of_experts, check, "titan-exp plan model=x")
     first = page.split('<div class="facts">')[1].strip()
     assert first.startswith("<div><span>fits</span>")
     assert (
@@ -242,17 +235,16 @@ def test_the_page_says_first_whether_the_run_fits(plan_of_experts: tuple[Plan, V
     assert "titan-exp plan model=x" in page
     assert check.device_memory is not None
     small = replace(check, device_memory=replace(check.device_memory, capacity=(check.needed or 0) - 1))
-    visualization.write(plan, small)
-    first = visualization.file.path.read_text().split('<div class="facts">')[1].strip()
+    first = html_page(plan_of_experts, small, "").split('<div class="facts">')[1].strip()
     assert first.startswith('<div class="bad"><span>does not fit</span>')
 
 
-def test_a_browser_draws_the_shards_of_experts(plan_of_experts: tuple[Plan, Visualization], browser: Any):
-    plan, visualization = plan_of_experts
-    visualization.write(plan, checked(plan))
+def test_a_browser_draws_the_shards_of_experts(plan_of_experts: Plan, browser: Any, tmp_path: Path):
+    path = tmp_path / "experts.html"
+    path.write_text(html_page(plan_of_experts, checked(plan_of_experts), ""))
     view, trouble = browser.new_page(), list[str]()
     view.on("pageerror", lambda error: trouble.append(str(error)))
-    view.goto(visualization.file.path.as_uri())
+    view.goto(path.as_uri())
     view.locator("#ranks .cell[data-rank='5'] rect").first.click()
     # Rank 5 is dp_shard 2, tp 1 of the dense mesh, and efsdp 2, ep 1 of the experts'.
     assert view.evaluate("group(5, ['ep'])") == [4, 5]

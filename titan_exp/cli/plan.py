@@ -98,31 +98,26 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.plan.gate.gate import check_plan
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
+    from titan_exp.plan.visualize.output_file import OutputFile
 
-    visualization = trace = None
-    if options.html is not None:
-        from titan_exp.plan.visualize.draw import Visualization
-
-        visualization = Visualization(options.html, command)
-    if options.trace is not None:
-        from titan_exp.plan.visualize.output_file import OutputFile
-
-        trace = OutputFile("--trace", options.trace)
-    on_rank = None if visualization is None else visualization.add_rank
+    page = None if options.html is None else OutputFile("--html", options.html)
+    trace = None if options.trace is None else OutputFile("--trace", options.trace)
     with failing_user_code(experiment, FAILED):
         check_user_code(experiment)
-        plan = predict(experiment, device, ranks, on_rank, full=options.full, worst_load=True)
+        plan = predict(experiment, device, ranks, full=options.full, worst_load=True)
     values, runs = plan_to_json(plan), Path(experiment.paths.runs).expanduser()
     memory_check = check_plan(experiment, device if options.device is not None else None, runs, values)
     if options.json:
         print(json.dumps(values, indent=2))
     else:
         print_plan(plan, kernels=options.kernels)
-    if visualization is not None:
-        visualization.write(plan, memory_check)
-        print(f"page: {visualization.file.path}", file=messages)
+    if page is not None:
+        from titan_exp.plan.visualize.draw import html_page
+
+        page.write(html_page(plan, memory_check, command))
+        print(f"page: {page.path}", file=messages)
     if trace is not None:
-        from titan_exp.plan.visualize.perfetto import trace_json
+        from titan_exp.plan.visualize.schedule import trace_json
 
         trace.write(trace_json(plan))
         print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)

@@ -4,16 +4,16 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.models.spec.lookup import model_spec, with_attention_backend
@@ -56,14 +56,14 @@ class RankPlan:
     """Memory, operators and messages of the step."""
     time: RankTime | None
     """Step time; None if rates are unknown."""
-    allocator: Reserved | None = None
+    allocator: Reserved | None
     """Statistics of the caching allocator with the run's segments; within the device, if it fits; None on a CPU."""
-    expandable: bool = False
+    expandable: bool
     """True if the run allocates in expandable segments."""
-    kernels: Sequence[ClassTime] = ()
+    kernels: Sequence[ClassTime]
     """Kernels of the step by class."""
-    semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
-    """Semi-synchronous training, whose checkpoints have the states of all groups."""
+    saved: int
+    """Bytes of parameters and optimizer state, as a checkpoint holds them."""
 
     @property
     def sent(self) -> int:
@@ -84,18 +84,6 @@ class RankPlan:
         """Bytes that the allocator reserves with the other kind of segments, and no limit."""
         events = self.trace.setup_events, self.trace.step_events
         return steady_reserved(*events, expandable=not self.expandable).reserved
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """Bytes of parameters and of optimizer state, on device and host."""
-        device, host = self.trace.persistent, {} if self.trace.host is None else self.trace.host.persistent
-        return device["parameters"] + host.get("parameters", 0), device["optimizer"] + host.get("optimizer", 0)
-
-    @property
-    def saved(self) -> int:
-        """Bytes of parameters and optimizer state, as a checkpoint holds them."""
-        weights, optimizer = self.state
-        return round(weights * checkpoint_numbers(self.semi_sync, optimizer / max(1, weights)))
 
 
 @dataclass(frozen=True)
@@ -217,7 +205,6 @@ def predict(
     experiment: Experiment,
     device: Device | None,
     pipeline_ranks: Collection[int] | None = None,
-    on_rank: Callable[[int, FakeRank], None] | None = None,
     *,
     full: bool = False,
     falls_back: bool = True,
@@ -226,79 +213,74 @@ def predict(
 ) -> Plan:
     """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
-    `pipeline_ranks` defaults to all; `on_rank` is called with each rank and its fake rank before the step. `full`
-    traces every layer and micro-batch instead of extrapolating, which is also done where a run cannot be extrapolated,
-    unless `falls_back` is False: ExtrapolationError then. With `worst_load`, the largest rank is also predicted
-    with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by default all. Raises UserError if an
-    option of the run is not supported.
+    `pipeline_ranks` defaults to all. `full` traces every layer and micro-batch instead of extrapolating, which is also
+    done where a run cannot be extrapolated, unless `falls_back` is False: ExtrapolationError then. With `worst_load`,
+    the largest rank is also predicted with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by
+    default all. Raises UserError if an option of the run is not supported.
     """
-    began, group = time.perf_counter(), share_of_group(experiment)
-    layout = ResolvedLayout.of(group)
-    cuda = layout.device_type == "cuda"
+    began, layout = time.perf_counter(), ResolvedLayout.of(share_of_group(experiment))
+    cuda, semi_sync = layout.device_type == "cuda", experiment.semi_sync
     check_supported(experiment, device)
     if cuda and device is not None:
         device = with_run_kernels(device, experiment)
-    traced = on_cpu(group, device) if cuda else group
-    node = layout.node_size if cuda else layout.world_size
-    numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
-    workspace = device.matmul_workspace if cuda and device is not None else 0
-    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
-    assumptions = partial(_assumptions, device, deterministic=experiment.training.deterministic)
-    tracer = _Tracer(traced, layout, on_rank, cuda, workspace, processes, assumptions, falls_back)
-    expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
-
     room = room_of(layout, device) if cuda and device is not None else None
+    rated = None if cuda and experiment.training.mixed_precision == "fp32" else device
+    expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
+    numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
+    processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
+    tracer = _Tracer(experiment, device, processes, full, falls_back)
 
     def replay(trace: Trace) -> Call[Reserved] | None:
         events = trace.setup_events, trace.step_events
         return processes.replay(*events, expandable=expandable, capacity=room) if cuda else None
 
     def rank_plan(number: int, trace: Trace, replayed: Call[Reserved] | None) -> RankPlan:
-        fp32 = cuda and experiment.training.mixed_precision == "fp32"
-        seconds = None if device is None or fp32 else rank_time(trace.costs, trace.axes, device, node)
-        if seconds is not None and device is not None:
-            weights = trace.persistent["parameters"]
-            seconds = replace(seconds, exchange=exchange_seconds(experiment, weights, device, seconds.total))
+        weights, state = _state(trace)
+        seconds = None
+        if rated is not None:
+            seconds = rank_time(trace.costs, trace.axes, rated, layout.node_size if cuda else layout.world_size)
+            exchange = exchange_seconds(experiment, trace.persistent["parameters"], rated, seconds.total)
+            seconds = replace(seconds, exchange=exchange)
+        kernels, allocator = class_times(trace.costs, rated), None if replayed is None else replayed.result()
+        saved = round(weights * checkpoint_numbers(semi_sync, state / max(1, weights)))
         trace = trace if cuda else with_bucket(experiment, trace)
-        kernels = class_times(trace.costs, None if seconds is None else device)
-        allocator = None if replayed is None else replayed.result()
-        return RankPlan(number, trace, seconds, allocator, expandable, kernels, experiment.semi_sync)
+        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved)
 
     load, worst = experiment.plan.worst_expert_load, None
-    with assumptions(), no_garbage_collection(), processes:
-        found = {number: (trace, replay(trace)) for number, trace in tracer.traces(numbers, full=full)}
+    with _assumptions(experiment, device), no_garbage_collection(), processes:
+        found = {number: (trace, replay(trace)) for number, trace in tracer.traces(numbers)}
         # The last first: processes replay them from the first on, and this one those that none has begun.
         plans = [rank_plan(number, *found[number]) for number in reversed(numbers)][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
-                ((_, trace),) = replace(tracer, on_rank=None).traces([largest], full=full)
+                ((_, trace),) = tracer.traces([largest])
             worst = rank_plan(largest, trace, replay(trace)).bytes
-    weights, state = (sum(part) for part in zip(*(plan.state for plan in plans), strict=True))
+    weights, state = (sum(part) for part in zip(*(_state(plan.trace) for plan in plans), strict=True))
+    # Optimizer state is proportional to the weights of every rank.
+    checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(semi_sync, state / weights))
     bubble = pipeline_bubble(layout)
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
-    # Optimizer state is proportional to the weights of every rank.
-    checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(experiment.semi_sync, state / weights))
-    took = time.perf_counter() - began
-    model = tracer.flops_per_token, checkpoint, took, tracer.why_full, tracer.samples, worst
+    model = tracer.flops_per_token, checkpoint, time.perf_counter() - began, tracer.why_full, tracer.samples, worst
     return Plan(experiment, device, plans, bubble, step, *model)
+
+
+def _state(trace: Trace) -> tuple[int, int]:
+    """Bytes of parameters and of optimizer state, on device and host."""
+    device, host = trace.persistent, {} if trace.host is None else trace.host.persistent
+    return device["parameters"] + host.get("parameters", 0), device["optimizer"] + host.get("optimizer", 0)
 
 
 @dataclass
 class _Tracer:
     """Traces of pipeline ranks, extrapolated or full, with the model's parameter count and FLOPs."""
 
-    experiment: Experiment
-    layout: ResolvedLayout
-    on_rank: Callable[[int, FakeRank], None] | None
-    cuda: bool
-    workspace: int
-    """Bytes kept by the matmul library per thread."""
+    planned: Experiment
+    device: Device | None
     processes: PlannerProcesses
     """Processes that trace optimizer steps while this one traces samples."""
-    assumptions: Callable[[], AbstractContextManager[None]]
-    """Device that traces assume."""
+    full: bool
     falls_back: bool
     """True if what cannot be extrapolated is traced in full."""
     samples: Samples | None = None
@@ -306,62 +288,69 @@ class _Tracer:
     flops_per_token: float = 0.0
     why_full: str = ""
 
-    def traces(self, numbers: Sequence[int], *, full: bool) -> Iterator[tuple[int, Trace]]:
+    def traces(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trace]]:
         """Pipeline ranks with their traces, each as soon as there is one; all anew if one cannot be extrapolated."""
-        if not full and is_worthwhile(self.layout, self.experiment.activation_checkpoint, len(numbers)):
-            self.why_full = unsupported_reason(self.experiment) or ""
+        experiment = _as_traced(self.planned, self.device)
+        layout = ResolvedLayout.of(experiment)
+        cuda = layout.device_type == "cuda"
+        workspace = self.device.matmul_workspace if cuda and self.device is not None else 0
+        if not self.full and is_worthwhile(layout, experiment.activation_checkpoint, len(numbers)):
+            self.why_full = unsupported_reason(experiment) or ""
             try:
                 if not self.why_full:
-                    yield from self._extrapolate(numbers)
+                    yield from self._extrapolate(numbers, TraceExtrapolator(experiment, cuda, workspace))
                     return
             except ExtrapolationError as error:
                 if not self.falls_back:
                     raise
                 self.why_full = f"it cannot be extrapolated: {error}"
         for number in numbers:
-            yield number, self._trace(number)
+            with fake_rank(experiment, pipeline_ranks(layout)[number]) as rank:
+                built = rank.state.built
+                self.parameters, self.flops_per_token = built.parameters, built.flops_per_token
+                trace = trace_step(
+                    rank.state,
+                    rank.step,
+                    warmup_step=rank.warmup_step,
+                    outer_step=rank.outer_step,
+                    preallocated=rank.preallocated,
+                    cuda=cuda,
+                    inductor=uses_inductor(experiment.compile),
+                    matmul_workspace=workspace,
+                )
+            yield number, trace
 
-    def _extrapolate(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trace]]:
-        extrapolator = TraceExtrapolator(self.experiment, self.cuda, self.workspace)
-        if not import_paths(self.experiment):
-            extrapolator.trace_optimizer_steps(numbers, partial(self.processes.call, _assuming, self.assumptions))
+    def _extrapolate(self, numbers: Sequence[int], extrapolator: TraceExtrapolator) -> Iterator[tuple[int, Trace]]:
+        if not import_paths(self.planned):
+            assumptions = partial(_assumptions, self.planned, self.device)
+            extrapolator.trace_optimizer_steps(numbers, partial(self.processes.call, _assuming, assumptions))
         for number in numbers:
             yield number, extrapolator.trace(number)
             self.samples = extrapolator.samples
             model = extrapolator.optimizer_step(number)
             self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
-        for number in numbers if self.on_rank is not None else ():
-            with self._rank(number):
-                pass
-
-    def _trace(self, number: int) -> Trace:
-        with self._rank(number) as rank:
-            built = rank.state.built
-            self.parameters, self.flops_per_token = built.parameters, built.flops_per_token
-            return trace_step(
-                rank.state,
-                rank.step,
-                warmup_step=rank.warmup_step,
-                outer_step=rank.outer_step,
-                preallocated=rank.preallocated,
-                cuda=self.cuda,
-                inductor=uses_inductor(self.experiment.compile),
-                matmul_workspace=self.workspace,
-            )
-
-    @contextmanager
-    def _rank(self, number: int) -> Iterator[FakeRank]:
-        rank = pipeline_ranks(self.layout)[number]
-        with fake_rank(self.experiment, rank) as fake:
-            if self.on_rank is not None:
-                self.on_rank(number, fake)
-            yield fake
 
 
 @contextmanager
-def _assumptions(device: Device | None, *, deterministic: bool) -> Iterator[None]:
+def traced_rank(experiment: Experiment, device: Device | None, pipeline_rank: int) -> Iterator[FakeRank]:
+    """Build a pipeline rank as it is traced for a device, for the `with` block."""
+    experiment = _as_traced(experiment, device)
+    rank = pipeline_ranks(ResolvedLayout.of(experiment))[pipeline_rank]
+    with _assumptions(experiment, device), fake_rank(experiment, rank) as fake:
+        yield fake
+
+
+def _as_traced(experiment: Experiment, device: Device | None) -> Experiment:
+    """Share of a replica group, with the attention kernel of the trace."""
+    group = share_of_group(experiment)
+    return on_cpu(group, device) if device_type(group.cluster) == "cuda" else group
+
+
+@contextmanager
+def _assumptions(experiment: Experiment, device: Device | None) -> Iterator[None]:
     """Assume a device's capability and attention kernels in the `with` block."""
     capability = nullcontext() if device is None else fake_cuda_capability(device.capability)
+    deterministic = experiment.training.deterministic
     with capability, deterministic_attention(device.multiprocessors if device and deterministic else None):
         yield
 

@@ -1,6 +1,8 @@
-"""Pipeline schedule over time: start and end of every action of each pipeline rank, in execution order."""
+"""Pipeline schedule over time, for the page, and as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, in
+Chrome's trace event format, with one process per pipeline rank."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,10 @@ from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.time.roofline import schedule_and_bubble
 
+NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+"""Names of actions by kind."""
+UNIT_US = 1000.0
+"""Microseconds of a forward pass where no rates are known."""
 MIN_GAP = 1e-6
 """Minimum idle time as a share of a forward pass; less is rounding."""
 
@@ -24,6 +30,15 @@ class PipelineSchedule:
     """Pipeline rank of each stage."""
     passes: int
     """Passes through the pipeline per step."""
+
+    def stage_seconds(self, plan: Plan) -> list[float]:
+        """Seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
+        if plan.step_seconds is None:
+            return [1.0] * len(self.placement)
+        # Stages of a rank are equal.
+        pass_seconds = plan.step_seconds * (1 - plan.bubble) / self.passes
+        units = [sum(COST[action.kind] for action in order) for order in self.orders]
+        return [pass_seconds / units[rank] for rank in self.placement]
 
 
 def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
@@ -42,7 +57,7 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
     Every stage takes equally long, so that the last action ends with the plan's step.
     """
     schedule = schedule_of(plan.layout)
-    costs = stage_seconds(plan, schedule)
+    costs = schedule.stage_seconds(plan)
     line = timeline(schedule.orders, costs)
     return {
         "cost": COST,
@@ -57,16 +72,6 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def stage_seconds(plan: Plan, schedule: PipelineSchedule) -> list[float]:
-    """Seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
-    if plan.step_seconds is None:
-        return [1.0] * len(schedule.placement)
-    # Stages of a rank are equal.
-    pass_seconds = plan.step_seconds * (1 - plan.bubble) / schedule.passes
-    units = [sum(COST[action.kind] for action in order) for order in schedule.orders]
-    return [pass_seconds / units[rank] for rank in schedule.placement]
-
-
 def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
     """Actions of a rank, e.g. `2F0`, with idle times, e.g. `~1.5`."""
     parts, now = [], 0.0
@@ -78,3 +83,34 @@ def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs
         parts.append(str(action))
         now = end[action]
     return " ".join(parts)
+
+
+def trace_json(plan: Plan) -> str:
+    """Trace of a plan's step, with the schedule of the page, as JSON."""
+    known = plan.step_seconds is not None
+    unit = "estimated from the device's rates" if known else "one millisecond for each forward pass"
+    title = f"{plan.experiment.model.name} on {plan.layout.world_size}: planned step, {unit}"
+    found = {"traceEvents": list(_events(plan)), "displayTimeUnit": "ms", "otherData": {"title": title}}
+    return json.dumps(found) + "\n"
+
+
+def _events(plan: Plan) -> Iterator[dict[str, Any]]:
+    schedule, scale = schedule_of(plan.layout), UNIT_US if plan.step_seconds is None else 1e6
+    seconds = schedule.stage_seconds(plan)
+    end = timeline(schedule.orders, seconds).end
+    whole = max(end.values())
+    for rank, order in enumerate(schedule.orders):
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}}
+        for turn in range(schedule.passes):
+            for action in order:
+                took, name = COST[action.kind] * seconds[action.stage], NAMES[action.kind]
+                yield {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": 0,
+                    "cat": name,
+                    "name": f"{name}, micro-batch {action.microbatch}",
+                    "ts": round((turn * whole + end[action] - took) * scale, 3),
+                    "dur": round(took * scale, 3),
+                    "args": {"stage": action.stage, "micro-batch": action.microbatch, "pass": turn},
+                }

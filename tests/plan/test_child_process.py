@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.plan.child_process import end_with_parent
+from titan_exp.plan.planner_processes import end_with_parent
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -171,8 +171,8 @@ def described(row: "LayoutCost") -> tuple[object, ...]:
 
 def print_both(name: str) -> None:
     """Rows of an exhaustive and of bounded searches on three devices, as JSON. Both have enumerated layouts only."""
-    from titan_exp.plan.child_process import start_forkserver
     from titan_exp.plan.cuda.devices import device_named
+    from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.search.layout_cost import planned_cost
     from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.search.search import LayoutSearch, _plan, _start_worker

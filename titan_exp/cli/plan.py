@@ -73,7 +73,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.child_process import start_forkserver
+    from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
 

@@ -1,14 +1,19 @@
-"""Processes beside this one for parts of a prediction: optimizer steps, and replays of ranks' allocation events."""
+"""Processes beside this one for parts of a prediction, from a fork server that imports the planner. They end with this
+one, even when it is killed. Imports no torch, so that the server does while a command is composed."""
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
-from types import TracebackType
-from typing import Generic, TypeVar
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from threading import Thread
+from typing import Any, Generic, TypeVar
 
-from titan_exp.plan.child_process import start_forkserver, start_worker
 from titan_exp.plan.cuda.caching_allocator import Event, Reserved, steady_reserved
 from titan_exp.plan.garbage_collection import no_garbage_collection
 
@@ -35,19 +40,12 @@ class Call(Generic[T]):
         return self._function(*self._args)
 
 
-class PlannerProcesses:
-    """Processes on `cores` cores, this one included; started at the first call."""
+class PlannerProcesses(ExitStack):
+    """Processes on `cores` cores, this one included; started at the first call, until the `with` block ends."""
 
     def __init__(self, cores: int) -> None:
+        super().__init__()
         self._processes = cores - 1
-        self._started = False
-
-    def __enter__(self) -> "PlannerProcesses":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._started:
-            self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def call(self, function: Callable[..., T], *args: object) -> Call[T]:
         """Begin to call a function of a module; its result is not changed by where it runs."""
@@ -62,10 +60,45 @@ class PlannerProcesses:
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
-        self._started = True
-        return ProcessPoolExecutor(self._processes, start_forkserver(), start_worker)
+        pool = ProcessPoolExecutor(self._processes, start_forkserver(), start_worker)
+        self.callback(pool.shutdown, wait=False, cancel_futures=True)
+        return pool
 
 
 def _replay(setup: Sequence[Event], step: Sequence[Event], expandable: bool, capacity: int | None) -> Reserved:
     with no_garbage_collection():
         return steady_reserved(setup, step, expandable=expandable, capacity=capacity)
+
+
+def start_forkserver() -> Any:
+    """Start the server, unless it runs, and return the multiprocessing context that forks workers from it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titan_exp.plan.predict"])
+    # Ctrl-C reaches all processes of a terminal, and is handled by this one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return context
+
+
+def start_worker() -> None:
+    """End this process when its parent ends, and leave Ctrl-C, which reaches all processes of a terminal, to it."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends.
+
+    Without it, workers of a killed process pool finish their current work, which may take minutes.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in a child process"
+
+    def watch_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch_parent, daemon=True).start()

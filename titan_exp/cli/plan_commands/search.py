@@ -60,7 +60,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     """Search the layouts of a composed run and print them; returns the exit code. Raises UserError if the run cannot be
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.child_process import start_forkserver
+    from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.supported import check_supported, with_run_kernels
 

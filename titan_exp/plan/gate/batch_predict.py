@@ -22,11 +22,11 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.config.schema.import_path_keys import import_paths
-from titan_exp.plan.child_process import end_with_parent
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.plan_json import NotPredicted, Prediction, merge_ranks
+from titan_exp.plan.planner_processes import end_with_parent
 from titan_exp.plan.supported import check_supported
 
 MAX_PROCESSES = 8

@@ -27,13 +27,13 @@ from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
-from titan_exp.plan.child_process import start_forkserver, start_worker
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import room_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.sample import trace_samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
+from titan_exp.plan.planner_processes import start_forkserver, start_worker
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +15,15 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.plan.calibrated_constants import Constants, constants_file, read_constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
-from titan_exp.plan.device_memory import cpu_device
+from titan_exp.plan.device_memory import constants_file, cpu_device, read_constants, refine_gpu, write_constants
 from titan_exp.plan.plan_json import Prediction, RankPrediction
 from titan_exp.plan.time.fit import Observation, fit, step_seconds
 from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 GIB = 2**30
-TRUE = Constants(matmul_factor=0.55, bandwidth_factor=0.3, link_factor=0.4, launch_us=12.0)
+TRUE = {"matmul_factor": 0.55, "bandwidth_factor": 0.3, "link_factor": 0.4, "launch_us": 12.0}
 CPU = Device("Some CPU, 2 cores", 24 * GIB, 0.1, None, {"bf16": 0.1}, 0.04, 0.04, 4, 4, launches_ahead=False)
 
 
@@ -44,12 +44,9 @@ def observed(number: int, draw: random.Random, *, messages: bool = True, noise: 
 def test_the_constants_that_made_the_runs_are_found():
     draw = random.Random(0)
     found = fit([observed(number, draw) for number in range(12)])
-    assert found.constants.matmul_factor == pytest.approx(TRUE.matmul_factor, rel=0.05)
-    assert found.constants.bandwidth_factor == pytest.approx(TRUE.bandwidth_factor, rel=0.1)
-    assert found.constants.link_factor == pytest.approx(TRUE.link_factor, rel=0.05)
-    assert found.constants.launch_us == pytest.approx(TRUE.launch_us, rel=0.1)
-    assert found.constants.overhead_gb == pytest.approx(0.5 * GIB / 1e9, rel=1e-6)
-    assert (found.constants.device, found.constants.runs) == (CPU.name, 12)
+    for name, rel in (("matmul_factor", 0.05), ("bandwidth_factor", 0.1), ("link_factor", 0.05), ("launch_us", 0.1)):
+        assert found.constants[name] == pytest.approx(TRUE[name], rel=rel)
+    assert found.constants["overhead_gb"] == pytest.approx(0.5 * GIB / 1e9, rel=1e-6)
 
 
 def test_reported_errors_are_those_of_the_constants():
@@ -58,12 +55,12 @@ def test_reported_errors_are_those_of_the_constants():
     found = fit(runs)
     for place, one in enumerate(runs):
         assert found.after[place] == pytest.approx(step_seconds(one, found.constants))
-        assert found.before[place] == pytest.approx(step_seconds(one, Constants()))
+        assert found.before[place] == pytest.approx(step_seconds(one, {}))
         others = fit([other for other in runs if other is not one])
         assert found.unseen[place] == pytest.approx(step_seconds(one, others.constants))
         assert found.memory_after[place] == pytest.approx(one.memory)
 
-    def errors(guesses: tuple[float, ...]) -> list[float]:
+    def errors(guesses: Sequence[float]) -> list[float]:
         return sorted(abs(guess / one.step_seconds - 1) for guess, one in zip(guesses, runs, strict=True))
 
     assert errors(found.after)[-1] < 0.15 < errors(found.before)[5]
@@ -72,26 +69,28 @@ def test_reported_errors_are_those_of_the_constants():
 def test_constants_that_no_run_determines_stay():
     draw = random.Random(2)
     found = fit([observed(number, draw, messages=False) for number in range(8)])
-    assert found.constants.link_factor == pytest.approx(CPU.link_factor, rel=1e-3)
+    assert found.constants["link_factor"] == pytest.approx(CPU.link_factor, rel=1e-3)
 
 
 def test_an_outlier_does_not_decide():
     draw = random.Random(3)
     runs = [observed(number, draw) for number in range(10)]
     runs[4] = replace(runs[4], step_seconds=3 * runs[4].step_seconds)
-    assert fit(runs).constants.matmul_factor == pytest.approx(TRUE.matmul_factor, rel=0.25)
+    assert fit(runs).constants["matmul_factor"] == pytest.approx(TRUE["matmul_factor"], rel=0.25)
 
 
 def test_constants_replace_those_of_a_device(tmp_path: Path):
-    assert read_constants(tmp_path, "H100 80GB SXM") == Constants()
-    fitted = Constants("H100 80GB SXM", matmul_factor=0.6, overhead_gb=2.0, runs=5)
-    path = write_constants(tmp_path, fitted)
+    assert read_constants(tmp_path, "H100 80GB SXM") == {}
+    fitted = {"matmul_factor": 0.6, "overhead_gb": 2.0}
+    path = write_constants(tmp_path, "H100 80GB SXM", fitted | {"runs": 5, "launch_us": None})
     assert path == constants_file(tmp_path, "H100 80GB SXM") == tmp_path / "doctor" / "h100-80gb-sxm.calibration.json"
-    device = read_constants(tmp_path, "H100 80GB SXM").apply_to(DEVICES["h100"])
+    assert read_constants(tmp_path, "H100 80GB SXM") == fitted
+    device = refine_gpu(DEVICES["h100"], to_experiment(compose([])).cluster, tmp_path)
     assert (device.matmul_factor, device.overhead_gb) == (0.6, 2.0)
     assert replace(device, matmul_factor=1.0, overhead_gb=None) == DEVICES["h100"]
-    path.write_text("{")
-    assert read_constants(tmp_path, "H100 80GB SXM") == Constants()
+    for damaged in ("{", "[]", '{"matmul_factor": "fast"}'):
+        path.write_text(damaged)
+        assert read_constants(tmp_path, "H100 80GB SXM") == {}
 
 
 def test_a_measured_cpu_is_a_device(tmp_path: Path):
@@ -162,9 +161,10 @@ def test_the_verb_reports_errors_before_and_after(finished, tmp_path: Path, caps
     assert not constants_file(tmp_path / "runs" / ".cache", "Some CPU, 2 cores").exists()
     assert main(["plan", "calibrate"]) == 0
     fitted = read_constants(tmp_path / "runs" / ".cache", "Some CPU, 2 cores")
-    assert fitted.matmul_factor == pytest.approx(0.5, rel=0.01)
-    assert fitted.overhead_gb == pytest.approx(GIB / 1e9)
-    assert (fitted.runs, bool(fitted.when)) == (4, True)
+    assert fitted["matmul_factor"] == pytest.approx(0.5, rel=0.01)
+    assert fitted["overhead_gb"] == pytest.approx(GIB / 1e9)
+    written = json.loads(constants_file(tmp_path / "runs" / ".cache", "Some CPU, 2 cores").read_text())
+    assert (written["device"], written["runs"], bool(written["when"])) == ("Some CPU, 2 cores", 4, True)
 
 
 def test_too_few_runs_are_refused(finished, tmp_path: Path):

@@ -11,9 +11,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
 from titan_exp.config.machine.local_machine import gpu_memory_bytes
 from titan_exp.plan import device_memory
-from titan_exp.plan.calibrated_constants import Constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.device_memory import gpu_memory, refine_gpu
+from titan_exp.plan.device_memory import gpu_memory, refine_gpu, write_constants
 from titan_exp.plan.supported import with_run_kernels
 from titan_exp.plan.time.roofline import message_seconds, rank_time, schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -171,7 +170,7 @@ def test_measured_rates_replace_those_of_the_table(tmp_path: Path):
     assert (device.launch_us, device.context_gib, device.message_us) == (4.0, 0.5, H100.message_us)
     assert device.bf16_tflops == H100.bf16_tflops, "MFU is of the maker's peak"
     # Fitted factors apply to measured rates.
-    write_constants(tmp_path, Constants(H100.name, matmul_factor=0.5))
+    write_constants(tmp_path, H100.name, {"matmul_factor": 0.5})
     fitted = refine_gpu(H100, in_cluster().cluster, tmp_path)
     assert (fitted.matmul_rate, fitted.copy_tbs) == (350e12, device.copy_tbs)
 

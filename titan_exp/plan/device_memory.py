@@ -1,9 +1,11 @@
 """Device and memory of a run: rates, capacity, number of processes that share it. Imports no torch.
 
 GPU rates come from the device table, CPU rates from `titan-exp doctor`. Measured rates override the table, and
-constants of `titan-exp plan calibrate` override both.
+constants of `titan-exp plan calibrate`, stored next to them, override both.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,18 @@ from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import node_size, process_threads
 from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory
-from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
-from titan_exp.tracking.device_rates import DeviceRates, read_rates
+from titan_exp.tracking.device_rates import DeviceRates, rates_file, read_rates
 from titan_exp.tracking.number_format import GIB
+from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CPU_OVERHEAD_GB = 0.45
 """Default memory of a CPU rank beside its tensors, measured with torch 2.13: Python, torch and the processes that
 launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
 SAVE_PROCESS_GB = 0.25
 """Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
+FITTED = ("matmul_factor", "bandwidth_factor", "link_factor", "launch_us", "overhead_gb")
+"""Fields of `Device` that `titan-exp plan calibrate` fits."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
         attention=_attention(measured, share) if dtype == "bf16" else {},
         overhead_gb=CPU_OVERHEAD_GB,
     )
-    return read_constants(cache, name).apply_to(device)
+    return replace(device, **read_constants(cache, name))
 
 
 def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
@@ -115,7 +119,7 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
             if (value := getattr(measured, name)) is not None:
                 changed[name] = value
         device = replace(device, **changed)
-    return read_constants(cache, device.name).apply_to(device)
+    return replace(device, **read_constants(cache, device.name))
 
 
 def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> DeviceMemory:
@@ -138,6 +142,29 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> 
     return DeviceMemory(device, device.memory, 1, device.overhead(process_groups), device.name)
 
 
+def constants_file(cache: Path, device: str) -> Path:
+    """Path of a device's fitted constants."""
+    return rates_file(cache, device).with_suffix(".calibration.json")
+
+
+def read_constants(cache: Path, device: str) -> dict[str, float]:
+    """Read the fitted constants of a device; empty if the file is missing or invalid."""
+    try:
+        found = json.loads(constants_file(cache, device).read_text(encoding="utf-8"))
+        return {name: float(found[name]) for name in FITTED if found.get(name) is not None}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def write_constants(cache: Path, device: str, values: Mapping[str, Any]) -> Path:
+    """Write fitted constants and notes about the fit; returns the file. Raises OSError if the disk is full or
+    read-only."""
+    path = constants_file(cache, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"device": device, **values}, indent=1) + "\n", durable=False)
+    return path
+
+
 def _attention(measured: DeviceRates, share: float = 1.0) -> dict[str, dict[int, tuple[float, float]]]:
     """Measured rates of attention, multiplied by the share of the device that a process has."""
     return {
@@ -156,7 +183,7 @@ def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> 
         return DeviceMemory(None, None, processes, overhead, "a node", unknown)
     name, processes = cpu_name(), processes * cluster.replica_groups
     device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
-    fitted, capacity = read_constants(cache, name).overhead_gb, host_memory()
-    overhead = round((CPU_OVERHEAD_GB if fitted is None else fitted) * 1e9)
+    overhead = round(read_constants(cache, name).get("overhead_gb", CPU_OVERHEAD_GB) * 1e9)
+    capacity = host_memory()
     unknown = "" if capacity else "the system does not report its memory"
     return DeviceMemory(device, capacity, processes, overhead, "this machine", unknown)

@@ -17,9 +17,8 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
-from titan_exp.plan.calibrated_constants import FITTED, write_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
-from titan_exp.plan.device_memory import cpu_device, refine_gpu
+from titan_exp.plan.device_memory import cpu_device, refine_gpu, write_constants
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.gate import staged
 from titan_exp.plan.gate.prediction_cache import prediction_inputs
@@ -86,8 +85,9 @@ def calibrate_command(argv: Sequence[str]) -> int:
     _show(observations, found)
     if "--dry-run" in flags:
         return 0
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    print(f"wrote {write_constants(runs / '.cache', replace(found.constants, when=now))}; later plans use them")
+    about = {"runs": len(observations), "when": datetime.now(UTC).isoformat(timespec="seconds")}
+    written = write_constants(runs / ".cache", observations[0].device.name, found.constants | about)
+    print(f"wrote {written}; later plans use them")
     return 0
 
 
@@ -187,11 +187,11 @@ def _show(observations: Sequence[Observation], found: Fit) -> None:
         row = [run.label, f"{run.step_seconds:.4g}"]
         for seconds in (found.before[place], found.after[place]):
             row += [f"{seconds:.4g}", _signed(seconds / run.step_seconds - 1)]
-        memory, before, after = run.memory, found.memory_before[place], found.memory_after[place]
-        if memory is None or before is None or after is None:
+        if run.memory is None:
             row += ["-"] * 3
         else:
-            row += [f"{memory / GIB:.2f}", _signed(before / memory - 1), _signed(after / memory - 1)]
+            guesses = found.memory_before[place], found.memory_after[place]
+            row += [f"{run.memory / GIB:.2f}", *(_signed(guess / run.memory - 1) for guess in guesses)]
         rows.append(row)
     heads = ["run", "s/step", "before", "", "after", "", "GiB", "before", "after"]
     plain_table(heads, rows)
@@ -205,12 +205,11 @@ def _show(observations: Sequence[Observation], found: Fit) -> None:
     both = [(run.memory, place) for place, run in enumerate(observations) if run.memory is not None]
     for label, values in (("memory before", found.memory_before), ("memory after", found.memory_after)):
         if both:
-            print(f"{label}: {_errors([values[place] or 0.0 for _, place in both], [memory for memory, _ in both])}")
+            print(f"{label}: {_errors([values[place] for _, place in both], [memory for memory, _ in both])}")
     device = observations[0].device
-    for name in FITTED:
-        before, after = getattr(device, name), getattr(found.constants, name)
-        if after is not None:
-            print(f"{name}: {device.overhead() / 1e9 if before is None else before:.3g} -> {after:.3g}")
+    for name, after in found.constants.items():
+        before = getattr(device, name)
+        print(f"{name}: {device.overhead() / 1e9 if before is None else before:.3g} -> {after:.3g}")
 
 
 def _errors(predicted: Sequence[float], measured: Sequence[float]) -> str:

@@ -12,10 +12,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path_keys import import_paths
-from titan_exp.plan.calibrated_constants import FITTED
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.device_memory import SAVE_PROCESS_GB, DeviceMemory, device_memory_of, process_groups
+from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of, process_groups
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, merge_ranks, to_json

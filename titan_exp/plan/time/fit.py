@@ -4,7 +4,7 @@ Four time constants are fitted by robust least squares of log(predicted / measur
 constants for those not determined by any run. The memory constant is the median overhead of processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
-from titan_exp.plan.calibrated_constants import Constants
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.device_memory import FITTED
 from titan_exp.plan.plan_json import Prediction
 
 MIN_RUNS = 4
@@ -46,17 +46,17 @@ class Observation:
 class Fit:
     """Fitted constants, and predictions of every run before and after the fit."""
 
-    constants: Constants
-    """Fitted constants."""
-    before: tuple[float, ...]
+    constants: dict[str, float]
+    """Fitted values of `FITTED` fields of the device."""
+    before: Sequence[float]
     """Step seconds with the current constants."""
-    after: tuple[float, ...]
+    after: Sequence[float]
     """Step seconds with the fitted constants."""
-    unseen: tuple[float, ...]
+    unseen: Sequence[float]
     """Step seconds with constants fitted to all other runs (leave-one-out)."""
-    memory_before: tuple[float | None, ...]
-    """Bytes of rank 0 with the current constants; None if not measured."""
-    memory_after: tuple[float | None, ...]
+    memory_before: Sequence[float]
+    """Bytes of rank 0 with the current constants."""
+    memory_after: Sequence[float]
     """Bytes of rank 0 with the fitted constants."""
 
 
@@ -64,26 +64,26 @@ def fit(observations: Sequence[Observation]) -> Fit:
     """Fit the constants of one device to at least `MIN_RUNS` runs with different predictions."""
     assert len(observations) >= MIN_RUNS, "the caller refuses fewer"
     first = observations[0].device
-    fitted = _fitted(observations, first)
+    constants = _fitted(observations, first)
+    after = [step_seconds(run, constants) for run in observations]
     unseen = [
         step_seconds(run, _fitted([other for other in observations if other is not run], first)) for run in observations
     ]
-    overhead = _overhead(observations)
-    constants = replace(fitted, overhead_gb=first.overhead_gb if overhead is None else overhead / 1e9)
-    own = Constants()
-    return Fit(
-        replace(constants, device=first.name, runs=len(observations)),
-        tuple(step_seconds(run, own) for run in observations),
-        tuple(step_seconds(run, fitted) for run in observations),
-        tuple(unseen),
-        tuple(_memory(run, run.device.overhead()) for run in observations),
-        tuple(_memory(run, overhead or 0.0) for run in observations),
-    )
+    peaks = [run.prediction.ranks[0].peak for run in observations]
+    beside = [run.memory - peak for run, peak in zip(observations, peaks, strict=True) if run.memory is not None]
+    overhead = max(0.0, float(median(beside))) if beside else 0.0
+    if beside:
+        constants["overhead_gb"] = overhead / 1e9
+    elif first.overhead_gb is not None:
+        constants["overhead_gb"] = first.overhead_gb
+    memory_before = [peak + run.device.overhead() for run, peak in zip(observations, peaks, strict=True)]
+    before = [step_seconds(run, {}) for run in observations]
+    return Fit(constants, before, after, unseen, memory_before, [peak + overhead for peak in peaks])
 
 
-def step_seconds(observation: Observation, constants: Constants) -> float:
+def step_seconds(observation: Observation, constants: Mapping[str, float]) -> float:
     """Predicted step seconds of a run with the given constants."""
-    before, after = observation.device, constants.apply_to(observation.device)
+    before, after = observation.device, replace(observation.device, **constants)
     totals = dict[int, float]()
     for rank in observation.prediction.ranks:
         assert rank.seconds is not None, "predicted for a device whose rates are known"
@@ -92,12 +92,12 @@ def step_seconds(observation: Observation, constants: Constants) -> float:
         compute += after.launch_seconds(rank.operators, compute)
         link = before.link_factor / after.link_factor
         behind = rank.seconds["behind"] * link
-        exchange = rank.seconds.get("exchange", 0.0)  # older runs have none
+        exchange = rank.seconds.get("exchange", 0.0)
         totals[rank.pipeline_rank] = max(compute + rank.seconds["exposed"] * link, behind) + exchange
     return pipeline_seconds(totals, len(totals), observation.prediction.bubble)
 
 
-def _fitted(observations: Sequence[Observation], device: Device) -> Constants:
+def _fitted(observations: Sequence[Observation], device: Device) -> dict[str, float]:
     from scipy.optimize import least_squares
 
     factors = [device.matmul_factor, device.bandwidth_factor, device.link_factor]
@@ -114,15 +114,6 @@ def _fitted(observations: Sequence[Observation], device: Device) -> Constants:
     return _constants(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
 
 
-def _constants(point: npt.NDArray[np.float64]) -> Constants:
-    matmuls, bandwidth, link = (float(value) for value in np.exp(point[:3]))
-    return Constants("", matmuls, bandwidth, link, 10 * float(point[3]))
-
-
-def _overhead(observations: Sequence[Observation]) -> float | None:
-    overheads = [run.memory - run.prediction.ranks[0].peak for run in observations if run.memory is not None]
-    return max(0.0, float(median(overheads))) if overheads else None
-
-
-def _memory(observation: Observation, overhead: float) -> float | None:
-    return None if observation.memory is None else observation.prediction.ranks[0].peak + overhead
+def _constants(point: npt.NDArray[np.float64]) -> dict[str, float]:
+    values = (*np.exp(point[:3]), 10 * point[3])
+    return {name: float(value) for name, value in zip(FITTED, values, strict=False)}

@@ -281,7 +281,7 @@ def test_every_memory_category_has_a_sentence_and_a_colour():
     colours = re.search(r"const CATEGORY_COLORS = \{(.*?)\};", script.read_text(), re.DOTALL)
     assert colours is not None
     coloured = {name.strip('"') for name in re.findall(r'("[a-z ]+"|[a-z]+): "var', colours[1])}
-    assert set(words_module.CATEGORIES) == coloured == set(CATEGORIES)
+    assert set(words_module.WORDS["categories"]) == coloured == set(CATEGORIES)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])

@@ -44,7 +44,6 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
         command=command,
         sentences=[*glossary.layout_sentences(plan), glossary.settings(plan)],
         axes=dict(sorted(glossary.AXES.items(), key=lambda entry: degrees[entry[0]] == 1)),
-        terms=glossary.TERMS,
     )
 
 

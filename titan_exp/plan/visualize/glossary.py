@@ -1,7 +1,9 @@
 """Page text: headline numbers, a description of the layout, and a glossary."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_exp.config.layout import axes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -18,53 +20,11 @@ def _explanation(degree: str) -> str:
 AXES = {degree: _explanation(degree) for degree in (*reversed(axes.DEGREES), "ep", "etp")}
 """Degrees, from the innermost mesh axis (adjacent ranks) outwards, then those of experts."""
 
-TERMS = {
-    "rank": "one process with one device, numbered from 0; ranks with neighbouring numbers share a node.",
-    "node": "a machine; links between its devices are about ten times as fast as links to other nodes.",
-    "stage": "consecutive layers on one pipeline rank.",
-    "micro-batch": "sequences that pass through the model together; a step accumulates the gradients of several.",
-    "bubble": "the time in which a pipeline rank waits for micro-batches of other ranks.",
-    "MFU": "model FLOPs utilization: FLOPs of the model over the peak FLOPs of the devices in the same time.",
-}
-"""Terms of the page."""
-
-CATEGORIES = {
-    "parameters": "the weights, or this rank's shards of them.",
-    "gradients": "gradients of the weights, from the backward pass to the optimizer step.",
-    "optimizer": "optimizer state of every weight (two moments for AdamW) and temporaries of the update.",
-    "activations": "results of the forward pass that the backward pass needs, and temporaries.",
-    "gathered parameters": "weights in the compute dtype: of computing layers, gathered from all ranks; on one data "
-    "rank those of all layers, beside their fp32 masters.",
-    "communication": "buffers of collectives and sends.",
-    "loss": "tensors of the LM head and the loss, such as logits (one number per vocabulary entry).",
-    "workspaces": "persistent buffers of kernel libraries, such as cuBLAS.",
-    "other": "the batch, the RoPE cache, constants.",
-}
-"""Memory categories."""
-
-KINDS = {
-    "all-gather": "every rank of the group gets the shards of all",
-    "reduce-scatter": "the ranks' tensors are summed, and each gets its shard of the sum",
-    "all-reduce": "the ranks' tensors are summed, and each gets the whole sum",
-    "all-to-all": "every rank sends each other rank a shard",
-    "broadcast": "one rank's tensor goes to all",
-    "send": "one tensor to one other rank",
-    "receive": "one tensor from one other rank",
-}
-"""Communication kinds."""
-
-COSTS = {
-    "matmuls": "matrix multiplications and attention",
-    "elementwise": "operators bound by memory bandwidth: norms, activation functions, the optimizer",
-    "exposed": "exposed communication: tensor, context and pipeline parallelism",
-    "behind": "overlapped communication: FSDP and replication",
-    "exchange": "sums over replica groups, by TCP over the host's memory",
-    "bubble": "the bubble, and a rank that is faster than the slowest",
-}
-"""Parts of the step time."""
-
-WORDS = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
-"""Explanations that the page's scripts show."""
+WORDS = {"axes": AXES} | json.loads(
+    Path(__file__).with_name("page").joinpath("glossary.json").read_text(encoding="utf-8")
+)
+"""Explanations that the page's scripts show: of axes, kinds of communication, parts of a step's time, and categories of
+memory."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
         (["made", "--baseline", "lr=7"], "matches no row"),
         (["made", "--group", "g"], "needs --from-wandb"),
         (["made", "--from-wandb", "x"], "must be ENTITY/PROJECT"),
-        (["made", "--html", "runs/made"], "cannot be written"),
+        (["made", "--html", "runs/made"], "Name a file, as in --html runs/made/compare.html"),
     ],
 )
 def test_mistakes_are_reported(runs: Path, words: list[str], answer: str, capsys: pytest.CaptureFixture[str]):

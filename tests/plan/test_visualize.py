@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.cli.test_plan import planned
 from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
+from titan_exp.cli.shell.output_file import OutputFile
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.axes import AXES, DEGREES
 from titan_exp.config.layout.pipeline_schedules import Action
@@ -30,7 +31,6 @@ from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.visualize import glossary as words_module
 from titan_exp.plan.visualize.draw import html_page, token_ranges
-from titan_exp.plan.visualize.output_file import OutputFile
 from titan_exp.plan.visualize.schedule import schedule_of, schedule_text, trace_json
 from titan_exp.plan.visualize.shards import read_shards, sharded_dims
 
@@ -56,7 +56,7 @@ def _draw(folder: str) -> None:
     plan = predict(experiment, DEVICES["h100"])
     for name, ranks in (("all", plan.ranks), ("some", plan.ranks[:1])):
         page = html_page(replace(plan, ranks=ranks), checked(plan), "titan-exp plan")
-        OutputFile("--html", Path(folder) / "new" / f"{name}.html").write(page)
+        OutputFile("--html", Path(folder) / "new" / f"{name}.html", "").write(page)
 
 
 def checked(plan: Plan) -> MemoryCheck:
@@ -198,10 +198,10 @@ def test_a_downsampled_timeline_keeps_its_peak():
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
     with pytest.raises(UserError, match=r"is a folder.*plan\.html"):
-        OutputFile("--html", tmp_path)
+        OutputFile("--html", tmp_path, "plan.html")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        OutputFile("--html", tmp_path / "file" / "plan.html")
+        OutputFile("--html", tmp_path / "file" / "plan.html", "plan.html")
 
 
 @pytest.mark.night

@@ -4,14 +4,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_exp.cli.shell.output_file import OutputFile
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.run_lookup import split_runs_folder
-from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison
@@ -74,11 +73,11 @@ def run(argv: Sequence[str]) -> int:
         from titan_exp.compare.output.comparison_page import to_html
 
         # Written before the table, so that a closed pipe (`| head`) does not lose the page.
-        page = Path(options.html).expanduser() if options.html else selection.folder / PAGE
-        _write(page, to_html(comparison))
+        page = OutputFile("--html", options.html or selection.folder / PAGE, PAGE)
+        page.write(to_html(comparison))
     _print_or_write(comparison, options)
     if page is not None:
-        print(f"page: {page}", file=sys.stderr if True in options.formats.values() else sys.stdout)
+        print(f"page: {page.path}", file=sys.stderr if True in options.formats.values() else sys.stdout)
     if options.to_wandb:
         from titan_exp.compare.output.wandb_report import publish
 
@@ -100,23 +99,10 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
         if target is True:
             print(text, end="")
         else:
-            _write(Path(str(target)).expanduser(), text)
+            OutputFile(f"--{name}", str(target), f"compare{SUFFIXES[f'--{name}']}").write(text)
     if True not in options.formats.values():
         from titan_exp.compare.output.terminal import show
         from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()
         show(comparison, console, every_key=not console.is_terminal)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}). Use another file, or free disk space."
-        ) from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.cli.shell.hydra_command import run_with_hydra
+from titan_exp.cli.shell.output_file import OutputFile
 from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
 from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import PlanOptions
@@ -98,10 +99,9 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.plan.gate.gate import check_plan
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
-    from titan_exp.plan.visualize.output_file import OutputFile
 
-    page = None if options.html is None else OutputFile("--html", options.html)
-    trace = None if options.trace is None else OutputFile("--trace", options.trace)
+    page = None if options.html is None else OutputFile("--html", options.html, "plan.html")
+    trace = None if options.trace is None else OutputFile("--trace", options.trace, "plan.json")
     with failing_user_code(experiment, FAILED):
         check_user_code(experiment)
         plan = predict(experiment, device, ranks, full=options.full, worst_load=True)

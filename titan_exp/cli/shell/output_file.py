@@ -1,4 +1,4 @@
-"""File that the user names for a page or a trace."""
+"""File that the user names for a page, a table or a trace."""
 
 from pathlib import Path
 
@@ -7,14 +7,13 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 
 class OutputFile:
-    """File of an option, as `--html`. Its folder is created first, since a prediction may take minutes.
-    Raises UserError if the file cannot be written."""
+    """File of an option, as `--html`; `name` is an example of a file name. Its folder is created first, since a
+    prediction may take minutes. Raises UserError if the file cannot be written."""
 
-    def __init__(self, option: str, path: str | Path) -> None:
+    def __init__(self, option: str, path: str | Path, name: str) -> None:
         self.path, self._option = Path(path).expanduser(), option
         if self.path.is_dir():
-            named = self.path / f"plan.{'html' if option == '--html' else 'json'}"
-            raise UserError(f"{option} {path} is a folder. Name a file, as in {option} {named}")
+            raise UserError(f"{option} {path} is a folder. Name a file, as in {option} {self.path / name}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

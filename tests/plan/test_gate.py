@@ -2,7 +2,7 @@
 
 import multiprocessing
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -226,7 +226,7 @@ def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path, monkey
     assert get(tmp_path, "x") is None
     put(tmp_path, "x", synthetic(1.0, 2.0))
     assert get(tmp_path, "x") == synthetic(1.0, 2.0)
-    assert from_json(to_json(synthetic(3.0))) == synthetic(3.0)
+    assert from_json(asdict(synthetic(3.0))) == synthetic(3.0)
 
 
 @pytest.mark.night
@@ -250,16 +250,8 @@ def test_equal_runs_are_predicted_once(tmp_path: Path):
 
 
 def test_the_slowest_pipeline_rank_sets_the_speed():
-    def part(rank: int, seconds: float) -> dict:
-        peak = {"peak_allocated_bytes": 5, "peak_by_category": {}, "peak_during": "", "seconds": None, "operators": 1}
-        peak |= {"saved_bytes": 3, "allocation_retries": 0}
-        return {
-            "step_seconds": seconds,
-            "bubble": 0.1,
-            "tokens_per_second_per_device": 1 / seconds,
-            "mfu": None,
-            "ranks": [{"pipeline_rank": rank, **peak}],
-        }
+    def part(rank: int, seconds: float) -> Prediction:
+        return Prediction((RankPrediction(rank, 5, None, {}, "", None, 1, 3),), 0.1, seconds, 1 / seconds, None)
 
     found = merge_ranks([part(1, 2.0), part(0, 3.0)])
     assert [rank.pipeline_rank for rank in found.ranks] == [0, 1]

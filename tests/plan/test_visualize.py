@@ -25,7 +25,6 @@ from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate.gate import MemoryCheck, check_plan
-from titan_exp.plan.plan_table import plan_to_json
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
@@ -60,7 +59,7 @@ def _draw(folder: str) -> None:
 
 
 def checked(plan: Plan) -> MemoryCheck:
-    return check_plan(plan.experiment, plan.device, Path("runs"), plan_to_json(plan))
+    return check_plan(plan.experiment, plan.device, Path("runs"), plan.prediction)
 
 
 def numbers_in(page: str) -> dict[str, Any]:

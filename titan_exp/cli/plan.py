@@ -105,10 +105,10 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     with failing_user_code(experiment, FAILED):
         check_user_code(experiment)
         plan = predict(experiment, device, ranks, full=options.full, worst_load=True)
-    values, runs = plan_to_json(plan), Path(experiment.paths.runs).expanduser()
-    memory_check = check_plan(experiment, device if options.device is not None else None, runs, values)
+    runs = Path(experiment.paths.runs).expanduser()
+    memory_check = check_plan(experiment, device if options.device is not None else None, runs, plan.prediction)
     if options.json:
-        print(json.dumps(values, indent=2))
+        print(json.dumps(plan_to_json(plan), indent=2))
     else:
         print_plan(plan, kernels=options.kernels)
     if page is not None:

@@ -4,13 +4,10 @@ Imports no torch, so that commands that only read a prediction start fast.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
-
-SPEED = ("bubble", "step_seconds", "tokens_per_second_per_device", "mfu")
-"""Values of the slowest rank's plan."""
 
 
 @dataclass(frozen=True)
@@ -101,38 +98,19 @@ class NotPredicted:
     """Failure of the run's user code, with its frames; empty if the planner is the reason."""
 
 
-def merge_ranks(parts: Sequence[Mapping[str, Any]]) -> Prediction:
-    """Merge per-rank plans, each in the form of `plan_table.plan_to_json`; the slowest rank sets the speed."""
-    slowest = max(parts, key=lambda part: part["step_seconds"] or 0.0)
-    ranks = sorted((_rank(rank) for part in parts for rank in part["ranks"]), key=lambda rank: rank.pipeline_rank)
-    bubble, step, *speeds = (slowest[name] for name in SPEED)
+def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
+    """Merge predictions of a run's pipeline ranks; the slowest rank sets the speed."""
+    slowest = max(parts, key=lambda part: part.step_seconds or 0.0)
+    ranks = tuple(sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.pipeline_rank))
     totals = {rank.pipeline_rank: rank.total for rank in ranks if rank.total is not None}
+    step, speeds = slowest.step_seconds, (slowest.tokens_per_second_per_device, slowest.mfu)
     if step is None or not totals:
-        return Prediction(tuple(ranks), bubble, step, *speeds)
+        return replace(slowest, ranks=ranks)
     # Every part took its missing ranks to be as slow as its slowest.
-    whole = pipeline_seconds(totals, len(ranks), bubble)
-    return Prediction(tuple(ranks), bubble, whole, *(speed and speed * step / whole for speed in speeds))
-
-
-def to_json(prediction: Prediction) -> dict[str, Any]:
-    """Prediction as JSON values; `from_json` is the inverse."""
-    return asdict(prediction)
+    whole = pipeline_seconds(totals, len(ranks), slowest.bubble)
+    return Prediction(ranks, slowest.bubble, whole, *(speed and speed * step / whole for speed in speeds))
 
 
 def from_json(values: Mapping[str, Any]) -> Prediction:
-    """Inverse of `to_json`. Raises TypeError or KeyError if the values do not form a prediction."""
+    """Inverse of `asdict`. Raises TypeError or KeyError if the values do not form a prediction."""
     return Prediction(**{**values, "ranks": tuple(RankPrediction(**rank) for rank in values["ranks"])})
-
-
-def _rank(values: Mapping[str, Any]) -> RankPrediction:
-    return RankPrediction(
-        values["pipeline_rank"],
-        values["peak_allocated_bytes"],
-        values.get("peak_reserved_bytes"),
-        values["peak_by_category"],
-        values["peak_during"],
-        values["seconds"],
-        values["operators"],
-        values["saved_bytes"],
-        values["allocation_retries"],
-    )

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
-from titan_exp.plan.plan_json import RankTime
+from titan_exp.plan.plan_json import Prediction, RankPrediction, RankTime
 from titan_exp.plan.planner_processes import Call, PlannerProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
 from titan_exp.plan.synchronization import (
@@ -85,6 +85,15 @@ class RankPlan:
         events = self.trace.setup_events, self.trace.step_events
         return steady_reserved(*events, expandable=not self.expandable).reserved
 
+    @property
+    def prediction(self) -> RankPrediction:
+        """Prediction without its trace."""
+        peak, allocator = self.trace.peak, self.allocator
+        reserved, retries = (None, 0) if allocator is None else (allocator.reserved, allocator.retries)
+        seconds, operators = None if self.time is None else asdict(self.time), self.trace.costs.operators
+        known = peak.bytes, reserved, peak.by_category, peak.where, seconds, operators, self.saved, retries
+        return RankPrediction(self.pipeline_rank, *known)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -118,6 +127,12 @@ class Plan:
     def layout(self) -> ResolvedLayout:
         """Layout of the run, or of a replica group with its share of a step."""
         return ResolvedLayout.of(share_of_group(self.experiment))
+
+    @property
+    def prediction(self) -> Prediction:
+        """Prediction without its traces."""
+        ranks = tuple(rank.prediction for rank in self.ranks)
+        return Prediction(ranks, self.bubble, self.step_seconds, self.tokens_per_second, self.mfu)
 
     @property
     def largest(self) -> RankPlan:

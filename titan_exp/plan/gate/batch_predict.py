@@ -14,7 +14,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.errors.user_traceback import UserCodeError
@@ -101,7 +100,7 @@ def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Pr
     context = multiprocessing.get_context("spawn")
     others, deadline = set(multiprocessing.active_children()), time.monotonic()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
-    futures, found = dict[str, list[Future[dict[str, Any]]]](), dict[str, Prediction | NotPredicted]()
+    futures, found = dict[str, list[Future[Prediction | None]]](), dict[str, Prediction | NotPredicted]()
     try:
         for key, request in pending.items():
             futures[key] = [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
@@ -132,7 +131,7 @@ def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
     return [(rank,) for rank in ranks]
 
 
-def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[str, Any]:
+def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> Prediction | None:
     experiment = request.experiment
     explaining = nullcontext()
     if import_paths(experiment):
@@ -141,13 +140,12 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[s
         check_user_code(experiment)
         explaining = failing_user_code(experiment, FAILED)
     if not ranks:
-        return {}
-    from titan_exp.plan.plan_table import plan_to_json
+        return None
     from titan_exp.plan.predict import predict
 
     try:
         with explaining:
-            return plan_to_json(predict(experiment, request.device, ranks))
+            return predict(experiment, request.device, ranks).prediction
     except UserError:
         raise
     except Exception as error:
@@ -156,12 +154,12 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[s
 
 
 def _merge(
-    request: PredictionRequest, parts: Sequence[Future[dict[str, Any]]], deadline: float
+    request: PredictionRequest, parts: Sequence[Future[Prediction | None]], deadline: float
 ) -> Prediction | NotPredicted:
     """Answer to a request, from its ranks; `deadline` is of the monotonic clock."""
     try:
         found = [part.result(timeout=max(0.0, deadline - time.monotonic())) for part in parts]
-        return request.answer if request.answer is not None else merge_ranks(found)
+        return request.answer or merge_ranks([part for part in found if part is not None])
     except UserCodeError as error:
         violations = [str(violation).partition("\n")[0] for violation in error.violations]
         first = "; ".join(violations) or str(error).partition("\n")[0]

@@ -3,8 +3,8 @@
 An upper bound from shapes decides small runs; the others are predicted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of, process_groups
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, merge_ranks, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction
 from titan_exp.tracking.number_format import GIB, format_bytes
 
 
@@ -96,13 +96,13 @@ def check_memory(
     return checks
 
 
-def check_plan(experiment: Experiment, device: Device | None, runs: Path, plan: Mapping[str, Any]) -> MemoryCheck:
-    """Check of a plan of all ranks (`plan_table.plan_to_json`), on `device`; None is that of the run's cluster."""
+def check_plan(experiment: Experiment, device: Device | None, runs: Path, prediction: Prediction) -> MemoryCheck:
+    """Check of a prediction of all ranks, on `device`; None is that of the run's cluster."""
     layout = ResolvedLayout.of(experiment)
     memory = device_memory_of(layout, runs)
     if device is not None:
         memory = DeviceMemory(device, device.memory, 1, device.overhead(process_groups(layout)), device.name)
-    return MemoryCheck(experiment, memory, prediction=merge_ranks([plan]))
+    return MemoryCheck(experiment, memory, prediction=prediction)
 
 
 def explain_fit(memory_check: MemoryCheck) -> str:
@@ -169,7 +169,7 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
         "memory": (prediction.ranks[0].allocated + (process if device_type(experiment.cluster) == "cpu" else 0)) / GIB,
         "tokens_per_second": speed and speed * ResolvedLayout.of(experiment).devices,
         "constants": memory.device and {name: getattr(memory.device, name) for name in FITTED},
-        **to_json(prediction),
+        **asdict(prediction),
     }
 
 

@@ -19,7 +19,7 @@ from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_json import Prediction, from_json, to_json
+from titan_exp.plan.plan_json import Prediction, from_json
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 FOLDER = "plan"
@@ -84,7 +84,7 @@ def put(cache: Path, key: str, prediction: Prediction) -> None:
     path = cache / FOLDER / f"{key}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(to_json(prediction)) + "\n", durable=False)
+        write_atomically(path, json.dumps(asdict(prediction)) + "\n", durable=False)
     except OSError:
         return
 

@@ -13,7 +13,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import room_of
-from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -23,8 +22,6 @@ from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
 COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
 AT_MOST = " Attention's backward is counted with its largest workspace: this is an upper bound."
-EXPANDABLE = "cluster.expandable_segments=true"
-FIXED = "cluster.expandable_segments=false"
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -108,14 +105,14 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "peak_allocated_bytes": trace.peak.bytes,
         "peak_by_category": trace.peak.by_category,
         "peak_during": trace.peak.where,
-        "peak_reserved_bytes": None if rank.allocator is None else rank.bytes,
-        "allocator": None if rank.allocator is None else asdict(rank.allocator),
+        "peak_reserved_bytes": rank.allocator and rank.bytes,
+        "allocator": rank.allocator and asdict(rank.allocator),
         "expandable_segments": rank.expandable,
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
         "saved_bytes": rank.saved,
-        "allocation_retries": 0 if rank.allocator is None else rank.allocator.retries,
+        "allocation_retries": rank.prediction.retries,
         "saved_calls": list(trace.saved_calls),
         "host": trace.host
         and {
@@ -127,7 +124,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "operators": trace.costs.operators,
         "messages": messages,
         "kernels": [asdict(part) for part in rank.kernels],
-        "seconds": None if rank.time is None else asdict(rank.time),
+        "seconds": rank.time and asdict(rank.time),
     }
 
 
@@ -160,11 +157,9 @@ def _fit_sentence(plan: Plan) -> str:
     overhead = room - room_of(plan.layout, plan.device)
     needs = f"{_gib(tensors)} GiB of tensors"
     if allocator is not None and tensors <= room:
-        way = "expandable" if largest.expandable else "fixed"
-        key = FIXED if largest.expandable else EXPANDABLE
-        graphs = plan.experiment.compile.cuda_graphs
-        other = ", which CUDA graphs need" if graphs else f"; {_gib(largest.other_segments)} with {key}"
-        needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments{other}"
+        way, key = ("expandable", "false") if largest.expandable else ("fixed", "true")
+        other = f"{_gib(largest.other_segments)} with cluster.expandable_segments={key}"
+        needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments; {other}"
     unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
     needs += f"; {_gib(overhead)} is taken for CUDA's context and code and NCCL's buffers{unknown}"
     if largest.bytes + overhead > room:
@@ -209,8 +204,7 @@ def _experts(plan: Plan) -> Iterator[str]:
 
 def _on_host(plan: Plan) -> Iterator[str]:
     trace, node = plan.largest.trace, plan.host_bytes_per_node
-    host = trace.host
-    if host is None:
+    if (host := trace.host) is None:
         return
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in host.peak.by_category.items() if size >= MIB)
     together = "" if node is None else f", {format_bytes(node)} for the ranks of a node"
@@ -293,10 +287,11 @@ def _speed(plan: Plan) -> Iterator[str]:
         return
     slowest = max(times, key=lambda time: time.total)
     operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
+    exchange = f", sums over replica groups {slowest.exchange:.3g}" if slowest.exchange else ""
     yield (
         f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
         f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "
-        f"{slowest.behind:.3g} overlapped{_exchange(slowest)}; bubble {plan.bubble:.0%}"
+        f"{slowest.behind:.3g} overlapped{exchange}; bubble {plan.bubble:.0%}"
     )
     hours = plan.gpu_hours or 0.0
     shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
@@ -313,30 +308,21 @@ def groups_of(experiment: Experiment) -> str:
     return "" if groups == 1 else f"{groups} replica groups of "
 
 
-def _exchange(slowest: RankTime) -> str:
-    return f", sums over replica groups {slowest.exchange:.3g}" if slowest.exchange else ""
-
-
 def _synchronizations(plan: Plan) -> Iterator[str]:
     """Line about the messages between replica groups."""
-    config, rate = plan.experiment.semi_sync, plan.sent_bytes_per_token
-    if rate is not None:
-        interval = config.interval if config.enabled else 1
-        rank = rate * interval * plan.tokens_per_step / plan.layout.devices
-        who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
-        when = f"every {interval} steps" if config.enabled else "in every step"
-        yield (
-            f"{plan.experiment.cluster.replica_groups} groups send {rate:,.6g} bytes per token: {when} {who} sends "
-            f"{format_bytes(rank)}{_at_once(plan)}"
-        )
-
-
-def _at_once(plan: Plan) -> str:
-    config, most = plan.experiment.semi_sync, plan.sent_bytes_at_once
-    if config.fragments == 1 or most is None:
-        return ""
-    during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
-    return f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
+    config, rate, most = plan.experiment.semi_sync, plan.sent_bytes_per_token, plan.sent_bytes_at_once
+    if rate is None:
+        return
+    interval = config.interval if config.enabled else 1
+    size = format_bytes(rate * interval * plan.tokens_per_step / plan.layout.devices)
+    who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
+    when = f"every {interval} steps" if config.enabled else "in every step"
+    parts = ""
+    if config.fragments > 1 and most is not None:
+        during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
+        parts = f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
+    groups = plan.experiment.cluster.replica_groups
+    yield f"{groups} groups send {rate:,.6g} bytes per token: {when} {who} sends {size}{parts}"
 
 
 def _gib(size: float) -> str:

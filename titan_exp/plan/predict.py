@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.group_share import share_of_group
@@ -243,7 +243,7 @@ def predict(
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
     processes = PlannerProcesses(min(len(numbers), usable_cores() if cores is None else cores))
-    tracer = _Tracer(experiment, device, processes, full, falls_back)
+    traces = partial(_traces, experiment, device, processes=processes, full=full, falls_back=falls_back)
 
     def replay(trace: Trace) -> Call[Reserved] | None:
         events = trace.setup_events, trace.step_events
@@ -263,22 +263,24 @@ def predict(
 
     load, worst = experiment.plan.worst_expert_load, None
     with _assumptions(experiment, device), no_garbage_collection(), processes:
-        found = {number: (trace, replay(trace)) for number, trace in tracer.traces(numbers)}
+        found = {number: (traced, replay(traced.trace)) for number, traced in traces(numbers)}
         # The last first: processes replay them from the first on, and this one those that none has begun.
-        plans = [rank_plan(number, *found[number]) for number in reversed(numbers)][::-1]
+        plans = [rank_plan(number, traced.trace, call) for number, (traced, call) in reversed(found.items())][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
-                ((_, trace),) = tracer.traces([largest])
+                ((_, (trace, *_)),) = traces([largest])
             worst = rank_plan(largest, trace, replay(trace)).bytes
     weights, state = (sum(part) for part in zip(*(_state(plan.trace) for plan in plans), strict=True))
     # Optimizer state is proportional to the weights of every rank.
-    checkpoint = round(tracer.parameters * NUMBER * checkpoint_numbers(semi_sync, state / weights))
+    model, _ = found[numbers[-1]]
+    checkpoint = round(model.parameters * NUMBER * checkpoint_numbers(semi_sync, state / weights))
     bubble = pipeline_bubble(layout)
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
-    model = tracer.flops_per_token, checkpoint, time.perf_counter() - began, tracer.why_full, tracer.samples, worst
-    return Plan(experiment, device, plans, bubble, step, *model)
+    took = time.perf_counter() - began
+    whole = model.flops_per_token, checkpoint, took, model.why_full, model.samples, worst
+    return Plan(experiment, device, plans, bubble, step, *whole)
 
 
 def _state(trace: Trace) -> tuple[int, int]:
@@ -287,63 +289,63 @@ def _state(trace: Trace) -> tuple[int, int]:
     return device["parameters"] + host.get("parameters", 0), device["optimizer"] + host.get("optimizer", 0)
 
 
-@dataclass
-class _Tracer:
-    """Traces of pipeline ranks, extrapolated or full, with the model's parameter count and FLOPs."""
+class _Traced(NamedTuple):
+    """Trace of a pipeline rank, with values of the whole model."""
 
-    planned: Experiment
-    device: Device | None
-    processes: PlannerProcesses
-    """Processes that trace optimizer steps while this one traces samples."""
-    full: bool
-    falls_back: bool
-    """True if what cannot be extrapolated is traced in full."""
-    samples: Samples | None = None
-    parameters: int = 0
-    flops_per_token: float = 0.0
-    why_full: str = ""
+    trace: Trace
+    parameters: int
+    flops_per_token: float
+    why_full: str
+    samples: Samples | None
 
-    def traces(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trace]]:
-        """Pipeline ranks with their traces, each as soon as there is one; all anew if one cannot be extrapolated."""
-        experiment = _as_traced(self.planned, self.device)
-        layout = ResolvedLayout.of(experiment)
-        cuda = layout.device_type == "cuda"
-        workspace = self.device.matmul_workspace if cuda and self.device is not None else 0
-        if not self.full and is_worthwhile(layout, experiment.activation_checkpoint, len(numbers)):
-            self.why_full = unsupported_reason(experiment) or ""
-            try:
-                if not self.why_full:
-                    yield from self._extrapolate(numbers, TraceExtrapolator(experiment, cuda, workspace))
-                    return
-            except ExtrapolationError as error:
-                if not self.falls_back:
-                    raise
-                self.why_full = f"it cannot be extrapolated: {error}"
-        for number in numbers:
-            with fake_rank(experiment, pipeline_ranks(layout)[number]) as rank:
-                built = rank.state.built
-                self.parameters, self.flops_per_token = built.parameters, built.flops_per_token
-                trace = trace_step(
-                    rank.state,
-                    rank.step,
-                    warmup_step=rank.warmup_step,
-                    outer_step=rank.outer_step,
-                    preallocated=rank.preallocated,
-                    cuda=cuda,
-                    inductor=uses_inductor(experiment.compile),
-                    matmul_workspace=workspace,
-                )
-            yield number, trace
 
-    def _extrapolate(self, numbers: Sequence[int], extrapolator: TraceExtrapolator) -> Iterator[tuple[int, Trace]]:
-        if not import_paths(self.planned):
-            assumptions = partial(_assumptions, self.planned, self.device)
-            extrapolator.trace_optimizer_steps(numbers, partial(self.processes.call, _assuming, assumptions))
-        for number in numbers:
-            yield number, extrapolator.trace(number)
-            self.samples = extrapolator.samples
-            model = extrapolator.optimizer_step(number)
-            self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
+def _traces(
+    experiment: Experiment,
+    device: Device | None,
+    numbers: Sequence[int],
+    processes: PlannerProcesses,
+    *,
+    full: bool,
+    falls_back: bool,
+) -> Iterator[tuple[int, _Traced]]:
+    """Pipeline ranks with their traces, each as soon as there is one; all anew if one cannot be extrapolated.
+
+    `processes` trace optimizer steps while this one traces samples.
+    """
+    traced, why_full = _as_traced(experiment, device), ""
+    layout = ResolvedLayout.of(traced)
+    cuda = layout.device_type == "cuda"
+    workspace = device.matmul_workspace if cuda and device is not None else 0
+    if not full and is_worthwhile(layout, traced.activation_checkpoint, len(numbers)):
+        why_full = unsupported_reason(traced) or ""
+        try:
+            if not why_full:
+                extrapolator = TraceExtrapolator(traced, cuda, workspace)
+                if not import_paths(experiment):
+                    assumptions = partial(_assumptions, experiment, device)
+                    extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, assumptions))
+                for number in numbers:
+                    trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
+                    yield number, _Traced(trace, model.parameters, model.flops_per_token, "", extrapolator.samples)
+                return
+        except ExtrapolationError as error:
+            if not falls_back:
+                raise
+            why_full = f"it cannot be extrapolated: {error}"
+    for number in numbers:
+        with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
+            trace = trace_step(
+                rank.state,
+                rank.step,
+                warmup_step=rank.warmup_step,
+                outer_step=rank.outer_step,
+                preallocated=rank.preallocated,
+                cuda=cuda,
+                inductor=uses_inductor(traced.compile),
+                matmul_workspace=workspace,
+            )
+            model = rank.state.built
+        yield number, _Traced(trace, model.parameters, model.flops_per_token, why_full, None)
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def test_memory_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.M
 def test_a_requested_device_has_the_cluster_s_links(tmp_path: Path):
     experiment = in_cluster(network_gbs=12.5)
     experiment = replace(experiment, paths=replace(experiment.paths, runs=str(tmp_path)))
-    device = device_for(experiment, "b200")
+    device = device_for(experiment, "b200").device
     assert device is not None
     assert (device.name, device.network_gbs) == (DEVICES["b200"].name, 12.5)
 

@@ -24,7 +24,8 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.gate.gate import MemoryCheck, check_plan
+from titan_exp.plan.device_memory import memory_of_gpu
+from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
@@ -59,7 +60,8 @@ def _draw(folder: str) -> None:
 
 
 def checked(plan: Plan) -> MemoryCheck:
-    return check_plan(plan.experiment, plan.device, Path("runs"), plan.prediction)
+    assert plan.device is not None
+    return MemoryCheck(plan.experiment, memory_of_gpu(plan.device, 0), prediction=plan.prediction)
 
 
 def numbers_in(page: str) -> dict[str, Any]:

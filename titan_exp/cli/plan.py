@@ -86,7 +86,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     messages = sys.stderr if options.json else sys.stdout
     for sentence in idle_overrides(typed, experiment):
         print(sentence, file=messages)
-    device = device_for(experiment, options.device)
+    memory = device_for(experiment, options.device)
     ranks = options.pipeline_ranks
     if ranks is not None and max(ranks) >= experiment.parallelism.pp:
         raise UserError(
@@ -96,7 +96,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
     from titan_exp.plan.gate.batch_predict import FAILED
     from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_code
-    from titan_exp.plan.gate.gate import check_plan
+    from titan_exp.plan.gate.gate import MemoryCheck
     from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 
@@ -104,9 +104,8 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     trace = None if options.trace is None else OutputFile("--trace", options.trace, "plan.json")
     with failing_user_code(experiment, FAILED):
         check_user_code(experiment)
-        plan = predict(experiment, device, ranks, full=options.full, worst_load=True)
-    runs = Path(experiment.paths.runs).expanduser()
-    memory_check = check_plan(experiment, device if options.device is not None else None, runs, plan.prediction)
+        plan = predict(experiment, memory.device, ranks, full=options.full, worst_load=True)
+    memory_check = MemoryCheck(experiment, memory, prediction=plan.prediction)
     if options.json:
         print(json.dumps(plan_to_json(plan), indent=2))
     else:
@@ -121,10 +120,10 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
         trace.write(trace_json(plan))
         print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)
-    return _verdict(memory_check, options, runs)
+    return _verdict(memory_check, options)
 
 
-def _verdict(memory_check: "MemoryCheck", options: PlanOptions, runs: Path) -> int:
+def _verdict(memory_check: "MemoryCheck", options: PlanOptions) -> int:
     """Print whether a run fits, or changes with which it would; returns the exit code."""
     from titan_exp.plan.gate.gate import explain_fit
     from titan_exp.plan.gate.suggestions import explain_changes
@@ -135,5 +134,6 @@ def _verdict(memory_check: "MemoryCheck", options: PlanOptions, runs: Path) -> i
             print(explain_fit(memory_check))
         return 0
     if not options.json:
+        runs = Path(memory_check.experiment.paths.runs).expanduser()
         print(explain_changes(memory_check, runs, print))
     return DOES_NOT_FIT

@@ -139,6 +139,11 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> 
     device = refine_gpu(DEVICES[key], cluster, cache)
     if installed and (present := gpu_memory_bytes()) is not None:
         device = replace(device, memory=present)
+    return memory_of_gpu(device, process_groups)
+
+
+def memory_of_gpu(device: Device, process_groups: int) -> DeviceMemory:
+    """Memory of a GPU with one process, and NCCL's buffers of `process_groups`."""
     return DeviceMemory(device, device.memory, 1, device.overhead(process_groups), device.name)
 
 

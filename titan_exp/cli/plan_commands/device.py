@@ -8,26 +8,24 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 
 if TYPE_CHECKING:
-    from titan_exp.plan.cuda.devices import Device
+    from titan_exp.plan.device_memory import DeviceMemory
 
 
-def device_for(experiment: Experiment, key: str | None) -> "Device | None":
-    """Device of a run, from `--device` or the cluster; None for a CPU of unknown speed. Raises UserError if the device
+def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
+    """Device and memory of a run with a resolved layout, from `--device` or the cluster. Raises UserError if the device
     table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
-    from titan_exp.config.machine.devices import device_type
     from titan_exp.plan.cuda.devices import DEVICES, device_named
-    from titan_exp.plan.device_memory import device_memory_of, gpu_memory, refine_gpu
+    from titan_exp.plan.device_memory import device_memory_of, memory_of_gpu, process_groups, refine_gpu
 
-    cluster, runs = experiment.cluster, Path(experiment.paths.runs).expanduser()
+    layout, runs = ResolvedLayout.of(experiment), Path(experiment.paths.runs).expanduser()
     if key is not None:
-        return refine_gpu(device_named(key), cluster, runs / ".cache")
-    if device_type(cluster) == "cpu":
-        return device_memory_of(ResolvedLayout.of(experiment), runs).device
-    device = gpu_memory(cluster, runs / ".cache").device
-    if device is None:
+        device = refine_gpu(device_named(key), experiment.cluster, runs / ".cache")
+        return memory_of_gpu(device, process_groups(layout))
+    found = device_memory_of(layout, runs)
+    if found.device is None and layout.device_type == "cuda":
         raise UserError(
             f"plan: cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is not in the planner's device table. "
             f"Use --device {listed(DEVICES)}."
         )
-    return device
+    return found

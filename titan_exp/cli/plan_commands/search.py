@@ -70,7 +70,9 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
             "plan search ranks layouts by speed and has no speed model for CPUs. Use cluster=slurm_h100, or "
             "cluster=slurm with --device h100."
         )
-    device = device_for(experiment, options.device)
+    parallelism = replace(experiment.parallelism, **ONE_DEVICE, pp_microbatches=None)
+    on_one_device = resolve_layout(replace(experiment, parallelism=parallelism), 1)
+    device = device_for(on_one_device, options.device).device
     assert device is not None, "a GPU is in the device table, or refused"
     gpus = options.gpus or offered_devices(experiment.cluster)
     # Refuse unsupported options that no layout changes before the search.
@@ -81,7 +83,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
             "plan search ranks layouts by speed and has no speed model for fp32 on GPUs "
             "(training.mixed_precision=fp32). Use bf16; titan-exp plan predicts one fp32 layout."
         )
-    _check_homogeneous(experiment)
+    _check_homogeneous(on_one_device)
     start_forkserver()
     space = search_space(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
@@ -119,8 +121,7 @@ def _check_homogeneous(experiment: Experiment) -> None:
     """Check that layers are homogeneous, since a search extrapolates from a few."""
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
-    parallelism = replace(experiment.parallelism, **ONE_DEVICE, pp_microbatches=None)
-    reason = unsupported_reason(resolve_layout(replace(experiment, parallelism=parallelism), 1))
+    reason = unsupported_reason(experiment)
     if reason is not None:
         raise UserError(
             f"plan search extrapolates from a few layers, which does not work here: {reason}. "

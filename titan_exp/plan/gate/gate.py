@@ -13,8 +13,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of, process_groups
+from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction
@@ -94,15 +93,6 @@ def check_memory(
             why_not = checks[number].why_not or answer.reason
             checks[number] = replace(checks[number], why_not=why_not, user_error=answer.user_error)
     return checks
-
-
-def check_plan(experiment: Experiment, device: Device | None, runs: Path, prediction: Prediction) -> MemoryCheck:
-    """Check of a prediction of all ranks, on `device`; None is that of the run's cluster."""
-    layout = ResolvedLayout.of(experiment)
-    memory = device_memory_of(layout, runs)
-    if device is not None:
-        memory = DeviceMemory(device, device.memory, 1, device.overhead(process_groups(layout)), device.name)
-    return MemoryCheck(experiment, memory, prediction=prediction)
 
 
 def explain_fit(memory_check: MemoryCheck) -> str:

@@ -35,7 +35,7 @@ def traced(layers: int, shortcut: bool) -> None:
 
     words = [*SMALL, f"model.layers={layers}", "parallelism.dp_shard=64", "activation_checkpoint=full"]
     words += ["training.global_batch_size=256", "training.micro_batch_size=1"]
-    experiment = on_cpu(to_experiment(compose(words)))
+    experiment = on_cpu(to_experiment(compose(words)), None)
     began = time.process_time()
     if shortcut:
         TraceExtrapolator(experiment, cuda=True).trace(0)

@@ -30,6 +30,7 @@ class OutputFile:
             raise self._write_error(error) from error
 
     def _write_error(self, error: OSError) -> UserError:
+        why = error.strerror or error
         return UserError(
-            f"{self._option} {self.path}: cannot be written ({error.strerror or error}). Name another file."
+            f"{self._option} {self.path}: cannot be written ({why}). Name another file, or free disk space."
         )

@@ -13,6 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence, sequence_cuts
+from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.gate.gate import MemoryCheck
 from titan_exp.plan.predict import Plan, RankPlan, traced_rank
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
@@ -50,9 +51,10 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
 def _page_data(plan: Plan) -> dict[str, Any]:
     """Numbers of the page's scripts."""
     layout, shards_by_rank = plan.layout, dict[int, RankShards]()
-    for rank in plan.ranks:
-        with traced_rank(plan.experiment, plan.device, rank.pipeline_rank) as fake:
-            shards_by_rank[rank.pipeline_rank] = read_shards(fake)
+    with no_garbage_collection():
+        for rank in plan.ranks:
+            with traced_rank(plan.experiment, plan.device, rank.pipeline_rank) as fake:
+                shards_by_rank[rank.pipeline_rank] = read_shards(fake)
     shards = next(iter(shards_by_rank.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {

@@ -61,7 +61,7 @@ class PlannerProcesses(ExitStack):
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
         pool = ProcessPoolExecutor(self._processes, start_forkserver(), start_worker)
-        self.callback(pool.shutdown, wait=False, cancel_futures=True)
+        self.push(lambda kind, *_: pool.shutdown(wait=kind is None, cancel_futures=True))
         return pool
 
 

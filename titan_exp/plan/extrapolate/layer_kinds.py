@@ -1,5 +1,5 @@
-"""Kinds of layers: equal layers have the same spec, quantized linears, fp32 modules and parameter groups. Imports no
-torch."""
+"""Kinds of layers, and small variants of a run with the same kinds. Equal layers have the same spec, quantized linears,
+fp32 modules and parameter groups. Imports no torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -92,7 +92,7 @@ def step_seconds(observation: Observation, constants: Mapping[str, float]) -> fl
         compute += after.launch_seconds(rank.operators, compute)
         link = before.link_factor / after.link_factor
         behind = rank.seconds["behind"] * link
-        exchange = rank.seconds.get("exchange", 0.0)
+        exchange = rank.seconds.get("exchange", 0.0)  # older runs have none
         totals[rank.pipeline_rank] = max(compute + rank.seconds["exposed"] * link, behind) + exchange
     return pipeline_seconds(totals, len(totals), observation.prediction.bubble)
 

@@ -22,7 +22,7 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named
-from titan_exp.plan.device_memory import process_groups
+from titan_exp.plan.device_memory import overhead_of
 from titan_exp.plan.plan_table import plan_to_json, print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
@@ -93,8 +93,7 @@ def planned_here(*words: str, room: int = 80 * GIB) -> Plan:
     """Plan for a GPU on which a run's tensors have `room` bytes."""
     experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
     experiment, device = resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100")
-    groups = process_groups(ResolvedLayout.of(experiment))
-    return predict(experiment, replace(device, memory=room + device.overhead(groups)))
+    return predict(experiment, replace(device, memory=room + overhead_of(ResolvedLayout.of(experiment), device)))
 
 
 def test_a_batch_ramp_is_planned_with_its_largest_batch():
@@ -174,14 +173,13 @@ def test_what_is_not_modelled_is_refused_all_at_once():
     said = planned(
         *SMALL,
         "parallelism.dp_shard=8",
-        "parallelism.tp=2",
-        "parallelism.async_tp=true",
         "model.attention_backend=flex",
         "compile=blocks",
+        "compile.backend=cudagraphs",
         code=2,
     )
     assert "This run cannot be planned." in said
-    assert "parallelism.async_tp=true" in said
+    assert "compile.backend=cudagraphs" in said
     assert "model.attention_backend=flex" in said
     assert "Traceback" not in said
 

@@ -20,6 +20,7 @@ SCHEDULE = "parallelism.pp_schedule"
 BATCH_RAMP = "training.batch_ramp"
 QK_CLIP = "optimizer.qk_clip"
 DETERMINISTIC = "training.deterministic=true"
+ASYNC_TP = ["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true"]
 BASE = (
     *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
     *("model.dim=192", "model.heads=6", "model.kv_heads=2", "model.ffn_dim=512", "model.vocab_size=320"),
@@ -757,13 +758,19 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.pp=2"], "compile.backend", "aot_eager"),
         (["parallelism.cp=2"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.tp=2"], "compile.backend", "aot_eager"),
-        (["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true"], "", ""),
+        (ASYNC_TP, "", ""),
         (["parallelism.tp=2", "parallelism.async_tp=true"], "parallelism.async_tp", "compile=blocks"),
         (
             ["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true", "parallelism.sequence_parallel=false"],
             "parallelism.async_tp",
             "sequence_parallel=true",
         ),
+        (
+            [*ASYNC_TP, "quantization=mxfp8", "quantization.smallest_gemm=0", "training.mixed_precision=bf16"],
+            "parallelism.async_tp",
+            "float8_rowwise",
+        ),
+        ([*ASYNC_TP, "quantization=mxfp8", "quantization.smallest_gemm=0", "quantization.emulate=true"], "", ""),
         (["optimizer.implementation=triton"], "", ""),
         (["quantization=float8_rowwise", "quantization.fused_casts=true", "quantization.smallest_gemm=0"], "", ""),
         (

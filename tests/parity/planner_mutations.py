@@ -16,12 +16,14 @@ from tests.plan import (
     test_estimates,
     test_extrapolate,
     test_extrapolated_trace,
+    test_fused_messages,
     test_kernel_classes,
     test_mem_efficient_attention,
     test_rates,
     test_unroll,
 )
 from tests.plan.layouts import experiment_of
+from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.plan import predict
 from titan_exp.plan.cuda.devices import Device
@@ -32,6 +34,7 @@ from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.search.layout_columns import LayoutColumns
 from titan_exp.plan.search.search import LayoutSearch
 from titan_exp.plan.time import roofline
+from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.segments import SegmentObserver
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
@@ -196,6 +199,23 @@ def bytes_of_kernels() -> None:
     test_kernel_classes._bytes_of_kernels()
 
 
+def messages_beside_matmuls_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "seconds_beside", lambda *_: float("inf"))
+
+
+def waits_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_mode, "_WAIT", None)
+
+
+def fused_messages() -> None:
+    # In a process of its own, where shapes are not checked, which no compiler could follow.
+    test_fused_messages.compare(*run_ranks(1, test_fused_messages.plain_and_fused))
+
+
+def gathered() -> None:
+    test_fused_messages.check_gathered(test_fused_messages.gathered())
+
+
 NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] = [
     (test_rates.test_attention_has_the_rates_of_the_nearest_head_size, attention_has_the_rate_of_the_other_direction),
     (test_rates.test_fp8_matmuls_have_the_rate_of_their_recipe, rowwise_has_the_rate_of_tensorwise),
@@ -219,6 +239,8 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (frozen_layers, parameter_groups_keep_their_patterns),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),
+    (fused_messages, messages_beside_matmuls_are_free),
+    (gathered, waits_copy),
     (attention_of_a_list, a_list_names_flash_attention_for_every_kernel),
 ]
 

@@ -51,6 +51,9 @@ WHOLE = {
     "kinds in a period of four on CUDA": MASKED
     + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "compiled, accumulated": BF16 + "model.layers=6 parallelism.dp_shard=2 training.micro_batch_size=1 compile=blocks",
+    "compiled, async tensor parallelism, accumulated on CUDA": CUDA
+    + ACCUMULATED
+    + "model.layers=7 parallelism.dp_shard=4 parallelism.tp=4 parallelism.async_tp=true compile=blocks",
     "compiled, float8 tensorwise but for a layer, accumulated on CUDA": CUDA
     + ACCUMULATED
     + "model.layers=7 parallelism.dp_shard=2 compile=all quantization=float8_tensorwise "
@@ -124,6 +127,10 @@ PIPELINES = {
     "compiled, float8 rowwise, full, 1F1B x fsdp x tp on CUDA": CUDA
     + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_microbatches=2 "
     "activation_checkpoint=full compile=blocks quantization=float8_rowwise quantization.smallest_gemm=0",
+    "compiled, float8 rowwise, async tensor parallelism, selective, 1F1B x fsdp x tp on CUDA": CUDA
+    + "model.layers=9 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_microbatches=2 "
+    "parallelism.async_tp=true activation_checkpoint=selective compile=blocks quantization=float8_rowwise "
+    "quantization.smallest_gemm=0",
     "two layers in high precision, modules in fp32, interleaved x fsdp, two blocks ahead": BF16
     + "model.layers=18 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=Interleaved1F1B "
     "parallelism.pp_microbatches=2 parallelism.prefetch_blocks=2 quantization=float8_rowwise_gw_hp "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
@@ -23,9 +24,10 @@ RECIPE = ["quantization=mxfp8", "quantization.smallest_gemm=0"]
 SEQ = 96
 
 
-def planned(device: str, *words: str) -> Plan:
+def planned(device: str, *words: str, full: bool = False) -> Plan:
     experiment = to_experiment(compose([*SMALL, f"training.seq_len={SEQ}", "parallelism.dp_shard=1", *words]))
-    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named(device))
+    experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
+    return predict(experiment, device_named(device), full=full)
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (2, 128, 320), (32, 32)])
@@ -76,6 +78,28 @@ def test_matmuls_read_bytes_instead_of_halves():
     works = [plan.ranks[0].trace.costs for plan in (instructed, emulated, plain)]
     assert len({work.flops for work in works}) == 1
     assert works[2].bytes_moved < works[0].bytes_moved < works[1].bytes_moved
+
+
+def _costs(*plans: tuple[str, int, bool]) -> list[tuple[int, ...]]:
+    """FLOPs, float8 FLOPs, bytes moved, peak and reserved memory of runs: `compile`, layers, True to trace each."""
+    found, words = [], (*RECIPE, "training.micro_batch_size=1")
+    for compiled, layers, full in plans:
+        (rank,) = planned("b200", *words, f"compile={compiled}", f"model.layers={layers}", full=full).ranks
+        costs = rank.trace.costs
+        found.append((costs.flops, costs.fp8_flops, costs.bytes_moved, rank.trace.peak.bytes, rank.bytes))
+    return found
+
+
+def test_compiled_blocks_have_the_matmuls_of_eager_ones():
+    ((eager, compiled),) = run_ranks(1, _costs, ("none", 2, True), ("blocks", 2, True))
+    assert compiled[:2] == eager[:2]
+    assert compiled[2] < eager[2]
+
+
+@pytest.mark.night
+def test_compiled_blocks_are_extrapolated():
+    ((short, whole),) = run_ranks(1, _costs, ("blocks", 12, False), ("blocks", 12, True))
+    assert short == whole
 
 
 @pytest.mark.night

@@ -8,6 +8,7 @@ import pytest
 from tests.plan.layouts import experiment_of
 from titan_exp.cli.plan_commands.device import device_for
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, pipeline_seconds, timeline
 from titan_exp.config.machine.local_machine import gpu_memory_bytes
 from titan_exp.plan import device_memory
@@ -184,12 +185,12 @@ def test_memory_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(device_memory, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
     gpu_memory_bytes.cache_clear()
-    local = experiment_of("cluster=local").cluster
-    present = gpu_memory(local, tmp_path, 2)
+    layout = ResolvedLayout.of(experiment_of("cluster=local parallelism.dp_shard=2"))
+    present = gpu_memory(layout.cluster, tmp_path, layout)
     assert (present.capacity, present.overhead) == ((81559 - 600) * 2**20, H100.overhead(2))
     gpu_memory_bytes.cache_clear()
     tool.write_text("#!/bin/sh\nexit 1\n")
-    assert gpu_memory(local, tmp_path).capacity == H100.memory
+    assert gpu_memory(layout.cluster, tmp_path, layout).capacity == H100.memory
     gpu_memory_bytes.cache_clear()
 
 

@@ -241,7 +241,7 @@ def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
 
     The device has memory between what the first layout needs with selective and no recomputation.
     """
-    from titan_exp.plan.device_memory import memory_of_gpu, process_groups
+    from titan_exp.plan.device_memory import memory_of_gpu
     from titan_exp.plan.gate.gate import MemoryCheck
     from titan_exp.plan.predict import predict
     from titan_exp.plan.search.layout_cost import planned_cost
@@ -257,7 +257,7 @@ def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
     assert len(neighbours) > 3
     for candidate in (best.candidate, *neighbours):
         plan = predict(candidate.experiment, device)
-        memory = memory_of_gpu(device, process_groups(candidate.layout))
+        memory = memory_of_gpu(device, candidate.layout)
         admitted = MemoryCheck(candidate.experiment, memory, prediction=plan.prediction).fits
         assert plan.step_seconds is not None
         if candidate is best.candidate:

@@ -52,18 +52,26 @@ def device_memory_of(layout: ResolvedLayout, runs: Path) -> DeviceMemory:
     """Device and memory of a run; `runs/.cache` holds measured rates and fitted constants."""
     cache = runs / ".cache"
     if layout.device_type == "cuda":
-        return gpu_memory(layout.cluster, cache, process_groups(layout))
+        return gpu_memory(layout.cluster, cache, layout)
     return _cpu_memory(layout.cluster, layout.world_size, layout.training.mixed_precision, cache)
 
 
-def process_groups(layout: ResolvedLayout) -> int:
-    """Process groups of a rank: of all ranks, and one per mesh axis."""
-    return (layout.world_size > 1) + sum(getattr(layout.parallelism, name) > 1 for name in DEGREES)
-
-
 def room_of(layout: ResolvedLayout, device: Device) -> int:
-    """Bytes of a GPU that the allocator may reserve: without the CUDA context and NCCL's buffers."""
-    return device.memory - device.overhead(process_groups(layout))
+    """Bytes of a GPU that the allocator may reserve for tensors."""
+    return device.memory - overhead_of(layout, device)
+
+
+def overhead_of(layout: ResolvedLayout, device: Device) -> int:
+    """Bytes of a GPU beside those tensors: the CUDA context, NCCL's buffers (a group of all ranks, and one per mesh
+    axis), and with async tensor parallelism two pieces of a product in symmetric memory, and workspaces of the matmul
+    library for a second stream in each thread."""
+    parallelism = layout.parallelism
+    groups = (layout.world_size > 1) + sum(getattr(parallelism, name) > 1 for name in DEGREES)
+    if not parallelism.async_tp:
+        return device.overhead(groups)
+    itemsize = 2 if layout.training.mixed_precision == "bf16" else 4
+    piece = layout.micro_batch_size * layout.tokens_per_rank * layout.width * itemsize
+    return device.overhead(groups) + 2 * piece + 2 * device.matmul_workspace
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
@@ -122,8 +130,8 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
     return replace(device, **read_constants(cache, device.name))
 
 
-def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> DeviceMemory:
-    """Device and memory of a run on GPUs, with NCCL's buffers of `process_groups`; `cache` is `.cache` of the runs.
+def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout) -> DeviceMemory:
+    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs.
 
     The capacity of GPUs in this machine is the driver's; of others, that of the device table.
     """
@@ -139,12 +147,12 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, process_groups: int = 0) -> 
     device = refine_gpu(DEVICES[key], cluster, cache)
     if installed and (present := gpu_memory_bytes()) is not None:
         device = replace(device, memory=present)
-    return memory_of_gpu(device, process_groups)
+    return memory_of_gpu(device, layout)
 
 
-def memory_of_gpu(device: Device, process_groups: int) -> DeviceMemory:
-    """Memory of a GPU with one process, and NCCL's buffers of `process_groups`."""
-    return DeviceMemory(device, device.memory, 1, device.overhead(process_groups), device.name)
+def memory_of_gpu(device: Device, layout: ResolvedLayout) -> DeviceMemory:
+    """Memory of a GPU with one process of a run."""
+    return DeviceMemory(device, device.memory, 1, overhead_of(layout, device), device.name)
 
 
 def constants_file(cache: Path, device: str) -> Path:

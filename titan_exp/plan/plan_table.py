@@ -161,7 +161,8 @@ def _fit_sentence(plan: Plan) -> str:
         other = f"{_gib(largest.other_segments)} with cluster.expandable_segments={key}"
         needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments; {other}"
     unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
-    needs += f"; {_gib(overhead)} is taken for CUDA's context and code and NCCL's buffers{unknown}"
+    others = "NCCL's and symmetric buffers" if plan.layout.parallelism.async_tp else "NCCL's buffers"
+    needs += f"; {_gib(overhead)} is taken for CUDA's context and code and {others}{unknown}"
     if largest.bytes + overhead > room:
         return f"Does not fit: {needs}; the device has {_gib(room)}."
     left = f"{_gib(room - largest.bytes - overhead)} of the device's {_gib(room)} GiB are left"

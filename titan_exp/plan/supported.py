@@ -20,9 +20,6 @@ HOPPER = (9, 0)
 BLACKWELL = (10, 0)
 """First CUDA capability with NVFP4 instructions."""
 
-SYMMETRIC_MEMORY = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
-"""Reason against options that exchange by symmetric memory."""
-
 WHY_NOT = {
     "fa3": "only its own package knows its workspaces",
     "fa4": "only its own package knows its workspaces",
@@ -38,17 +35,16 @@ def check_supported(experiment: Experiment, device: Device | None = None) -> Non
 
 
 def _violations(experiment: Experiment, device: Device | None) -> Iterator[Violation]:
-    compiled, parallelism = experiment.compile, experiment.parallelism
+    compiled = experiment.compile
     if compiled.enabled and compiled.backend not in BACKENDS:
         remedy = f"one of {listed(BACKENDS)}, or compile=none"
         yield Violation("compile.backend", compiled.backend, "the memory of this backend is not known", remedy)
     if device_type(experiment.cluster) != "cuda":
         return
-    if parallelism.async_tp:
-        yield Violation("parallelism.async_tp", True, SYMMETRIC_MEMORY, "parallelism.async_tp=false")
-    if parallelism.token_exchange == "symmetric_memory":
+    if experiment.parallelism.token_exchange == "symmetric_memory":
+        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
         remedy = "parallelism.token_exchange=all_to_all plans the same run without"
-        yield Violation("parallelism.token_exchange", "symmetric_memory", SYMMETRIC_MEMORY, remedy)
+        yield Violation("parallelism.token_exchange", "symmetric_memory", reason, remedy)
     if compiled.cuda_graphs:
         reason = "the private memory pool of a CUDA graph is not modelled"
         remedy = "compile.cuda_graphs=false plans the same run without"

@@ -10,7 +10,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, QuantizationConfig
+from titan_exp.config.groups.quantization import BLOCK, BLOCK_SCALED, NVFP4_TILE, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchao_version import torchao_violations
@@ -296,7 +296,7 @@ RULES = (
         Refuse(
             "training.mixed_precision",
             lambda quantization, training, device: (
-                quantization.recipe in ("mxfp8", "nvfp4")
+                quantization.recipe in BLOCK_SCALED
                 and quantization.emulate is not True
                 and device == "cuda"
                 and training.mixed_precision != "bf16"

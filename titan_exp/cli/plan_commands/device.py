@@ -16,12 +16,12 @@ def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
     table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.plan.cuda.devices import DEVICES, device_named
-    from titan_exp.plan.device_memory import device_memory_of, memory_of_gpu, process_groups, refine_gpu
+    from titan_exp.plan.device_memory import device_memory_of, memory_of_gpu, refine_gpu
 
     layout, runs = ResolvedLayout.of(experiment), Path(experiment.paths.runs).expanduser()
     if key is not None:
         device = refine_gpu(device_named(key), experiment.cluster, runs / ".cache")
-        return memory_of_gpu(device, process_groups(layout))
+        return memory_of_gpu(device, layout)
     found = device_memory_of(layout, runs)
     if found.device is None and layout.device_type == "cuda":
         raise UserError(

@@ -10,6 +10,9 @@ from titan_exp.config.groups.types import Count
 BLOCK = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_gw_hp": 16, "mxfp8": 32, "nvfp4": 16}
 """Multiple that every dim of a quantized matmul must be, by recipe: 16 bytes of float8, a block of MX or NVFP4."""
 
+BLOCK_SCALED = ("mxfp8", "nvfp4")
+"""Recipes with a scale for every block of a matrix."""
+
 DUAL_CAST_RECIPES = ("float8_tensorwise", "float8_rowwise")
 """Recipes that use a matrix in float8 both untransposed and transposed."""
 

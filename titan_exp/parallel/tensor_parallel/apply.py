@@ -55,7 +55,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return
-    region = TensorParallelGroup(axis.get_group().group_name, axis.size(), axis.get_local_rank(), sequence_parallel)
+    group = axis.get_group()
+    of_rank = axis.size(), axis.get_local_rank(), sequence_parallel
+    region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes="gloo" in dist.get_backend(group))
     for name, module in list(model.named_modules()):
         if hasattr(module, "tp_plan"):
             for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method

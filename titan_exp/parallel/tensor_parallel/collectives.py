@@ -27,6 +27,8 @@ class TensorParallelGroup:
     """Index of this rank."""
     sequence: bool
     """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
+    float8_as_bytes: bool = False
+    """True if float8 is sent as bytes, as gloo needs. NCCL takes float8, whose gather the compiler can fuse."""
 
     def gather_input(self, x: Tensor) -> Tensor:
         """All tokens [batch, seq, dim]; the gradient is summed over ranks."""
@@ -61,8 +63,8 @@ class TensorParallelGroup:
         return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """All tokens [batch, seq, width] of the ranks', without a gradient; float8 is sent as bytes, as gloo needs."""
-        if x.dtype.itemsize == 1:
+        """All tokens [batch, seq, width] of the ranks', without a gradient."""
+        if x.dtype.itemsize == 1 and self.float8_as_bytes:
             return _gather_tokens(x.view(torch.uint8), self).view(x.dtype)
         return _gather_tokens(x, self)
 
@@ -74,14 +76,18 @@ class TensorParallelGroup:
 def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:
         # The tokens of a single row are contiguous: no copy.
-        return all_gather(x[0], region.degree, region.group)[None]
-    return torch.cat(all_gather(x, region.degree, region.group).chunk(region.degree), dim=1)
+        tokens = all_gather(x.view(x.shape[1:]), region.degree, region.group)
+        return tokens.view(1, *tokens.shape)
+    parts = all_gather(x, region.degree, region.group).chunk(region.degree)
+    if x.dtype.itemsize == 1:
+        return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
+    return torch.cat(parts, dim=1)
 
 
 def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:
         # No view, which FSDP2 warns about where it is the output of the embedding.
-        tokens = reduce_scatter(x[0], region.degree, region.group)
+        tokens = reduce_scatter(x.view(x.shape[1:]), region.degree, region.group)
         return torch.ops.aten._unsafe_view(tokens, (1, *tokens.shape))
     return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
 

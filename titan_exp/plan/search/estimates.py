@@ -16,7 +16,7 @@ from titan_exp.plan.search.layout_columns import Column, LayoutColumns
 from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.search.profile import Profile
-from titan_exp.plan.time.roofline import compute_seconds
+from titan_exp.plan.time.roofline import compute_seconds, seconds_beside
 from titan_exp.plan.trace.kernel_classes import EXPERT_MATMULS, MEASURES
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.plan.trace.segments import CategoryBytes
@@ -191,7 +191,8 @@ class _Scaled:
             elif names & {"tp", "etp"} and not names & {"fsdp", "efsdp"}:
                 name = "tp" if "tp" in names else "etp"
                 tokens = size * self._ratio(rows.tokens)
-                found += rows.message_seconds(name, kind, tokens, calls, self._device)
+                beside = seconds_beside(self._profile.block, kind, self._device) * self.work
+                found += np.maximum(0.0, rows.message_seconds(name, kind, tokens, calls, self._device) - beside)
         return found
 
     @cached_property

@@ -22,6 +22,7 @@ from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
+from titan_exp.plan.trace.fused_messages import BESIDE
 from titan_exp.plan.trace.kernel_classes import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -60,7 +61,8 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
             # Nothing runs beside the first gather and the last reduction of a step, here of mean size.
             exposed += seconds / max(1, calls)
         else:
-            exposed += seconds
+            hidden = min(seconds, seconds_beside(costs, kind, device))
+            exposed, behind = exposed + seconds - hidden, behind + hidden
     matmuls, elementwise = _kernel_seconds(costs, device)
     launches = device.launch_seconds(costs.operators, matmuls + elementwise)
     return RankTime(matmuls, elementwise, exposed, behind, launches)
@@ -114,6 +116,12 @@ def compute_seconds(costs: OpCosts, device: Device) -> float:
     return seconds
 
 
+def seconds_beside(costs: OpCosts, kind: str, device: Device) -> float:
+    """Seconds of the matmuls beside which messages of a kind are sent in pieces; 0 for other messages."""
+    flops, fp8 = (costs.kernels.get((kind, measure), 0) for measure in MEASURES[:2])
+    return compute_seconds(OpCosts(flops=flops, fp8_flops=fp8), device)
+
+
 def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
     """Ranks of the first rank's process group, by mesh axis of its messages."""
     meshes = [{axis.name: axis.degree(parallelism) for axis in axes} for axes in (AXES, EXPERT_AXES)]
@@ -151,7 +159,7 @@ def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, 
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # counted by the sender
     nodes = Counter(rank // node for rank in ranks)
-    rate, others, rounds = device.link_gbs, (len(ranks) - 1) / len(ranks), ROUNDS.get(kind, 0)
+    rate, others, rounds = device.link_gbs, (len(ranks) - 1) / len(ranks), ROUNDS.get(kind.partition(BESIDE)[0], 0)
     hops = (len(ranks) - len(nodes), len(nodes) - 1) if rounds else (len(nodes) == 1, len(nodes) > 1)
     microseconds = device.message_us + max(1, rounds) * (hops[0] * device.link_hop_us + hops[1] * device.network_hop_us)
     latency = calls * microseconds / 1e6

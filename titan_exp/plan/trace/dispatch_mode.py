@@ -25,6 +25,7 @@ from titan_exp.ops.matmul_flops import GROUPED
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_groups import group_named
 from titan_exp.plan.cuda.cpu_offload import AXIS, TO_GPU, TO_HOST, WAITED_FOR
+from titan_exp.plan.trace.fused_messages import fused_message
 from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.op_cache import CachedOp, OpCache
@@ -43,6 +44,7 @@ from titan_exp.plan.trace.torch_patches import replaced_attributes
 WORLD = "world"
 """Name of the group of all ranks, if no mesh axis has them all."""
 _DEVICE = torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OP_CACHE = OpCache()
 """Op cache shared by all traces of the process."""
 
@@ -67,7 +69,7 @@ class OpCosts:
     operators: int = 0
     """Number of operators that compute, move bytes or send messages; views and allocations launch nothing."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`."""
+    """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`; FLOPs beside a message also by its kind."""
 
 
 class CostMode(TorchDispatchMode):
@@ -176,8 +178,11 @@ class CostMode(TorchDispatchMode):
 
     def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         size = decomposed_workspace(func, args) + (0 if self._workspace is None else self._workspace(func, args))
+        self._allocate_within(size)
+
+    def _allocate_within(self, size: int) -> None:
+        """Record memory that is freed before the operator returns."""
         if size:
-            # Freed before the operator returns.
             self.tracker.free(self.tracker.allocate(size, self.tracker.category))
 
     def _first_matmul(self, func: Any) -> None:
@@ -230,7 +235,8 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        sent = parse_message(func, args, out)
+        fused = fused_message(func, args, out)
+        sent = parse_message(func, args, out) if fused is None else fused[:3]
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
@@ -241,7 +247,7 @@ class CostMode(TorchDispatchMode):
                 self.tracker.set_category(buffers, "communication")
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
-        flops = count_flops(func, args, kwargs, out)
+        flops = count_flops(func, args, kwargs, out) if fused is None else fused.flops
         self._first_matmul(func)
         bytes_moved = 0
         grouped = str(func._overloadpacket) in GROUPED
@@ -249,10 +255,14 @@ class CostMode(TorchDispatchMode):
         if grouped or (unbound and (new or func._schema.is_mutable)):
             bytes_moved = count_bytes(func, args, kwargs, outputs)
         self.costs.operators += sent is not None or copied is not None
-        self._count(func, flops, bytes_moved, on_host=on_host)
+        if fused is not None:
+            self.costs.operators += fused.launches
+            self.kernel(fused.moved)
+            self._allocate_within(fused.temporary)
+        self._count(func, flops, bytes_moved, on_host=on_host, beside=sent[0] if sent is not None else "")
         return flops, bytes_moved, copied is not None
 
-    def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool) -> None:
+    def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool, beside: str = "") -> None:
         costs = self.costs
         if on_host:
             costs.host_bytes += 0 if flops else bytes_moved
@@ -264,6 +274,9 @@ class CostMode(TorchDispatchMode):
         if flops or bytes_moved:
             costs.operators += 1
             self._count_kernel(costs, kernel_kind(func, flops), flops, fp8, bytes_moved)
+        for measure, count in zip(MEASURES[:2], (flops, fp8), strict=True):
+            if count and beside:
+                costs.kernels[beside, measure] += count
 
     def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:
         name = kernel_class(kind, self.tracker.where, self.tracker.outside_passes)
@@ -328,7 +341,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # This overload has no fake kernel and would be computed; it returns its `out` argument.
     if func is torch.ops.aten._scaled_mm.out and isinstance(kwargs["out"], FakeTensor):
         return kwargs["out"]
-    return func(*args, **kwargs)
+    # Its fake kernel returns another tensor; others return the one that is waited for.
+    return args[0] if func is _WAIT and type(args[0]) is FakeTensor else func(*args, **kwargs)
 
 
 def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:

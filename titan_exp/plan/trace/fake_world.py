@@ -27,6 +27,7 @@ from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
+from titan_exp.plan.trace.fused_messages import fuses_messages
 from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
@@ -134,6 +135,7 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
             _readable_meshes(),
             replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks)),
             gpu_beside_host() if beside_host else nullcontext(),
+            fuses_messages() if experiment.parallelism.async_tp else nullcontext(),
         ):
             state = assemble(experiment, layout, GPU if beside_host else DEVICE, fake_mode=mode)
             with mode:

@@ -44,6 +44,7 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
     from torch._C._dynamo import guards
     from torch._inductor import cpp_builder, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
     from torch._inductor.exc import InductorError
     from torch._inductor.utils import fresh_cache
 
@@ -72,14 +73,20 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         (guards, "_reinterpret_tensor", _reinterpreted),
         (AsyncCompile, "cpp_pybinding", kernel),
     )
+    types = dict(DTYPE_TO_CPP)
     with reset_dynamo(), inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:
+            # C++ code has no type of MXFP8's scales.
+            DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "uint8_t")
             yield
         except InductorError as error:
             raise UserError(
                 f"plan: inductor failed to generate CPU code for a compiled part ({error}). Use compile=none to plan "
                 "the same run without compilation."
             ) from error
+        finally:
+            DTYPE_TO_CPP.clear()
+            DTYPE_TO_CPP.update(types)
 
 
 def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.matmul_flops import matmul_flops
+from titan_exp.plan.trace.fused_messages import GATHERS, SCATTERS
 from titan_exp.plan.trace.received_rows import EXCHANGES
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
@@ -17,9 +18,9 @@ KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten operators that are bound by FLOPs, not by bytes."""
 
-SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm")
+SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm", GATHERS[1], SCATTERS[1])
 """Float8 matmuls."""
-MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0])
+MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0], *GATHERS, *SCATTERS)
 """Operators computed by cuBLAS."""
 
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional

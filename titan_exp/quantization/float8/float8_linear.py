@@ -97,14 +97,18 @@ class Float8:
     ) -> Float8Matrix:
         """All tokens [..., channels] as a matrix in float8; `ranks` hold parts of them, each casts its own."""
         own = tensor.reshape(-1, tensor.shape[-1])
+        if ranks is not None and over != -1:
+            amax_reduce = self.input_amax_reduce or self.output_amax_reduce
+        scale = scale_of(own, dtype, over=over, power_of_two=self.power_of_two, amax_reduce=amax_reduce)
+        # Cast in the shape of the tokens: async tensor parallelism looks for a reshape before a matmul.
+        of_tokens = scale.view(*tensor.shape[:-1], 1) if over == -1 else scale
+        data = cast(tensor, of_tokens, dtype)
         if ranks is None:
-            return self.quantize(own, dtype, over, amax_reduce)
-        over_tokens = self.input_amax_reduce or self.output_amax_reduce
-        matrix = self.quantize(own, dtype, over, amax_reduce if over == -1 else over_tokens)
-        data = ranks.gather_tokens(matrix.data.view(tensor.shape)).flatten(0, -2)
-        if over != -1:
-            return Float8Matrix(data, matrix.scale, matrix.inverse)
-        return Float8Matrix.of(data, ranks.gather_tokens(matrix.scale.view(*tensor.shape[:-1], 1)).flatten(0, -2))
+            return Float8Matrix.of(data.flatten(0, -2), scale)
+        # Torch's fused gather refuses scales of a matrix's rows for several rows of tokens: they are sent as bytes.
+        sent = data.view(torch.uint8) if over == -1 and tensor.shape[0] > 1 else data
+        data = ranks.gather_tokens(sent).view(dtype).flatten(0, -2)
+        return Float8Matrix.of(data, ranks.gather_tokens(of_tokens).flatten(0, -2) if over == -1 else scale)
 
     def quantize_dual(
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None

@@ -8,6 +8,7 @@ from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import BLOCK_SCALED, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
@@ -17,7 +18,9 @@ from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 FIELD = "parallelism.tp"
 
 
-def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig, device: str) -> Iterator[Violation]:
+def async_tp_is_supported(
+    parallelism: ParallelismConfig, compile: CompileConfig, quantization: QuantizationConfig, device: str
+) -> Iterator[Violation]:
     """Async tensor parallelism, a compiler pass over symmetric memory, is supported."""
     field = "parallelism.async_tp"
     if not parallelism.async_tp:
@@ -32,6 +35,9 @@ def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig
     elif not parallelism.sequence_parallel:
         reason = "it overlaps all-gather and reduce-scatter of tokens, and parallelism.sequence_parallel is false"
         remedy = "parallelism.sequence_parallel=true, or "
+    elif quantization.recipe in BLOCK_SCALED and quantization.emulate is not True:
+        reason = f"torch's fused operators take no scales by blocks, as those of quantization={quantization.recipe}"
+        remedy = "quantization=float8_rowwise, or "
     else:
         return
     yield Violation(field, True, reason, f"{remedy}{field}=false")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.plan.planner_processes import end_with_parent
+from titan_exp.plan.planner_processes import make_killable
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -31,7 +31,7 @@ def test_workers_do_not_outlive_a_command_that_is_killed(method: str):
 
 def command(method: str) -> None:
     """Start a long-running worker and wait for it."""
-    with ProcessPoolExecutor(1, get_context(method), end_with_parent) as pool:
+    with ProcessPoolExecutor(1, get_context(method), make_killable) as pool:
         print(pool.submit(os.getpid).result(60), flush=True)
         pool.submit(_work).result()
 

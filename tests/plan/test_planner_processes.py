@@ -26,6 +26,12 @@ def process() -> int:
     return os.getpid()
 
 
+def lock_of_progress_bars() -> str:
+    from tqdm import tqdm
+
+    return type(tqdm.get_lock()).__name__
+
+
 @pytest.mark.parametrize(("cores", "started"), [(1, False), (3, True)])
 def test_processes_replay_long_ranks_as_this_one_would(cores: int, started: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planner_processes, "MIN_EVENTS", 5)
@@ -45,6 +51,14 @@ def test_a_call_runs_elsewhere_and_its_errors_are_raised_here():
         assert first.result() != os.getpid()
         with pytest.raises(ValueError, match="no number"):
             second.result()
+
+
+def test_a_killed_process_leaves_no_semaphore():
+    with PlannerProcesses(2) as processes:
+        call = processes.call(lock_of_progress_bars)
+        assert call._future is not None
+        wait([call._future], 60)
+        assert call.result() == "RLock"
 
 
 def test_calls_that_no_process_has_begun_are_made_here():

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import cached_property
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from threading import Thread
+from threading import RLock, Thread
 from typing import Any, Generic, TypeVar
 
 from titan_exp.plan.cuda.caching_allocator import Event, Reserved, steady_reserved
@@ -85,15 +85,19 @@ def start_forkserver() -> Any:
 
 def start_worker() -> None:
     """End this process when its parent ends, and leave Ctrl-C, which reaches all processes of a terminal, to it."""
-    end_with_parent()
+    make_killable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def end_with_parent() -> None:
-    """End this process when its parent ends.
+def make_killable() -> None:
+    """End this process when its parent ends, and let it leave no semaphore, of which Python would warn.
 
-    Without it, workers of a killed process pool finish their current work, which may take minutes.
+    Else workers of a killed process pool finish their current work, which may take minutes.
     """
+    from tqdm import tqdm
+
+    # The default lock of torch's progress bars is a semaphore of the system.
+    tqdm.set_lock(RLock())
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child process"
 

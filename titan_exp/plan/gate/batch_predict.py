@@ -25,7 +25,7 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.plan_json import NotPredicted, Prediction, merge_ranks
-from titan_exp.plan.planner_processes import end_with_parent
+from titan_exp.plan.planner_processes import make_killable
 from titan_exp.plan.supported import check_supported
 
 MAX_PROCESSES = 8
@@ -181,7 +181,7 @@ def _not_predicted(error: UserError) -> NotPredicted:
 
 def _start_worker() -> None:
     """Silence a worker, give it one thread, and end it with its parent or at Ctrl-C."""
-    end_with_parent()
+    make_killable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

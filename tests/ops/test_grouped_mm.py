@@ -227,6 +227,33 @@ def test_moving_is_differentiable():
     assert experts_of_rows(ends_of(3, 3, 9), 10).tolist() == [0] * 3 + [2] * 6 + [3]
 
 
+def moved(x: Tensor, chosen: Tensor) -> Tensor:
+    """Padded rows of the chosen ones, of whose number compiled code knows nothing."""
+    rows, ends = x[chosen.nonzero().squeeze(1)], chosen.sum(dtype=torch.int32)[None]
+    return TokenPadding.of(ends, rows.shape[0], 4).spread(rows)
+
+
+def moved_both_ways(received: int) -> list[tuple[Tensor, Tensor]]:
+    """Padded rows and gradients of eager and of compiled code."""
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    compiled, found = torch.compile(moved, backend="aot_eager", fullgraph=True), []
+    for function in (moved, compiled):
+        x = torch.arange(24.0).view(8, 3).requires_grad_()
+        rows = function(x, torch.arange(8) < received)
+        (rows * torch.arange(1.0, 4.0)).sum().backward()
+        assert x.grad is not None
+        found.append((rows.detach(), x.grad))
+    return found
+
+
+@pytest.mark.parametrize("received", [0, 5])
+def test_compiled_code_moves_rows_whose_number_is_unknown(received: int):
+    """As ranks of experts receive them. In a process without checks of shapes, which no compiler could follow."""
+    ((eager, compiled),) = run_ranks(1, moved_both_ways, received)
+    for expected, found in zip(eager, compiled, strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -82,6 +83,9 @@ class _Move(torch.autograd.Function):
 
 
 def _choose(rows: Tensor, chosen: Tensor, kept: Tensor) -> Tensor:
-    if rows.shape[0] == 0:
+    if torch.compiler.is_compiling():
+        # Received rows may be none, which the compiler cannot ask: one of zeros follows, in no memory.
+        rows = F.pad(rows, (0, 0, 0, 1))
+    elif rows.shape[0] == 0:
         return rows.new_zeros(chosen.shape[0], rows.shape[1])
     return rows.index_select(0, chosen).masked_fill(~kept[:, None], 0)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.plan.cuda.cpu_offload import GPU
+from titan_exp.plan.cuda.grouped_casts import fake_casts
 from titan_exp.plan.cuda.mem_efficient_attention import workspace_bytes
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
@@ -42,8 +43,10 @@ def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
         (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
     # torchao's cast kernel needs Triton; the rest of its MX matmuls runs unchanged.
-    if (torchao := sys.modules.get("torchao.prototype.mx_formats.mx_tensor")) is not None:
-        replacements.append((torchao, "triton_to_mxfp8_dim0", _to_mxfp8))
+    for module in ("mx_formats.mx_tensor", "moe_training.mxfp8_grouped_mm"):
+        if (torchao := sys.modules.get(f"torchao.prototype.{module}")) is not None:
+            replacements.append((torchao, "triton_to_mxfp8_dim0", _to_mxfp8))
+    replacements += fake_casts()
     with replaced_attributes(*replacements):
         yield
 
@@ -57,11 +60,13 @@ class _FakeHardware(Hardware):
 
     def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
         # Called for models with experts, on a GPU with the recipe's instructions.
-        if recipe not in GROUPED_MULTIPLE:
-            return False
-        reason = "its grouped matmuls are Triton kernels of torchao's, which need a GPU"
-        violation = Violation("quantization.recipe", recipe, reason, "a quantization.filter that names the experts")
-        raise UserError("This run cannot be planned.", [violation])
+        from titan_exp.quantization.grouped.grouped_kernels import OF_TOKENS
+
+        if recipe in GROUPED_MULTIPLE and not OF_TOKENS:
+            reason = "of torchao before 0.18, the casts of its grouped matmuls are not known without a GPU"
+            remedy = "a newer torchao, or a quantization.filter that names the experts"
+            raise UserError("This run cannot be planned.", [Violation("quantization.recipe", recipe, reason, remedy)])
+        return recipe in GROUPED_MULTIPLE
 
 
 def fake_cuda_capability(capability: tuple[int, int] | None) -> AbstractContextManager[None]:

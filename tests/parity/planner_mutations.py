@@ -17,6 +17,7 @@ from tests.plan import (
     test_extrapolate,
     test_extrapolated_trace,
     test_fused_messages,
+    test_grouped_casts,
     test_kernel_classes,
     test_mem_efficient_attention,
     test_rates,
@@ -37,6 +38,7 @@ from titan_exp.plan.time import roofline
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
 from titan_exp.plan.trace.segments import SegmentObserver
+from titan_exp.quantization import hardware_support
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
 
 
@@ -212,6 +214,15 @@ def fused_messages() -> None:
     test_fused_messages.compare(*run_ranks(1, test_fused_messages.plain_and_fused))
 
 
+def experts_are_padded_to_another_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hardware_support.GROUPED_MULTIPLE, "float8_rowwise", 32)
+
+
+def experts_in_float8() -> None:
+    run = "model.layers=2 quantization=float8_rowwise", True
+    test_grouped_casts.check_experts([test_grouped_casts.planned("h100", run)], 16)
+
+
 def gathered() -> None:
     test_fused_messages.check_gathered(test_fused_messages.gathered())
 
@@ -241,6 +252,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (descent, the_descent_moves_nowhere),
     (fused_messages, messages_beside_matmuls_are_free),
     (gathered, waits_copy),
+    (experts_in_float8, experts_are_padded_to_another_multiple),
     (attention_of_a_list, a_list_names_flash_attention_for_every_kernel),
 ]
 

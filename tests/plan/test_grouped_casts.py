@@ -81,7 +81,7 @@ def test_fake_casts_are_torchaos():
         assert ours == theirs, name
 
 
-def _planned(device: str, *runs: tuple[str, bool]) -> list[tuple[Any, ...]]:
+def planned(device: str, *runs: tuple[str, bool]) -> list[tuple[Any, ...]]:
     """FLOPs of experts, those in float8, all FLOPs, bytes moved, peak and reserved memory; runs, True to trace each
     layer."""
     found = []
@@ -97,7 +97,11 @@ def _planned(device: str, *runs: tuple[str, bool]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("recipe", "device", "multiple"), [("float8_rowwise", "h100", 16), ("mxfp8", "b200", 128)])
 def test_matmuls_of_experts_are_in_float8(recipe: str, device: str, multiple: int):
-    ((eager,),) = run_ranks(1, _planned, device, (f"model.layers=2 quantization={recipe}", True))
+    check_experts(run_ranks(1, planned, device, (f"model.layers=2 quantization={recipe}", True)), multiple)
+
+
+def check_experts(found: list[list[tuple[Any, ...]]], multiple: int) -> None:
+    ((eager,),) = found
     rows = multiple * (-(-TOKENS * CHOICES // multiple) + LOCAL)
     # Three matmuls of gate and up, and of down.
     assert eager[:2] == (2 * 3 * 2 * rows * 3 * DIM * FFN,) * 2
@@ -108,13 +112,13 @@ def test_matmuls_of_experts_are_in_float8(recipe: str, device: str, multiple: in
 @pytest.mark.parametrize(("recipe", "device"), [("float8_rowwise", "h100"), ("mxfp8", "b200")])
 def test_quantized_experts_are_extrapolated(recipe: str, device: str, compiled: str):
     words = f"model.layers=12 quantization={recipe} compile={compiled}"
-    ((short, whole),) = run_ranks(1, _planned, device, (words, False), (words, True), limit=300)
+    ((short, whole),) = run_ranks(1, planned, device, (words, False), (words, True), limit=300)
     assert short == whole
 
 
 def test_compiled_blocks_take_rows_whose_number_is_unknown():
     """With expert parallelism; kernels for experts of a GPU, whose rows are padded."""
     words = "model.layers=2 quantization=float8_rowwise compile="
-    ((eager, compiled),) = run_ranks(1, _planned, "h100", (f"{words}none", True), (f"{words}blocks", True))
+    ((eager, compiled),) = run_ranks(1, planned, "h100", (f"{words}none", True), (f"{words}blocks", True))
     assert compiled[:3] == eager[:3]
     assert compiled[3] < eager[3]

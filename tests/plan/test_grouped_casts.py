@@ -47,6 +47,7 @@ def _both() -> dict[str, tuple[list[Any], list[Any]]]:
     triton.has_triton = lambda: True
     from torchao.prototype.moe_training import kernels
     from torchao.prototype.moe_training.kernels import mxfp8
+    from torchao.prototype.moe_training.kernels.mxfp8 import quant
 
     modules = (grouped_casts._IN[f"moe_training.{name}_grouped_mm"] for name in ("fp8", "mxfp8"))
     found, names = {}, {name: cast for module in modules for name, cast in module.items()}
@@ -66,8 +67,8 @@ def _both() -> dict[str, tuple[list[Any], list[Any]]]:
         }
         assert {*arguments, "_SM100_KERNELS_AVAILABLE"} == {*names}
         operators = {
-            "mxfp8_quantize_2d_1x32_cutedsl": mxfp8.quant._mxfp8_quantize_2d_1x32_cutedsl_custom_op,
-            "mxfp8_quantize_cuda_3d": mxfp8.quant._mxfp8_quantize_3d_cutedsl_custom_op,
+            "mxfp8_quantize_2d_1x32_cutedsl": quant._mxfp8_quantize_2d_1x32_cutedsl_custom_op,
+            "mxfp8_quantize_cuda_3d": quant._mxfp8_quantize_3d_cutedsl_custom_op,
         }
         for name, tensors in arguments.items():
             theirs = operators.get(name) or getattr(kernels, name, None) or getattr(mxfp8, name)

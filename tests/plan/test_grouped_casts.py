@@ -117,6 +117,7 @@ def test_quantized_experts_are_extrapolated(recipe: str, device: str, compiled: 
     assert short == whole
 
 
+@pytest.mark.night
 def test_compiled_blocks_take_rows_whose_number_is_unknown():
     """With expert parallelism; kernels for experts of a GPU, whose rows are padded."""
     words = "model.layers=2 quantization=float8_rowwise compile="

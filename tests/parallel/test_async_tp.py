@@ -1,6 +1,7 @@
 """Async tensor parallelism: torch's compiler pass fuses every gather and scatter of a block with its matmuls."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,6 @@ def on_cpu() -> list[torch.library.Library]:
         fused.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
     plain.impl("all_gather_into_tensor", all_gather, "CPU")
     patch("torch.distributed.is_nccl_available", lambda _: lambda: True)
-    patch("torch.distributed.get_backend", lambda _: lambda *_: "nccl")
     patch("torch.distributed._symmetric_memory.enable_symm_mem_for_group", lambda _: lambda _: None)
     patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", lambda _: lambda _: True)
     return [fused, plain]
@@ -95,7 +95,9 @@ def gradients(mesh: Mesh, recipe: str, rows: int, backend: Any = None) -> dict[s
     for linear in model.modules():
         if isinstance(linear, Linear) and recipe != "none":
             linear.linear_impl = linear_impl_for(recipe_config(recipe), emulated=False)
-    apply_tensor_parallel(model, mesh, sequence_parallel=True, loss_parallel=False)
+    # As on GPUs, whose process groups have gloo beside NCCL and send float8 as it is.
+    on_gpus = replace(mesh, device=torch.device("cuda"))
+    apply_tensor_parallel(model, on_gpus, sequence_parallel=True, loss_parallel=False)
     materialize_parameters(model, CPU)
     init_weights(model, table, seed=3)
     if backend is not None:

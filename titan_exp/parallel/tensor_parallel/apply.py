@@ -57,7 +57,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
         return
     group = axis.get_group()
     of_rank = axis.size(), axis.get_local_rank(), sequence_parallel
-    region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes="gloo" in dist.get_backend(group))
+    # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
+    as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
+    region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
     for name, module in list(model.named_modules()):
         if hasattr(module, "tp_plan"):
             for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method

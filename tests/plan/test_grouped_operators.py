@@ -14,6 +14,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability, fake_cuda_kernels
 from titan_exp.plan.trace.op_costs import count_flops
+from titan_exp.quantization.grouped import grouped_kernels
 from titan_exp.quantization.hardware_support import needs_grouped_emulation
 
 TOKENS, INPUTS, OUTPUTS = 40, 16, 24
@@ -94,10 +95,13 @@ def test_experts_are_predicted_as_measured(tmp_path: Path):
     assert guess.passing <= fact.passing <= 1.02 * guess.passing
 
 
-def test_missing_grouped_kernels_are_refused():
+def test_grouped_kernels_whose_casts_are_unknown_are_refused(monkeypatch: pytest.MonkeyPatch):
     config = experiment_of("quantization=float8_rowwise").quantization
     gpu = torch.device("cuda")
-    with fake_cuda_capability((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
+    with fake_cuda_capability((9, 0)):
+        assert not needs_grouped_emulation(config, gpu)
+    monkeypatch.setattr(grouped_kernels, "OF_TOKENS", {})
+    with fake_cuda_capability((9, 0)), pytest.raises(UserError, match=r"torchao before 0\.18"):
         needs_grouped_emulation(config, gpu)
     with fake_cuda_capability((8, 0)):
         assert needs_grouped_emulation(config, gpu)

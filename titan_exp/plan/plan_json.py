@@ -21,7 +21,7 @@ class RankTime:
     exposed: float
     """Exposed communication: tensor, context and pipeline parallelism, FSDP's first gather and its last reduction."""
     behind: float
-    """Overlapped communication: FSDP, replication and their host copies, in sequence."""
+    """Overlapped communication in sequence: FSDP, replication, their host copies, and messages beside matmuls."""
     operators: float = 0.0
     """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
     exchange: float = 0.0

@@ -66,9 +66,9 @@ def use_formulas(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     """Costs by formulas; returns the list of planned layouts."""
     plans = list[Candidate]()
 
-    def plan(candidate: Candidate, device: Device) -> tuple[Candidate, Any, LayoutCost]:
+    def plan(candidate: Candidate, device: Device) -> tuple[Candidate, Any, LayoutCost, str]:
         plans.append(candidate)
-        return candidate, None, planned(candidate, device)
+        return candidate, None, planned(candidate, device), ""
 
     monkeypatch.setattr(search, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(2))
     monkeypatch.setattr(search, "Estimates", ExactEstimates)

@@ -147,9 +147,11 @@ def test_estimates_are_near_the_planned_costs():
         found = [each for each in found if each.parallelism.tp in degrees and each.layout.micro_batch_size <= 2]
         space = [replace(each, number=number) for number, each in enumerate(found)]
         evaluated = [_plan(each, device) for each in space]
-        seconds, peaks = zip(*((cost.step_seconds, cost.peak_bytes) for _, _, cost in evaluated if cost), strict=True)
+        seconds, peaks = zip(
+            *((cost.step_seconds, cost.peak_bytes) for _, _, cost, _ in evaluated if cost), strict=True
+        )
         assert len(space) == len(seconds) >= 4
-        for own, (_, profile, cost) in enumerate(evaluated):
+        for own, (_, profile, cost, _) in enumerate(evaluated):
             assert profile is not None
             estimates = Estimates(space, device)
             estimates.add(profile, None)
@@ -186,7 +188,7 @@ def print_both(name: str) -> None:
     candidates = LayoutSearch(space, device, 0, quiet)._candidates
     with ProcessPoolExecutor(2, start_forkserver(), _start_worker) as pool:
         evaluated = list(pool.map(_plan, candidates, repeat(device)))
-    costs = sorted((cost for _, _, cost in evaluated if cost is not None), key=lambda cost: cost.step_seconds)
+    costs = sorted((cost for _, _, cost, _ in evaluated if cost is not None), key=lambda cost: cost.step_seconds)
     peaks = sorted(cost.peak_bytes + device.memory - cost.room for cost in costs)
     rows, planned = [], []
     for place, limit in ((-1, 2), (len(peaks) // 2, 3), (len(peaks) // 8, 3)):

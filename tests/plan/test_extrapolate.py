@@ -51,6 +51,8 @@ WHOLE = {
     "kinds in a period of four on CUDA": MASKED
     + "model=llama4_debug model.layers=17 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "compiled, accumulated": BF16 + "model.layers=6 parallelism.dp_shard=2 training.micro_batch_size=1 compile=blocks",
+    "one data rank x tp, a single micro-batch on CUDA": CUDA
+    + "model.layers=8 parallelism.dp_shard=1 parallelism.tp=2 training.micro_batch_size=8 activation_checkpoint=full",
     "compiled, async tensor parallelism, accumulated on CUDA": CUDA
     + ACCUMULATED
     + "model.layers=7 parallelism.dp_shard=4 parallelism.tp=4 parallelism.async_tp=true compile=blocks",

@@ -8,8 +8,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests.cli.test_plan import planned
@@ -139,6 +141,31 @@ def test_neighbours_differ_in_one_key_or_factor():
     _, found = near(search_space(composed(*LONG), 8, fixed), **{"activation_checkpoint.mode": "selective"})
     assert "mode=full" in found
     assert not any(key in name for name in found for key in ("budget", "chunk", "enabled"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "degree", "offered"), [("blocks", 2, True), ("blocks", 1, False), ("none", 2, False)]
+)
+def test_messages_of_compiled_blocks_may_be_fused(typed: str, degree: int, offered: bool):
+    run = composed(*LONG, f"compile={typed}")
+    space = search_space(run, 8, fixed_keys([f"compile={typed}"]))
+    _, found = near(space, **{"parallelism.tp": degree, "parallelism.dp_shard": 8 // degree})
+    assert ("async_tp=True" in found) is offered
+    few = replace(run, cluster=replace(run.cluster, gpus_per_node=1))
+    _, found = near(search_space(few, 8, frozenset()), **{"parallelism.tp": 2, "parallelism.dp_shard": 4})
+    assert "async_tp=True" not in found, "tensor-parallel ranks are in several nodes"
+
+
+def test_a_layout_that_cannot_be_extrapolated_does_not_end_a_search():
+    space = search_space(composed(*LONG), 8, frozenset())
+    from titan_exp.plan.search.search import LayoutSearch
+
+    search = LayoutSearch(space, device_named("h100"), 2, lambda _: None)
+    failed: Any = SimpleNamespace(result=lambda: (space.candidates[3], None, None, "the step is odd"))
+    search._add(failed)
+    assert search._next([]) is not None
+    assert [int(number) for number in np.flatnonzero(~search._open)] == [3]
+    assert dict(search._unknown)["the step is odd"] == 1
 
 
 def test_commands_compose_to_their_layouts():

@@ -107,8 +107,6 @@ class ComputeWeights:
             yield
         for master, leaf in self._leaves.items():
             gradient, leaf.grad = self._sums.get(leaf, leaf.grad), None
-            if gradient is not None and master in self._partial:
-                gradient = gradient.to(master.dtype)
             master.grad = gradient
         if not self._fixed:
             self._sums.clear()
@@ -127,8 +125,10 @@ class ComputeWeights:
                 master.grad_dtype = None  # type: ignore[attr-defined]  # torch's stubs lack it
             self._uses.append((module, name, master))
             # Tensor-parallel ranks sum these gradients, in fp32 as after FSDP's reduction.
-            if any(master is partial for partial in partial_parameters(module)):
+            if master not in self._partial and any(master is partial for partial in partial_parameters(module)):
                 self._partial.add(master)
+                if not self._accumulate and self._leaves[master].requires_grad:
+                    self._leaves[master].register_post_accumulate_grad_hook(self._add_gradient)
 
     @torch.no_grad()
     def _add_gradient(self, leaf: Any) -> None:

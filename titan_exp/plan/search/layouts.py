@@ -46,6 +46,7 @@ REFINED = (
     "activation_checkpoint.every",
     "activation_checkpoint.budget",
     "compile.enabled",
+    "parallelism.async_tp",
     "parallelism.cp_method",
     "parallelism.pp_layers_per_stage",
     "parallelism.reshard_after_forward",

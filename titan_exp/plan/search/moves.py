@@ -112,6 +112,9 @@ def _values(candidate: Candidate, space: SearchSpace) -> Iterator[tuple[int, str
     for method in CP_METHODS if own.cp > 1 else ():
         if method != own.cp_method:
             yield 0, "parallelism", {"cp_method": method}
+    # Symmetric memory reaches over the links of a node.
+    if experiment.compile.enabled and 1 < own.tp <= layout.node_size:
+        yield 0, "parallelism", {"async_tp": not own.async_tp}
     yield 0, "compile", {"enabled": not experiment.compile.enabled}
 
 

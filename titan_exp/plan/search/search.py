@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -53,8 +52,8 @@ LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
 Key = tuple[Any, ...]
-Evaluated = tuple[Candidate, Profile | None, LayoutCost | None]
-"""Layout with its profile, and its cost if it is planned."""
+Evaluated = tuple[Candidate, Profile | None, LayoutCost | None, str]
+"""Layout with its profile, its cost if it is planned, and why it cannot be extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class LayoutSearch:
         self._space, self._device, self._limit, self._show = space, device, limit, show
         checks = LayoutChecks((_too_long, unsupported_reason), KEYS)
         reasons = [checks.first(candidate.experiment) for candidate in space.candidates]
-        self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
+        self._unknown = Counter(reason for reason in reasons if reason is not None)
         supported = [each for each, reason in zip(space.candidates, reasons, strict=True) if reason is None]
         self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
         self._room = np.array([room_of(each.layout, device) for each in self._candidates])
@@ -138,8 +137,8 @@ class LayoutSearch:
             len(costs),
             sum(not cost.fits for cost in costs),
             floor,
-            len(self._candidates) - sum(cost.candidate.number >= 0 for cost in costs) - floor,
-            self._unknown,
+            int(self._open.sum()) - floor,
+            self._unknown.most_common(),
             time.perf_counter() - began,
             stopped,
         )
@@ -187,7 +186,7 @@ class LayoutSearch:
 
     def _add(self, future: Future[Evaluated]) -> None:
         """Use a sampled or planned layout."""
-        candidate, profile, cost = future.result()
+        candidate, profile, cost, unknown = future.result()
         if profile is not None:
             self._estimates.add(profile, cost)
         if cost is not None:
@@ -196,6 +195,9 @@ class LayoutSearch:
                 self._open[candidate.number] = False
         elif candidate.number < 0:
             self._refused.add(candidate.identity)
+        elif unknown:
+            self._open[candidate.number] = False
+            self._unknown[unknown] += 1
         fastest = "".join(f"; fastest so far: {cost}" for cost in self._fastest()[:1])
         self._show(f"{len(self._costs)} layouts planned{fastest}")
 
@@ -328,8 +330,8 @@ def _sample(candidate: Candidate, device: Device) -> Evaluated:
     experiment = on_cpu(share_of_group(candidate.experiment), device)
     with no_garbage_collection(), suppress(ExtrapolationError):
         samples = trace_samples(experiment, cuda=device_type(experiment.cluster) == "cuda")
-        return candidate, profile_of(candidate, samples), None
-    return candidate, None, None
+        return candidate, profile_of(candidate, samples), None, ""
+    return candidate, None, None, ""
 
 
 def _plan(candidate: Candidate, device: Device) -> Evaluated:
@@ -337,10 +339,8 @@ def _plan(candidate: Candidate, device: Device) -> Evaluated:
     try:
         cost, samples = planned_cost(candidate, device)
     except ExtrapolationError as error:
-        if candidate.number < 0:
-            return candidate, None, None
-        raise UserError(f"plan search: {error}. titan-exp plan predicts one layout.") from error
+        return candidate, None, None, str(error)
     if candidate.number < 0:
-        return candidate, None, cost
-    _, profile, _ = _sample(candidate, device) if samples is None else (candidate, profile_of(candidate, samples), None)
-    return candidate, profile, cost
+        return candidate, None, cost, ""
+    profile = _sample(candidate, device)[1] if samples is None else profile_of(candidate, samples)
+    return candidate, profile, cost, ""

@@ -4,7 +4,7 @@
 its repository, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 on H100 with 96 GB of HBM2e at 2.4 TB/s and
 500 W, 8 to a host, 400 Gbit/s each; and llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber.md) and prints reserved
 memory and tokens/s per GPU beside theirs. Rates of `h100_500w` were fitted to the rows marked so; all others are
-predictions. Trainers differ: a mutation plans the row with one thing as in the published run;
+predictions. Trainers differ: a mutation plans the row with one thing as in the published run, or without it;
 "as published" with all that decides memory there: saved operators, loss, separate matmuls, operators and segments.
 """
 

@@ -30,8 +30,8 @@ class ComputeWeights:
     """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None.
 
     Modules that match `fp32_modules` compute with their masters. `accumulate` sums gradients of several backward passes
-    in the masters' dtype, else gradients of the only pass stay in `dtype`; `fixed` keeps the sums at their addresses.
-    `unread` modules use shape and dtype of their weight only.
+    in the masters' dtype, else gradients of the only pass stay in `dtype`, but those that tensor-parallel ranks sum;
+    `fixed` keeps the sums at their addresses. `unread` modules use shape and dtype of their weight only.
     """
 
     def __init__(

@@ -36,10 +36,11 @@ TOKENS = torch.randint(97, (4, 2, 16), generator=torch.Generator().manual_seed(5
 ENDS = ["embedding.weight", "norm.weight", "head.weight"]
 
 
-def test_an_embedding_of_one_sequence_returns_no_view(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("by_sequence", [True, False])
+def test_an_embedding_returns_no_view(monkeypatch: pytest.MonkeyPatch, by_sequence: bool):
     # FSDP2 warns about a view in each rank's log.
     monkeypatch.setattr(collectives, "reduce_scatter", lambda x, degree, _: x[: len(x) // degree].clone())
-    region = TensorParallelGroup("", 2, 0, sequence=True)
+    region = TensorParallelGroup("", 2, 0, sequence=True, by_sequence=by_sequence)
     for batch in (1, 2):
         found = region.reduce_output(torch.ones(batch, 8, 4, requires_grad=True) + 1)
         assert found.shape == (batch, 4, 4)

@@ -125,6 +125,10 @@ def the_norm_leaves_experts_out() -> None:
     patch("titan_exp.trainer.train_step.global_grad_norm", make)
 
 
+def tensor_ranks_split_tokens_across_sequences() -> None:
+    patch("titan_exp.models.spec.model_spec.ModelSpec.reads_sequences", lambda _: property(lambda self: False))
+
+
 class _OneRank:
     @staticmethod
     def get_world_size() -> int:
@@ -148,6 +152,7 @@ NOTICED: list[tuple[str, str, Mutation]] = [
     ("global", SHARDS, counts_stay_on_their_rank),
     ("sequence", TENSOR, counts_stay_on_their_rank),
     ("sequence", TENSOR, counts_of_sequences_are_one_tensor_ranks),
+    ("sequence", TENSOR, tensor_ranks_split_tokens_across_sequences),
     ("global", SHARDS, counts_are_of_all_steps),
     ("sequence", "activation_checkpoint=full", recomputation_counts_again),
     ("sequence", SHARDS, biases_never_change),

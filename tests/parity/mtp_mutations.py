@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.models import test_mtp
+from tests.parity.expert_mutations import tensor_ranks_split_tokens_across_sequences
 from tests.parity.runs import mutation_test
 from tests.parity.test_mtp import EXPERIMENTS
 from tests.patching import patch
@@ -135,6 +136,7 @@ CURVES: list[tuple[str, str, Callable[[], None]]] = [
     ("documents", "parallelism.dp_shard=2", modules_are_divided_by_the_tokens_of_the_model),
     ("v3", "parallelism.pp=2", gradients_of_the_embedding_are_those_of_one_stage),
     ("v3", "parallelism.tp=2", gradients_of_the_projection_are_taken_for_whole_ones),
+    ("unbalanced", "parallelism.tp=2", tensor_ranks_split_tokens_across_sequences),
     ("v3", "parallelism.cp=2", tokens_ahead_are_those_of_the_part),
 ]
 """Experiment, layout and mutation."""
@@ -155,4 +157,6 @@ def _compare_with_reference(path: str, mutate: Callable[[], None]) -> str:
     return "not noticed"
 
 
-test_mutation_is_noticed = mutation_test(EXPERIMENTS, CURVES)
+UNBALANCED = f"{EXPERIMENTS['v3']} model.moe.balance.coefficient=0"
+
+test_mutation_is_noticed = mutation_test({**EXPERIMENTS, "unbalanced": UNBALANCED}, CURVES)

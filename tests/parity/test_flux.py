@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.data.test_latent_store import SIZES, write
+from tests.parity.expert_mutations import tensor_ranks_split_tokens_across_sequences
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
 from tests.parity.test_quantized import assert_same_recipe
@@ -271,6 +272,7 @@ def the_conditioning_has_no_gradient_from_later_stages() -> None:
         ("parallelism.tp=2", gradients_of_replicated_linears_are_taken_for_whole_ones),
         ("parallelism.tp=2", every_tensor_rank_adds_its_gradient_of_the_result),
         ("parallelism.tp=2", gradients_of_modulations_are_those_of_a_rank_s_own_tokens),
+        ("parallelism.tp=2", tensor_ranks_split_tokens_across_sequences),
         (
             "parallelism.tp=2 parallelism.sequence_parallel=false",
             the_conditioning_has_the_gradient_of_a_rank_s_own_outputs,

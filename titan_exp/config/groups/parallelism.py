@@ -36,7 +36,7 @@ class ParallelismConfig:
     instead of gathering all logits on every rank. Without effect where tp is 1."""
     async_tp: bool
     """Overlap a block's tensor-parallel exchanges with its matmuls, piece by piece, through symmetric memory: on CUDA
-    with compiled blocks and sequence_parallel only. In float8, micro-batches of one sequence overlap most."""
+    with compiled blocks and sequence_parallel only."""
     pp: Degree
     """Pipeline-parallel degree: ranks that hold consecutive parts of the layers, and pass micro-batches on."""
     pp_schedule: str

@@ -28,6 +28,11 @@ class TensorParallelCollectives(Protocol):
         """True if ranks hold parts of the tokens outside the linears."""
         ...
 
+    @property
+    def by_sequence(self) -> bool:
+        """True if these are parts of each sequence, False if consecutive tokens of all."""
+        ...
+
     def gather_input(self, x: Tensor) -> Tensor:
         """All tokens of this rank's."""
         ...

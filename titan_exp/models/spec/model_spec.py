@@ -350,6 +350,14 @@ class ModelSpec:
         ends = _flops_per_token(self.ends or (), seq_len)
         return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
 
+    @cached_property
+    def reads_sequences(self) -> bool:
+        """True if something beside attention is computed per sequence: modulations, a balance loss over sequences, or
+        depths of multi-token prediction, which are joined along the batch."""
+        balances = (router.moe.balance for _, router in self.routers())
+        over_sequences = any(balance.coefficient and balance.loss in ("switch", "sequence") for balance in balances)
+        return self.latents is not None or bool(self.mtp_layers) or over_sequences
+
     @property
     def has_experts(self) -> bool:
         """True if a layer routes tokens to experts."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.tp_plan import (
     Colwise,
     GatheredOrder,
@@ -50,13 +51,15 @@ TOKEN_MODULES = {ShardTokens: ShardedTokens, GatherResult: GatheredResult, Gathe
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
     """Replace linears, embedding and head by their sharded versions, in place; parameter names stay.
 
-    Does nothing if the tp axis has size 1.
+    Does nothing if the tp axis has size 1. Sequence parallelism splits each sequence if the model's `spec` asks for it,
+    or if it has none.
     """
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return
     group = axis.get_group()
-    of_rank = axis.size(), axis.get_local_rank(), sequence_parallel
+    spec: ModelSpec | None = getattr(model, "spec", None)
+    of_rank = axis.size(), axis.get_local_rank(), sequence_parallel, spec is None or spec.reads_sequences
     # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
     as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
     region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)

@@ -27,6 +27,9 @@ class TensorParallelGroup:
     """Index of this rank."""
     sequence: bool
     """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
+    by_sequence: bool = True
+    """True if that is a part of each sequence, False if consecutive tokens of all sequences, which are gathered and
+    scattered without copies."""
     float8_as_bytes: bool = False
     """True if float8 is sent as bytes, as gloo needs. NCCL takes float8, whose gather the compiler can fuse."""
 
@@ -74,10 +77,9 @@ class TensorParallelGroup:
 
 
 def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
-    if x.shape[0] == 1:
-        # The tokens of a single row are contiguous: no copy.
-        tokens = all_gather(x.view(x.shape[1:]), region.degree, region.group)
-        return tokens.view(1, *tokens.shape)
+    if x.shape[0] == 1 or not region.by_sequence:
+        tokens = all_gather(x.flatten(0, 1), region.degree, region.group)
+        return tokens.view(x.shape[0], -1, *x.shape[2:])
     parts = all_gather(x, region.degree, region.group).chunk(region.degree)
     if x.dtype.itemsize == 1:
         return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
@@ -85,10 +87,10 @@ def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
 
 
 def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
-    if x.shape[0] == 1:
+    if x.shape[0] == 1 or not region.by_sequence:
         # No view, which FSDP2 warns about where it is the output of the embedding.
-        tokens = reduce_scatter(x.view(x.shape[1:]), region.degree, region.group)
-        return torch.ops.aten._unsafe_view(tokens, (1, *tokens.shape))
+        tokens = reduce_scatter(x.flatten(0, 1), region.degree, region.group)
+        return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
     return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
 
 

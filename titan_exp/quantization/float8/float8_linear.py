@@ -105,8 +105,8 @@ class Float8:
         data = cast(tensor, of_tokens, dtype)
         if ranks is None:
             return Float8Matrix.of(data.flatten(0, -2), scale)
-        # Torch's fused gather refuses scales of a matrix's rows for several rows of tokens: they are sent as bytes.
-        sent = data.view(torch.uint8) if over == -1 and tensor.shape[0] > 1 else data
+        # Torch's fused gather refuses scales of a matrix's rows for parts of several sequences: they are sent as bytes.
+        sent = data.view(torch.uint8) if over == -1 and ranks.by_sequence and tensor.shape[0] > 1 else data
         data = ranks.gather_tokens(sent).view(dtype).flatten(0, -2)
         return Float8Matrix.of(data, ranks.gather_tokens(of_tokens).flatten(0, -2) if over == -1 else scale)
 

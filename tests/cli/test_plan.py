@@ -93,7 +93,7 @@ def planned_here(*words: str, room: int = 80 * GIB) -> Plan:
     """Plan for a GPU on which a run's tensors have `room` bytes."""
     experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
     experiment, device = resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100")
-    return predict(experiment, replace(device, memory=room + overhead_of(ResolvedLayout.of(experiment), device)))
+    return predict(experiment, replace(device, memory=room + overhead_of(ResolvedLayout.of(experiment), None, device)))
 
 
 def test_a_batch_ramp_is_planned_with_its_largest_batch():

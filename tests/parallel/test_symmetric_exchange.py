@@ -9,19 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.parallel.test_expert_recompute import LAYERS, parallel_model
+from tests.config.composing import experiment
+from tests.parallel.test_expert_recompute import LAYERS, MODEL, parallel_model
 from tests.patching import patch
 from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.received import Received
 from titan_exp.parallel.expert_parallel.symmetric_exchange import (
+    _BUFFERS,
     SymmetricExchange,
     expert_ends,
     use_symmetric_memory,
     worst_case,
 )
 from titan_exp.parallel.expert_parallel.token_exchange import TokenExchange
+from titan_exp.plan.device_memory import symmetric_memory
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")
@@ -138,8 +143,8 @@ def test_the_same_rows_as_by_all_to_all(chosen: list[list[int]]):
             assert torch.equal(found, expected)
 
 
-def gradients(*layout: str) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of two steps of a model."""
+def gradients(*layout: str) -> tuple[float, dict[str, Tensor], int]:
+    """Loss and gradients of two steps of a model, and its symmetric memory for rows and weights in bytes."""
     with joined_process_group(CPU):
         library, loss = on_cpu(), torch.zeros(())
         model = parallel_model("model.moe.shared_experts=1", *layout)
@@ -147,23 +152,30 @@ def gradients(*layout: str) -> tuple[float, dict[str, Tensor]]:
             loss = model((torch.arange(64).view(2, 32) * (7 + step) + 31 * dist.get_rank()) % 320).square().mean()
             loss.backward()
         del library
-        return loss.item(), {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        buffers = (buffer for sets in _BUFFERS._sets.values() for kept in sets for buffer in kept)
+        taken = sum(buffer.nbytes for buffer in buffers if buffer.is_floating_point())
+        return loss.item(), found, taken
 
 
-@pytest.mark.night
 @pytest.mark.parametrize(
     "layout",
     [
         "",
-        "activation_checkpoint=full",
-        "compile=blocks compile.backend=aot_eager",
-        "compile=blocks compile.backend=aot_eager activation_checkpoint=full",
+        pytest.param("activation_checkpoint=full", marks=pytest.mark.night),
+        pytest.param("compile=blocks compile.backend=aot_eager", marks=pytest.mark.night),
+        pytest.param("compile=blocks compile.backend=aot_eager activation_checkpoint=full", marks=pytest.mark.night),
     ],
 )
 def test_a_model_has_the_same_gradients(layout: str):
+    """And as much symmetric memory as a plan says."""
     symmetric = "parallelism.token_exchange=symmetric_memory"
     results = run_ranks(2, gradients, symmetric, *layout.split(), limit=300)
-    for (loss, found), (expected_loss, expected) in zip(results, run_ranks(2, gradients), strict=True):
+    batch = ("training.seq_len=32", "training.micro_batch_size=2", "training.global_batch_size=4")
+    run = experiment(*MODEL, *batch, symmetric)
+    planned = symmetric_memory(ResolvedLayout.of(run), model_spec(run.model))
+    for (loss, found, taken), (expected_loss, expected, none) in zip(results, run_ranks(2, gradients), strict=True):
+        assert (taken, none) == (planned, 0)
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         assert found.keys() == expected.keys()
         assert len(expected) > LAYERS

@@ -16,11 +16,11 @@ from tests.plan import (
     test_estimates,
     test_extrapolate,
     test_extrapolated_trace,
-    test_fused_messages,
     test_grouped_casts,
     test_kernel_classes,
     test_mem_efficient_attention,
     test_rates,
+    test_symmetric_messages,
     test_unroll,
 )
 from tests.plan.layouts import experiment_of
@@ -209,9 +209,9 @@ def waits_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_mode, "_WAIT", None)
 
 
-def fused_messages() -> None:
+def symmetric_messages() -> None:
     # In a process of its own, where shapes are not checked, which no compiler could follow.
-    test_fused_messages.compare(*run_ranks(1, test_fused_messages.plain_and_fused))
+    test_symmetric_messages.compare(*run_ranks(1, test_symmetric_messages.plain_and_fused))
 
 
 def experts_are_padded_to_another_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +223,16 @@ def experts_in_float8() -> None:
     test_grouped_casts.check_experts([test_grouped_casts.planned("h100", run)], 16)
 
 
+def all_room_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_mode, "filled_share", lambda *_: None)
+
+
+def exchanges() -> None:
+    test_symmetric_messages.compare_exchanges(test_symmetric_messages.exchanged_twice())
+
+
 def gathered() -> None:
-    test_fused_messages.check_gathered(test_fused_messages.gathered())
+    test_symmetric_messages.check_gathered(test_symmetric_messages.gathered())
 
 
 NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] = [
@@ -250,8 +258,9 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (frozen_layers, parameter_groups_keep_their_patterns),
     (pipeline_of_kinds_in_turn, the_first_of_a_kind_is_repeated),
     (descent, the_descent_moves_nowhere),
-    (fused_messages, messages_beside_matmuls_are_free),
+    (symmetric_messages, messages_beside_matmuls_are_free),
     (gathered, waits_copy),
+    (exchanges, all_room_is_filled),
     (experts_in_float8, experts_are_padded_to_another_multiple),
     (attention_of_a_list, a_list_names_flash_attention_for_every_kernel),
 ]

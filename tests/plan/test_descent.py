@@ -41,7 +41,9 @@ def planned(candidate: Candidate, device: Device) -> LayoutCost:
     size = 60 / candidate.shards / parallelism.tp / parallelism.pp + (1 + kept) / parallelism.tp
     size += 20 * saved * tokens / 16384 / parallelism.tp / parallelism.pp + 6 * chunk / 16384 / parallelism.tp
     peak = round(size * GIB)
-    return LayoutCost(candidate, seconds, 0.0, peak, 0, "", room_of(layout, device), round(OVERHEAD * peak), 0)
+    return LayoutCost(
+        candidate, seconds, 0.0, peak, 0, "", room_of(layout, candidate.spec, device), round(OVERHEAD * peak), 0
+    )
 
 
 class ExactEstimates:

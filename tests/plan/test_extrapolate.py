@@ -46,6 +46,10 @@ WHOLE = {
     "a dense layer first, ep, multi-token prediction on CUDA": CUDA
     + "model=deepseek_debug model.mtp.depth=1 model.layers=7 parallelism.dp_shard=4 parallelism.ep=2 "
     "training.micro_batch_size=1",
+    "experts, symmetric memory, full on CUDA": CUDA
+    + EXPERTS
+    + "model.layers=7 parallelism.dp_shard=4 parallelism.tp=2 parallelism.ep=4 training.micro_batch_size=1 "
+    "parallelism.token_exchange=symmetric_memory activation_checkpoint=full",
     "windows in every second layer, ep on CUDA": MASKED
     + "model=gpt_oss_debug model.layers=9 parallelism.dp_shard=4 parallelism.ep=2 training.micro_batch_size=1",
     "kinds in a period of four on CUDA": MASKED

@@ -186,11 +186,11 @@ def test_memory_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(device_memory, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
     gpu_memory_bytes.cache_clear()
     layout = ResolvedLayout.of(experiment_of("cluster=local parallelism.dp_shard=2"))
-    present = gpu_memory(layout.cluster, tmp_path, layout)
+    present = gpu_memory(layout.cluster, tmp_path, layout, None)
     assert (present.capacity, present.overhead) == ((81559 - 600) * 2**20, H100.overhead(2))
     gpu_memory_bytes.cache_clear()
     tool.write_text("#!/bin/sh\nexit 1\n")
-    assert gpu_memory(layout.cluster, tmp_path, layout).capacity == H100.memory
+    assert gpu_memory(layout.cluster, tmp_path, layout, None).capacity == H100.memory
     gpu_memory_bytes.cache_clear()
 
 

@@ -284,7 +284,7 @@ def best_row(gpus: int, words: list[str], between: float) -> "LayoutCost":
     assert len(neighbours) > 3
     for candidate in (best.candidate, *neighbours):
         plan = predict(candidate.experiment, device)
-        memory = memory_of_gpu(device, candidate.layout)
+        memory = memory_of_gpu(device, candidate.layout, candidate.spec)
         admitted = MemoryCheck(candidate.experiment, memory, prediction=plan.prediction).fits
         assert plan.step_seconds is not None
         if candidate is best.candidate:

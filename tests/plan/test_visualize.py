@@ -61,7 +61,7 @@ def _draw(folder: str) -> None:
 
 def checked(plan: Plan) -> MemoryCheck:
     assert plan.device is not None
-    return MemoryCheck(plan.experiment, memory_of_gpu(plan.device, plan.layout), prediction=plan.prediction)
+    return MemoryCheck(plan.experiment, memory_of_gpu(plan.device, plan.layout, None), prediction=plan.prediction)
 
 
 def numbers_in(page: str) -> dict[str, Any]:

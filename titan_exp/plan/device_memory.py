@@ -5,6 +5,7 @@ constants of `titan-exp plan calibrate`, stored next to them, override both.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import node_size, process_threads
 from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.tracking.device_rates import DeviceRates, rates_file, read_rates
 from titan_exp.tracking.number_format import GIB
@@ -26,6 +28,8 @@ CPU_OVERHEAD_GB = 0.45
 launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
 SAVE_PROCESS_GB = 0.25
 """Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
+WEIGHT_BYTES = 4
+"""Bytes of a row's weight."""
 FITTED = ("matmul_factor", "bandwidth_factor", "link_factor", "launch_us", "overhead_gb")
 """Fields of `Device` that `titan-exp plan calibrate` fits."""
 
@@ -48,30 +52,45 @@ class DeviceMemory:
     """Reason for an unknown capacity, and the key that sets it."""
 
 
-def device_memory_of(layout: ResolvedLayout, runs: Path) -> DeviceMemory:
+def device_memory_of(layout: ResolvedLayout, spec: ModelSpec | None, runs: Path) -> DeviceMemory:
     """Device and memory of a run; `runs/.cache` holds measured rates and fitted constants."""
     cache = runs / ".cache"
     if layout.device_type == "cuda":
-        return gpu_memory(layout.cluster, cache, layout)
+        return gpu_memory(layout.cluster, cache, layout, spec)
     return _cpu_memory(layout.cluster, layout.world_size, layout.training.mixed_precision, cache)
 
 
-def room_of(layout: ResolvedLayout, device: Device) -> int:
+def room_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> int:
     """Bytes of a GPU that the allocator may reserve for tensors."""
-    return device.memory - overhead_of(layout, device)
+    return device.memory - overhead_of(layout, spec, device)
 
 
-def overhead_of(layout: ResolvedLayout, device: Device) -> int:
+def overhead_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> int:
     """Bytes of a GPU beside those tensors: the CUDA context, NCCL's buffers (a group of all ranks, and one per mesh
-    axis), and with async tensor parallelism two pieces of a product in symmetric memory, and workspaces of the matmul
-    library for a second stream in each thread."""
+    axis), symmetric memory, and with async tensor parallelism workspaces of the matmul library for a second stream in
+    each thread."""
     parallelism = layout.parallelism
     groups = (layout.world_size > 1) + sum(getattr(parallelism, name) > 1 for name in DEGREES)
-    if not parallelism.async_tp:
-        return device.overhead(groups)
-    itemsize = 2 if layout.training.mixed_precision == "bf16" else 4
-    piece = layout.micro_batch_size * layout.tokens_per_rank * layout.width * itemsize
-    return device.overhead(groups) + 2 * piece + 2 * device.matmul_workspace
+    workspaces = 2 * device.matmul_workspace if parallelism.async_tp else 0
+    return device.overhead(groups) + workspaces + symmetric_memory(layout, spec)
+
+
+def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
+    """Bytes of symmetric memory: two pieces of a product for async tensor parallelism; for exchanged tokens, rows and
+    weights, sent rows and room for received ones, in both directions, twice (`expert_parallel/symmetric_exchange.py`).
+    """
+    parallelism, itemsize = layout.parallelism, 2 if layout.training.mixed_precision == "bf16" else 4
+    if parallelism.async_tp:
+        return 2 * math.prod(layout.hidden_shape) * itemsize
+    if spec is None or not parallelism.symmetric_exchange:
+        return 0
+    tokens = layout.micro_batch_size * layout.training.seq_len // (parallelism.cp * parallelism.tp) * parallelism.etp
+    shapes = {(router.moe.experts, router.moe.active_experts) for _, router in spec.routers()}
+    rows = 0
+    for experts, choices in shapes:
+        local = experts // parallelism.ep
+        rows += tokens * choices + parallelism.ep * tokens * min(choices, local) + local
+    return 4 * rows * (layout.width * itemsize + WEIGHT_BYTES)
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
@@ -130,7 +149,7 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
     return replace(device, **read_constants(cache, device.name))
 
 
-def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout) -> DeviceMemory:
+def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
     """Device and memory of a run on GPUs; `cache` is `.cache` of the runs.
 
     The capacity of GPUs in this machine is the driver's; of others, that of the device table.
@@ -147,12 +166,12 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout) -> D
     device = refine_gpu(DEVICES[key], cluster, cache)
     if installed and (present := gpu_memory_bytes()) is not None:
         device = replace(device, memory=present)
-    return memory_of_gpu(device, layout)
+    return memory_of_gpu(device, layout, spec)
 
 
-def memory_of_gpu(device: Device, layout: ResolvedLayout) -> DeviceMemory:
+def memory_of_gpu(device: Device, layout: ResolvedLayout, spec: ModelSpec | None) -> DeviceMemory:
     """Memory of a GPU with one process of a run."""
-    return DeviceMemory(device, device.memory, 1, overhead_of(layout, device), device.name)
+    return DeviceMemory(device, device.memory, 1, overhead_of(layout, spec, device), device.name)
 
 
 def constants_file(cache: Path, device: str) -> Path:

@@ -12,7 +12,7 @@ from rich.table import Table
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
-from titan_exp.plan.device_memory import room_of
+from titan_exp.plan.device_memory import room_of, symmetric_memory
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -154,14 +154,15 @@ def _fit_sentence(plan: Plan) -> str:
         return "Sizes are those of tensor storages on a CPU."
     largest, room = plan.largest, plan.device.memory
     tensors, allocator = largest.trace.peak.bytes, largest.allocator
-    overhead = room - room_of(plan.layout, plan.device)
+    spec = model_spec(plan.experiment.model)
+    overhead = room - room_of(plan.layout, spec, plan.device)
     needs = f"{_gib(tensors)} GiB of tensors"
     if allocator is not None and tensors <= room:
         way, key = ("expandable", "false") if largest.expandable else ("fixed", "true")
         other = f"{_gib(largest.other_segments)} with cluster.expandable_segments={key}"
         needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments; {other}"
     unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
-    others = "NCCL's and symmetric buffers" if plan.layout.parallelism.async_tp else "NCCL's buffers"
+    others = "NCCL's and symmetric buffers" if symmetric_memory(plan.layout, spec) else "NCCL's buffers"
     needs += f"; {_gib(overhead)} is taken for CUDA's context and code and {others}{unknown}"
     if largest.bytes + overhead > room:
         return f"Does not fit: {needs}; the device has {_gib(room)}."

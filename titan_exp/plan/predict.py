@@ -238,7 +238,7 @@ def predict(
     check_supported(experiment, device)
     if cuda and device is not None:
         device = with_run_kernels(device, experiment)
-    room = room_of(layout, device) if cuda and device is not None else None
+    room = room_of(layout, model_spec(experiment.model), device) if cuda and device is not None else None
     rated = None if cuda and experiment.training.mixed_precision == "fp32" else device
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
     numbers = [rank for rank in range(layout.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]

@@ -41,10 +41,6 @@ def _violations(experiment: Experiment, device: Device | None) -> Iterator[Viola
         yield Violation("compile.backend", compiled.backend, "the memory of this backend is not known", remedy)
     if device_type(experiment.cluster) != "cuda":
         return
-    if experiment.parallelism.token_exchange == "symmetric_memory":
-        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
-        remedy = "parallelism.token_exchange=all_to_all plans the same run without"
-        yield Violation("parallelism.token_exchange", "symmetric_memory", reason, remedy)
     if compiled.cuda_graphs:
         reason = "the private memory pool of a CUDA graph is not modelled"
         remedy = "compile.cuda_graphs=false plans the same run without"

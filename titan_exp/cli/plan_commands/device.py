@@ -15,14 +15,16 @@ def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
     """Device and memory of a run with a resolved layout, from `--device` or the cluster. Raises UserError if the device
     table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
+    from titan_exp.models.spec.lookup import model_spec
     from titan_exp.plan.cuda.devices import DEVICES, device_named
     from titan_exp.plan.device_memory import device_memory_of, memory_of_gpu, refine_gpu
 
-    layout, runs = ResolvedLayout.of(experiment), Path(experiment.paths.runs).expanduser()
+    layout, spec = ResolvedLayout.of(experiment), model_spec(experiment.model)
+    runs = Path(experiment.paths.runs).expanduser()
     if key is not None:
         device = refine_gpu(device_named(key), experiment.cluster, runs / ".cache")
-        return memory_of_gpu(device, layout)
-    found = device_memory_of(layout, runs)
+        return memory_of_gpu(device, layout, spec)
+    found = device_memory_of(layout, spec, runs)
     if found.device is None and layout.device_type == "cuda":
         raise UserError(
             f"plan: cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is not in the planner's device table. "

@@ -102,6 +102,11 @@ class ParallelismConfig:
         return self.cp if self.cp_method == "ulysses" else self.cp_ulysses
 
     @property
+    def symmetric_exchange(self) -> bool:
+        """True if tokens go to experts through symmetric memory."""
+        return self.ep > 1 and self.token_exchange == "symmetric_memory"
+
+    @property
     def sequence_chunks(self) -> int:
         """Equal chunks that context parallelism cuts a sequence into; 1 without it."""
         return self.cp * (1 if self.cp == 1 or self.cp_method == "ulysses" else 2)

@@ -12,6 +12,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import FITTED, SAVE_PROCESS_GB, DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
@@ -167,7 +168,7 @@ def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
     """Memory check without a prediction."""
     if experiment.plan.gate == "off":
         return MemoryCheck(experiment, None, why_not="plan.gate=off")
-    memory = device_memory_of(ResolvedLayout.of(experiment), runs)
+    memory = device_memory_of(ResolvedLayout.of(experiment), model_spec(experiment.model), runs)
     if memory.capacity is None:
         return MemoryCheck(experiment, memory, why_not=memory.unknown)
     bound = upper_bound(experiment)

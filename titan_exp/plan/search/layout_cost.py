@@ -56,7 +56,7 @@ class LayoutCost:
 
 def planned_cost(candidate: Candidate, device: Device) -> tuple[LayoutCost, Samples | None]:
     """Cost of a layout, and the samples from which it is extrapolated. Raises ExtrapolationError if it cannot be."""
-    room, degree = room_of(candidate.layout, device), candidate.parallelism.pp
+    room, degree = room_of(candidate.layout, candidate.spec, device), candidate.parallelism.pp
     plan = predict(candidate.experiment, device, extreme_ranks(degree), cores=1, falls_back=False)
     ranks = plan.ranks
     if len(ranks) < degree and (1 - NEARLY_FULL) * room < max(rank.bytes for rank in ranks) <= room:

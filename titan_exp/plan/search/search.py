@@ -95,7 +95,7 @@ class LayoutSearch:
         self._unknown = Counter(reason for reason in reasons if reason is not None)
         supported = [each for each, reason in zip(space.candidates, reasons, strict=True) if reason is None]
         self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
-        self._room = np.array([room_of(each.layout, device) for each in self._candidates])
+        self._room = np.array([room_of(each.layout, each.spec, device) for each in self._candidates])
         self._open = np.ones(len(supported), dtype=bool)
         self._sampled = set[int]()
         self._costs: dict[Key, LayoutCost] = {}

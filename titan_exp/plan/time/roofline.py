@@ -22,7 +22,6 @@ from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import RankTime
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
-from titan_exp.plan.trace.fused_messages import BESIDE
 from titan_exp.plan.trace.kernel_classes import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -31,6 +30,7 @@ from titan_exp.plan.trace.kernel_classes import (
     MEASURES,
     STREAMS,
 )
+from titan_exp.plan.trace.symmetric_messages import BESIDE
 
 BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""

@@ -25,7 +25,6 @@ from titan_exp.ops.matmul_flops import GROUPED
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_groups import group_named
 from titan_exp.plan.cuda.cpu_offload import AXIS, TO_GPU, TO_HOST, WAITED_FOR
-from titan_exp.plan.trace.fused_messages import fused_message
 from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.op_cache import CachedOp, OpCache
@@ -38,7 +37,8 @@ from titan_exp.plan.trace.op_costs import (
     parse_message,
     unknown_operator,
 )
-from titan_exp.plan.trace.received_rows import exchanged_rows
+from titan_exp.plan.trace.received_rows import exchanged_rows, filled_share
+from titan_exp.plan.trace.symmetric_messages import symmetric_message
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 WORLD = "world"
@@ -91,6 +91,7 @@ class CostMode(TorchDispatchMode):
         self.tracker, self.costs, self._workspace = tracker, OpCosts(), workspace
         self._axes, self._paused = axes_by_group(mesh), 0
         self._sole_owner: tuple[int, ...] | None = None
+        self._filled = 1.0
         self._stack, self._depth = ExitStack(), 0
 
     def __enter__(self) -> "CostMode":
@@ -154,6 +155,7 @@ class CostMode(TorchDispatchMode):
             out = args[0].add_(args[1]) if alone else _call(func, args, kwargs) if exchanged is None else exchanged
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise unknown_operator(str(func)) from error
+        self._filled = filled_share(func, args) or self._filled
         flops, bytes_moved, is_copy = self._record(func, args, kwargs, out)
         if key is not None and not is_copy:
             _OP_CACHE.put(key, args, out, flops, bytes_moved)
@@ -172,7 +174,8 @@ class CostMode(TorchDispatchMode):
         for tensor, alias in made:
             self.tracker.track(tensor, "other" if alias else None)
         self._first_matmul(func)
-        self._count(func, known.flops, known.bytes_moved, on_host=self._is_on_host(args, out))
+        counts = self._filled_counts(func, (args, out), known.flops, known.bytes_moved)
+        self._count(func, *counts, on_host=self._is_on_host(args, out))
         self._add_workspace(func, args)
         return out
 
@@ -235,7 +238,7 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        fused = fused_message(func, args, out)
+        fused = symmetric_message(func, args, out)
         sent = parse_message(func, args, out) if fused is None else fused[:3]
         if sent is not None:
             kind, group, size = sent
@@ -259,8 +262,17 @@ class CostMode(TorchDispatchMode):
             self.costs.operators += fused.launches
             self.kernel(fused.moved)
             self._allocate_within(fused.temporary)
-        self._count(func, flops, bytes_moved, on_host=on_host, beside=sent[0] if sent is not None else "")
+        counts = self._filled_counts(func, (inputs, outputs), flops, bytes_moved)
+        self._count(func, *counts, on_host=on_host, beside=sent[0] if sent is not None else "")
         return flops, bytes_moved, copied is not None
+
+    def _filled_counts(self, func: Any, tensors: Any, flops: int, bytes_moved: int) -> tuple[int, int]:
+        """FLOPs and bytes of a grouped matmul without rows that symmetric memory has room for and that never came."""
+        if self._filled == 1.0 or str(func._overloadpacket) not in GROUPED:
+            return flops, bytes_moved
+        stacked = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor) and leaf.dim() == 3]
+        weights = sum(weight.numel() * weight.element_size() for weight in stacked)
+        return round(flops * self._filled), weights + round((bytes_moved - weights) * self._filled)
 
     def _count(self, func: Any, flops: int, bytes_moved: int, *, on_host: bool, beside: str = "") -> None:
         costs = self.costs

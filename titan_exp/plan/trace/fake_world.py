@@ -27,8 +27,8 @@ from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
-from titan_exp.plan.trace.fused_messages import fuses_messages
 from titan_exp.plan.trace.outer_step import OuterStep
+from titan_exp.plan.trace.symmetric_messages import assumes_symmetric_memory
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.train_state import TrainState, assemble
@@ -125,7 +125,8 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
     """
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
     layout = ResolvedLayout.of(experiment)
-    beside_host = layout.device_type == "cuda" and experiment.parallelism.cpu_offload
+    parallelism = layout.parallelism
+    beside_host = layout.device_type == "cuda" and parallelism.cpu_offload
     experiment = replace(experiment, optimizer=experiment.optimizer.costliest)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -135,7 +136,7 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
             _readable_meshes(),
             replaced_attributes((fsdp_param, "_chunk_with_empty", _Chunks)),
             gpu_beside_host() if beside_host else nullcontext(),
-            fuses_messages() if experiment.parallelism.async_tp else nullcontext(),
+            assumes_symmetric_memory() if parallelism.async_tp or parallelism.symmetric_exchange else nullcontext(),
         ):
             state = assemble(experiment, layout, GPU if beside_host else DEVICE, fake_mode=mode)
             with mode:

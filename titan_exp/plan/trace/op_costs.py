@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.matmul_flops import matmul_flops
-from titan_exp.plan.trace.fused_messages import GATHERS, SCATTERS
 from titan_exp.plan.trace.received_rows import EXCHANGES
+from titan_exp.plan.trace.symmetric_messages import GATHERS, SCATTERS
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
 """Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""

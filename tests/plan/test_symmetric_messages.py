@@ -1,4 +1,4 @@
-"""Plans of async tensor parallelism, against counts by hand: messages beside matmuls, their time and memory."""
+"""Plans of async tensor parallelism and of tokens exchanged through symmetric memory, against counts by hand."""
 
 import pytest
 import torch
@@ -34,6 +34,12 @@ RUN = (
     f"parallelism.tp={TP}",
     "compile=blocks",
 )
+
+
+EP, EXPERT_COUNT, CHOSEN = 2, 8, 3
+EXPERTS = f"model=qwen3_moe_debug parallelism.dp_shard={EP} parallelism.tp=1 parallelism.ep={EP} compile=none"
+EXPERTS += f" training.global_batch_size={EP * MICRO_BATCHES}"
+"""A model with experts whose rows are as wide as the dense one's."""
 
 
 def run(*words: str) -> Experiment:
@@ -81,8 +87,39 @@ def compare(found: tuple[Traced, Traced]) -> None:
 
 def test_symmetric_memory_lies_beside_the_allocators():
     layouts = [ResolvedLayout.of(run(*words)) for words in ((), ("parallelism.async_tp=true",))]
-    plain, fused = (overhead_of(layout, H100) for layout in layouts)
+    plain, fused = (overhead_of(layout, None, H100) for layout in layouts)
     assert fused - plain == 2 * TOKENS // TP * DIM * 2 + 2 * H100.matmul_workspace
+
+
+def exchanged_twice() -> list[tuple[OpCosts, int]]:
+    """Costs of a step and peak memory of experts by all-to-all, and through symmetric memory."""
+    found = []
+    for way in ("all_to_all", "symmetric_memory"):
+        words = f"{EXPERTS} parallelism.token_exchange={way}".split()
+        (rank,) = predict(resolve_layout(check(to_experiment(compose([*RUN, *words]))), EP), H100).ranks
+        found.append((rank.trace.costs, rank.trace.peak.bytes))
+    return found
+
+
+def test_only_rows_that_come_are_sent_and_multiplied():
+    compare_exchanges(exchanged_twice())
+
+
+def compare_exchanges(found: list[tuple[OpCosts, int]]) -> None:
+    (plain, least), (costs, peak) = found
+    assert costs.flops == pytest.approx(plain.flops, rel=1e-6)
+    sent, received = (
+        sum(size for (_, kind), size in each.messages.items() if kind == "all-to-all") for each in (costs, plain)
+    )
+    # Before the rows, all-to-all sends a number for each expert there and back.
+    assert sent == received - LAYERS * MICRO_BATCHES * 8 * EXPERT_COUNT
+    room = EP * TOKENS * CHOSEN
+    # One layer's rows at least have room for all, where an EP-th of them came.
+    assert peak - least > (room - TOKENS * CHOSEN) * DIM * 2
+    # Rows are copied to symmetric memory, and results from it, in both directions, forward and backward, where rows of
+    # an all-to-all are sorted by expert.
+    copied = LAYERS * MICRO_BATCHES * 4 * 2 * room * DIM * 2
+    assert costs.bytes_moved - plain.bytes_moved > copied
 
 
 def test_a_message_is_waited_for_without_a_copy():

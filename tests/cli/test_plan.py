@@ -184,11 +184,11 @@ def test_what_is_not_modelled_is_refused_all_at_once():
     assert "Traceback" not in said
 
 
-def test_a_recorded_pass_is_not_modelled():
-    words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true")
-    said = planned(*SMALL, *words, code=2)
-    assert "compile.cuda_graphs=true: the private memory pool of a CUDA graph is not modelled" in said
-    assert "compile.cuda_graphs=false plans the same run without" in said
+def test_a_captured_pass_is_traced_with_all_layers():
+    words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true", "model.layers=40")
+    said = planned(*SMALL, *words)
+    assert "the pool of a CUDA graph apart" in said
+    assert "every layer traced, because a captured pass keeps the gradients of all layers" in said
 
 
 def test_options_are_told_from_overrides():

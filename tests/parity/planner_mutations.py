@@ -16,6 +16,7 @@ from tests.plan import (
     test_estimates,
     test_extrapolate,
     test_extrapolated_trace,
+    test_graph_capture,
     test_grouped_casts,
     test_kernel_classes,
     test_mem_efficient_attention,
@@ -37,6 +38,7 @@ from titan_exp.plan.search.search import LayoutSearch
 from titan_exp.plan.time import roofline
 from titan_exp.plan.trace import dispatch_mode
 from titan_exp.plan.trace.dispatch_mode import CostMode
+from titan_exp.plan.trace.graph_capture import FakeRecorder
 from titan_exp.plan.trace.segments import SegmentObserver
 from titan_exp.quantization import hardware_support
 from titan_exp.tracking.run_folder.temporary_folder import temporary_folder
@@ -227,6 +229,11 @@ def all_room_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_mode, "filled_share", lambda *_: None)
 
 
+def replays_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = FakeRecorder.record
+    monkeypatch.setattr(FakeRecorder, "record", lambda *given: replace(plain(*given), replay=lambda: None))
+
+
 def exchanges() -> None:
     test_symmetric_messages.compare_exchanges(test_symmetric_messages.exchanged_twice())
 
@@ -261,6 +268,7 @@ NOTICED: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (symmetric_messages, messages_beside_matmuls_are_free),
     (gathered, waits_copy),
     (exchanges, all_room_is_filled),
+    (test_graph_capture.test_replays_compute_as_much_as_passes_and_launch_nothing, replays_are_free),
     (experts_in_float8, experts_are_padded_to_another_multiple),
     (attention_of_a_list, a_list_names_flash_attention_for_every_kernel),
 ]

@@ -52,7 +52,7 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     if kernels:
         print_unwrapped(console, _kernels(plan))
     print_lines(console, [*_emulated(plan), *_speed(plan)])
-    full = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
+    full = f", every layer traced, because {plan.why_full}" if plan.why_full else ""
     console.print(f"planned in {plan.planning_seconds:.1f} s{full}", style="dim", highlight=False, soft_wrap=True)
 
 
@@ -159,8 +159,9 @@ def _fit_sentence(plan: Plan) -> str:
     needs = f"{_gib(tensors)} GiB of tensors"
     if allocator is not None and tensors <= room:
         way, key = ("expandable", "false") if largest.expandable else ("fixed", "true")
-        other = f"{_gib(largest.other_segments)} with cluster.expandable_segments={key}"
-        needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments; {other}"
+        other = f"; {_gib(largest.other_segments)} with cluster.expandable_segments={key}"
+        other = ", and the pool of a CUDA graph apart" if plan.experiment.compile.cuda_graphs else other
+        needs += f", for which torch's allocator reserves {_gib(largest.bytes)} in {way} segments{other}"
     unknown = "" if plan.device.matmul_workspace else ", and unknown workspaces of its matmul library"
     others = "NCCL's and symmetric buffers" if symmetric_memory(plan.layout, spec) else "NCCL's buffers"
     needs += f"; {_gib(overhead)} is taken for CUDA's context and code and {others}{unknown}"

@@ -339,6 +339,8 @@ def _traces(
                 rank.step,
                 warmup_step=rank.warmup_step,
                 outer_step=rank.outer_step,
+                recorder=rank.recorder,
+                evaluation=rank.evaluation,
                 preallocated=rank.preallocated,
                 cuda=cuda,
                 inductor=uses_inductor(traced.compile),

@@ -41,10 +41,6 @@ def _violations(experiment: Experiment, device: Device | None) -> Iterator[Viola
         yield Violation("compile.backend", compiled.backend, "the memory of this backend is not known", remedy)
     if device_type(experiment.cluster) != "cuda":
         return
-    if compiled.cuda_graphs:
-        reason = "the private memory pool of a CUDA graph is not modelled"
-        remedy = "compile.cuda_graphs=false plans the same run without"
-        yield Violation("compile.cuda_graphs", True, reason, remedy)
     backend = attention_backend(experiment.model)
     if backend in WHY_NOT:
         yield Violation(ATTENTION_BACKEND, backend, WHY_NOT[backend], f"{ATTENTION_BACKEND}=auto, or math")

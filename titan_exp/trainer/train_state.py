@@ -29,7 +29,7 @@ from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
-from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
+from titan_exp.trainer.cuda_graphs.capture import CudaRecorder, Recorder
 from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 from titan_exp.trainer.experts.global_counts import ExpertLoad
 from titan_exp.trainer.forward_backward import EagerModel, Model
@@ -67,8 +67,10 @@ def assemble(
     device: torch.device,
     *,
     fake_mode: AbstractContextManager[Any] | None = None,
+    recorder: Recorder | None = None,
 ) -> TrainState:
-    """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory and no values.
+    """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory and no values. The `recorder`
+    captures CUDA graphs; by default, a `CudaRecorder`.
 
     Raises:
         UserError: an import path cannot be imported, or a named module does not exist.
@@ -88,7 +90,7 @@ def assemble(
     if built.pipeline is not None:
         model = PipelineModel(built.pipeline, objective, mesh, weights)
     elif experiment.compile.cuda_graphs:
-        model = GraphedModel(built.module, objective, mesh, weights, CudaRecorder(mesh.device))
+        model = GraphedModel(built.module, objective, mesh, weights, recorder or CudaRecorder(mesh.device))
     else:
         model = EagerModel(built.module, objective, mesh, weights)
     model.load = ExpertLoad(built.module, model.parts, experiment.training.global_batch_size, mesh)

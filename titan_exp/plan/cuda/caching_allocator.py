@@ -26,6 +26,8 @@ MIN_LARGE = 10 * MIB
 ROUND_LARGE = 2 * MIB
 """kRoundLarge: rounding of dedicated segments."""
 
+GRAPH = -2
+"""Stream of allocations in the pool of a CUDA graph."""
 ADDRESSES = 2**21 * LARGE_BUFFER
 """Address range of an expandable segment, larger than any device's memory."""
 
@@ -238,7 +240,10 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, size: int, stream: int = 0) -> Block | None:
-        """Allocate a block of at least `size` bytes; None if out of memory."""
+        """Allocate a block of at least `size` bytes; None if out of memory. A capture begins with an empty cache."""
+        if stream == GRAPH and (GRAPH, True) not in self._pools:
+            self._release_unused()
+            self._pools |= {(GRAPH, small): _Pool(small) for small in (True, False)}
         size = rounded(size)
         small = size <= SMALL_SIZE
         pool = self._pools.get((stream, small))
@@ -372,9 +377,9 @@ class CachingAllocator:
         return True
 
     def _release_unused(self) -> None:
-        """Release unused segments, or unused pages of expandable ones."""
-        for pool in self._pools.values():
-            for block in list(pool.free):
+        """Release unused segments, or unused pages of expandable ones, but those of a graph."""
+        for (stream, _), pool in self._pools.items():
+            for block in list(pool.free) if stream != GRAPH else ():
                 if not self._expandable:
                     if block.before is None and block.after is None:
                         pool.take(block)

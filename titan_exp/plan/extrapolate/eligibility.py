@@ -34,6 +34,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     alike = [*layout.layer_counts[:-1], layout.layer_counts[-1] - last]
     reasons = {
         "a model without a spec may have different layers": spec is None,
+        "a captured pass keeps the gradients of all layers": experiment.compile.cuda_graphs,
         f"layers differ beyond the first {MAX_DISTINCT_LAYERS} and periods of {MAX_PERIOD}, in the model or by "
         f"quantization.filter, training.fp32_modules or optimizer.groups; the last {MAX_LAST_LAYERS} may differ too": (
             distinct > MAX_DISTINCT_LAYERS or period > MAX_PERIOD

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.ops.matmul_flops import GROUPED
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_groups import group_named
+from titan_exp.plan.cuda.caching_allocator import GRAPH
 from titan_exp.plan.cuda.cpu_offload import AXIS, TO_GPU, TO_HOST, WAITED_FOR
 from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
@@ -67,7 +68,7 @@ class OpCosts:
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Message count by mesh axis and kind."""
     operators: int = 0
-    """Number of operators that compute, move bytes or send messages; views and allocations launch nothing."""
+    """Number of operators that the host launches: they compute, move bytes or send messages, and no view does."""
     kernels: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Counts of kernels, by `KERNEL_CLASSES` and `MEASURES`; FLOPs beside a message also by its kind."""
 
@@ -164,7 +165,7 @@ class CostMode(TorchDispatchMode):
 
     def kernel(self, bytes_moved: int) -> None:
         """Record a compiled kernel."""
-        self.costs.operators += 1
+        self._launch()
         self.costs.bytes_moved += bytes_moved
         self._count_kernel(self.costs, "elementwise", 0, 0, bytes_moved)
 
@@ -257,9 +258,9 @@ class CostMode(TorchDispatchMode):
         unbound = not flops and not sent and not copied and not func.is_view
         if grouped or (unbound and (new or func._schema.is_mutable)):
             bytes_moved = count_bytes(func, args, kwargs, outputs)
-        self.costs.operators += sent is not None or copied is not None
+        self._launch(sent is not None or copied is not None)
         if fused is not None:
-            self.costs.operators += fused.launches
+            self._launch(fused.launches)
             self.kernel(fused.moved)
             self._allocate_within(fused.temporary)
         counts = self._filled_counts(func, (inputs, outputs), flops, bytes_moved)
@@ -284,11 +285,15 @@ class CostMode(TorchDispatchMode):
         costs.fp8_flops += fp8
         costs.bytes_moved += 0 if flops else bytes_moved
         if flops or bytes_moved:
-            costs.operators += 1
+            self._launch()
             self._count_kernel(costs, kernel_kind(func, flops), flops, fp8, bytes_moved)
         for measure, count in zip(MEASURES[:2], (flops, fp8), strict=True):
             if count and beside:
                 costs.kernels[beside, measure] += count
+
+    def _launch(self, operators: int = 1) -> None:
+        """Record operators, which the host launches but for those of a CUDA graph."""
+        self.costs.operators += 0 if self.tracker.stream() == GRAPH else operators
 
     def _count_kernel(self, costs: OpCosts, kind: str, *counts: int) -> None:
         name = kernel_class(kind, self.tracker.where, self.tracker.outside_passes)

@@ -27,6 +27,7 @@ from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
+from titan_exp.plan.trace.graph_capture import FakeRecorder
 from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.symmetric_messages import assumes_symmetric_memory
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
@@ -48,6 +49,8 @@ class FakeRank:
     """Mesh, model and optimizer of this rank."""
     batches: Sequence[MicroBatch]
     """Micro-batches of a step."""
+    recorder: FakeRecorder | None = None
+    """Recorder of the model's passes, for captured ones."""
 
     @property
     def outer_step(self) -> OuterStep | None:
@@ -57,6 +60,14 @@ class FakeRank:
             return None
         saves = self.experiment.checkpoint.mode != "off"
         return OuterStep(state.outer, config, state.model.parts, state.optimizer, saves=saves)
+
+    @property
+    def evaluation(self) -> Callable[[], object] | None:
+        """Evaluation of a micro-batch beside a captured pass, whose memory it cannot have; None for others, which need
+        less than training."""
+        if not (self.experiment.compile.cuda_graphs and self.experiment.training.evaluate_every):
+            return None
+        return torch.no_grad()(lambda: self.state.model.loss_sum(self.batches[:1]))
 
     @property
     def preallocated(self) -> list[torch.Tensor]:
@@ -138,9 +149,11 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
             gpu_beside_host() if beside_host else nullcontext(),
             assumes_symmetric_memory() if parallelism.async_tp or parallelism.symmetric_exchange else nullcontext(),
         ):
-            state = assemble(experiment, layout, GPU if beside_host else DEVICE, fake_mode=mode)
+            device = GPU if beside_host else DEVICE
+            recorder = FakeRecorder()
+            state = assemble(experiment, layout, device, fake_mode=mode, recorder=recorder)
             with mode:
-                yield FakeRank(experiment, state, fake_batches(experiment, copied=not beside_host))
+                yield FakeRank(experiment, state, fake_batches(experiment, copied=not beside_host), recorder)
     finally:
         dist.destroy_process_group()
         # Cached shardings refer to this rank's process groups.

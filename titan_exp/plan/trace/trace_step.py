@@ -11,12 +11,13 @@ from torch import Tensor
 
 from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
-from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Events
+from titan_exp.plan.cuda.caching_allocator import GRAPH, MIN_BLOCK, Events
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
+from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.memory_tracker import Moment
@@ -68,6 +69,8 @@ def trace_step(
     *,
     warmup_step: Callable[[], object] | None = None,
     outer_step: OuterStep | None = None,
+    recorder: FakeRecorder | None = None,
+    evaluation: Callable[[], object] | None = None,
     preallocated: Iterable[Tensor] = (),
     cuda: bool = False,
     inductor: bool = False,
@@ -79,7 +82,8 @@ def trace_step(
 
     The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
     are tensors allocated before it, besides the model. An `outer_step` follows the second step, at no costs; if it is
-    delayed, its fragment is in flight during that step. With `cuda`, sizes follow CUDA's kernels and allocator, and the
+    delayed, its fragment is in flight during that step. A `recorder` is that of a captured model, and an `evaluation`
+    follows the second step at no costs, too. With `cuda`, sizes follow CUDA's kernels and allocator, and the
     matmul library keeps `matmul_workspace` bytes per calling thread; without `rounds`, sizes are those of the tensors.
     With `inductor`, compiled kernels are skipped.
     `segments` is an empty tracker, from which the caller reads the step's segments.
@@ -92,7 +96,7 @@ def trace_step(
     tracker.granularity = MIN_BLOCK if cuda and rounds else 1
     if cuda:
         # FSDP2's streams on a CPU are no-op objects, numbered in order of use.
-        numbers = defaultdict[object, int](count(1).__next__, {torch.cpu.current_stream(): 0})
+        numbers = defaultdict[object, int](count(1).__next__, {torch.cpu.current_stream(): 0, CAPTURE: GRAPH})
         tracker.stream = lambda: numbers[torch.cpu.current_stream()]
         if state.built.pipeline is not None:
             # A fake process group completes sends immediately in torch 2.15, and never in 2.13.
@@ -110,17 +114,21 @@ def trace_step(
         for tensor in preallocated:
             tracker.track(tensor, "other")
         tracker.mode = mode
+        if recorder is not None:
+            recorder.mode = mode
         tracker.next_step()
         (warmup_step or step)()
         if outer_step is not None and outer_step.delayed:
-            _synchronize(mode, outer_step.send)
+            _add_memory(mode, "communication", SYNCHRONIZATION, outer_step.send)
         mode.costs = OpCosts()
         tracker.outside_passes = EMBEDDING
         tracker.begin_step()
         step()
         if outer_step is not None:
             sends = () if outer_step.delayed else (outer_step.send,)
-            _synchronize(mode, *sends, outer_step.apply, outer_step.collect)
+            _add_memory(mode, "communication", SYNCHRONIZATION, *sends, outer_step.apply, outer_step.collect)
+        if evaluation is not None:
+            _add_memory(mode, "activations", "evaluation", evaluation)
         tracker.cut(tracker.position)
         return Trace(
             tracker.peak(),
@@ -135,10 +143,10 @@ def trace_step(
         )
 
 
-def _synchronize(mode: CostMode, *actions: Callable[[], object]) -> None:
-    """Trace the memory of a synchronization, which is not part of every step's costs."""
+def _add_memory(mode: CostMode, category: str, phase: str, *actions: Callable[[], object]) -> None:
+    """Trace the memory of a phase that is not part of every step's costs."""
     tracker, costs = mode.tracker, mode.costs
-    tracker.begin_phase("communication", SYNCHRONIZATION, COMPUTE_WEIGHTS)
+    tracker.begin_phase(category, phase, COMPUTE_WEIGHTS)
     mode.costs = OpCosts()
     for action in actions:
         action()

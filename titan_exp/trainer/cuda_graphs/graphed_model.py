@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.batch import MicroBatch
@@ -107,7 +108,8 @@ class GraphedModel(EagerModel):
             )
 
     def _current_addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in (*self.parameters(), *self._module.buffers())]
+        tensors = (*self.parameters(), *self._module.buffers())
+        return [tensor.data_ptr() for tensor in tensors if not isinstance(tensor, FakeTensor)]
 
 
 def _same_shape(first: MicroBatch, second: MicroBatch) -> bool:

@@ -1,7 +1,8 @@
 """The published trainer's operators in place of ours, where they decide what is in memory.
 
 Its query, key and value, and gate and up, are matmuls of their own; its loss computes whole logits in fp32, under
-tensor parallelism by torch's `loss_parallel`, whose temporaries are written out here; its other operators are torch's.
+tensor parallelism by torch's `loss_parallel`, whose temporaries are written out here; sequence parallelism splits each
+sequence; its other operators are torch's.
 """
 
 import sys
@@ -18,6 +19,7 @@ from titan_exp.models.blocks import transformer
 from titan_exp.models.blocks.feed_forward import FeedForward
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.transformer import Attention
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.loss import cross_entropy
 from titan_exp.ops.loss.vocab_parallel import VocabShard, locate
 
@@ -39,6 +41,7 @@ def published_operators(*, separate: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch_operators())
         stack.enter_context(patch.object(cross_entropy, "_LogitsLoss", _ParallelLoss))
+        stack.enter_context(patch.object(ModelSpec, "reads_sequences", True))
         if separate:
             stack.enter_context(patch.object(FeedForward, "forward", _feed_forward))
             stack.enter_context(patch.object(Attention, "forward", _attention))

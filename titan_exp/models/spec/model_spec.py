@@ -350,7 +350,7 @@ class ModelSpec:
         ends = _flops_per_token(self.ends or (), seq_len)
         return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
 
-    @cached_property
+    @property
     def reads_sequences(self) -> bool:
         """True if something beside attention is computed per sequence: modulations, a balance loss over sequences, or
         depths of multi-token prediction, which are joined along the batch."""

@@ -174,7 +174,7 @@ class _SymmetricBuffers:
 
     def of(self, kind: str, rows: Tensor, size: int, counts: tuple[int, ...], group: str) -> tuple[Tensor, ...]:
         """Buffers for rows and counts to send, for `size` rows to receive, and for their placement."""
-        assert not isinstance(rows, FakeTensor), "refused by the planner"
+        assert not isinstance(rows, FakeTensor), "the planner leaves out the body of the operators"
         key = (kind, tuple(rows.shape), rows.dtype, rows.device, size, counts, group)
         if key not in self._sets:
             shapes = ((rows.shape, rows.dtype), (counts, torch.int64), ((size, rows.shape[1]), rows.dtype))

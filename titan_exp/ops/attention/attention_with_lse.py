@@ -102,7 +102,7 @@ def attention_backward(
 def merge_lse(out: Outputs, lse: Rows, part: Outputs, part_lse: Rows) -> None:
     """Merge attention to other keys into `out` and `lse`, both fp32, in place."""
     whole = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
+    out.mul_((lse - whole).exp_()[..., None]).addcmul_(part, (part_lse - whole).exp_()[..., None])
     lse.copy_(whole)
 
 

@@ -73,7 +73,7 @@ def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) 
         out = rows.clone()
         for expert, part in runs_of_experts(ends, rows.shape[0]):
             added = bias[expert] if weights is None else bias[expert] * weights[part, None]
-            out[part] += added.to(rows.dtype)
+            out[part].add_(added.to(rows.dtype))
         return out
     out, experts = _empty_rows(rows, bias, ends, weights), ends.shape[0]
     sizes = {"experts": experts, "padded": 1 << (experts - 1).bit_length(), "block": BLOCK}

@@ -216,9 +216,9 @@ def context_attention_backward(  # noqa: PLR0917  # custom ops take positional a
                 backend=cast("PartialBackend", backend),
                 scale=scale,
             )
-            query_grad[:, :, tile.rows] += dq
-            key_grad[:, :, tile.keys] += dk
-            value_grad[:, :, tile.keys] += dv
+            query_grad[:, :, tile.rows].add_(dq)
+            key_grad[:, :, tile.keys].add_(dk)
+            value_grad[:, :, tile.keys].add_(dv)
         exchange.accumulate_grad(rank, block_grad)
     key_grad, value_grad = _split(exchange.reduced_grad(), key)
     # Results of an operator share no memory: slices are copied even in fp32.

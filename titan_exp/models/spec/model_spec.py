@@ -287,6 +287,8 @@ class ModelSpec:
     """Axes along which the model cannot be divided."""
     latents: LatentInputs | None = None
     """Sizes of latents and their texts, for a model of them; None for a model of tokens."""
+    per_sequence: bool = False
+    """True if modules of a family's own compute something per sequence, beside attention."""
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:
@@ -352,11 +354,11 @@ class ModelSpec:
 
     @property
     def reads_sequences(self) -> bool:
-        """True if something beside attention is computed per sequence: modulations, a balance loss over sequences, or
-        depths of multi-token prediction, which are joined along the batch."""
+        """True if something beside attention is computed per sequence: by modules of a family's own, modulations, a
+        balance loss over sequences, or depths of multi-token prediction, which are joined along the batch."""
         balances = (router.moe.balance for _, router in self.routers())
         over_sequences = any(balance.coefficient and balance.loss in ("switch", "sequence") for balance in balances)
-        return self.latents is not None or bool(self.mtp_layers) or over_sequences
+        return self.per_sequence or self.latents is not None or bool(self.mtp_layers) or over_sequences
 
     @property
     def has_experts(self) -> bool:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,19 @@ LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
 Key = tuple[Any, ...]
-Evaluated = tuple[Candidate, Profile | None, LayoutCost | None, str]
-"""Layout with its profile, its cost if it is planned, and why it cannot be extrapolated."""
+
+
+class Evaluated(NamedTuple):
+    """Sampled or planned layout."""
+
+    candidate: Candidate
+    """Layout."""
+    profile: Profile | None = None
+    """Profile of its samples, if it has any."""
+    cost: LayoutCost | None = None
+    """Cost if it is planned."""
+    unknown: str = ""
+    """Reason that it cannot be extrapolated, or empty."""
 
 
 @dataclass(frozen=True)
@@ -330,8 +341,8 @@ def _sample(candidate: Candidate, device: Device) -> Evaluated:
     experiment = on_cpu(share_of_group(candidate.experiment), device)
     with no_garbage_collection(), suppress(ExtrapolationError):
         samples = trace_samples(experiment, cuda=device_type(experiment.cluster) == "cuda")
-        return candidate, profile_of(candidate, samples), None, ""
-    return candidate, None, None, ""
+        return Evaluated(candidate, profile_of(candidate, samples))
+    return Evaluated(candidate)
 
 
 def _plan(candidate: Candidate, device: Device) -> Evaluated:
@@ -339,8 +350,8 @@ def _plan(candidate: Candidate, device: Device) -> Evaluated:
     try:
         cost, samples = planned_cost(candidate, device)
     except ExtrapolationError as error:
-        return candidate, None, None, str(error)
+        return Evaluated(candidate, unknown=str(error))
     if candidate.number < 0:
-        return candidate, None, cost, ""
-    profile = _sample(candidate, device)[1] if samples is None else profile_of(candidate, samples)
-    return candidate, profile, cost, ""
+        return Evaluated(candidate, cost=cost)
+    profile = _sample(candidate, device).profile if samples is None else profile_of(candidate, samples)
+    return Evaluated(candidate, profile, cost)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.parity.runs import mutation_test
 from tests.parity.test_qwen3_moe import EXPERIMENTS
@@ -33,10 +34,8 @@ def the_balance_is_that_of_a_micro_batch() -> None:
 
 def the_balance_is_averaged_over_micro_batches_again() -> None:
     patch(
-        "titan_exp.trainer.experts.global_counts.ExpertLoad.__init__",
-        lambda original: (
-            lambda self, model, parts, rows, mesh: original(self, model, parts, rows // mesh.dp_degree, mesh)
-        ),
+        "titan_exp.trainer.experts.global_counts.ExpertLoad.set_sequences",
+        lambda original: lambda self, rows: original(self, rows // dist.get_world_size()),
     )
 
 

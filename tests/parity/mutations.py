@@ -212,8 +212,8 @@ def what_is_recomputed_differs_a_little() -> None:
 def gradients_of_gate_and_up_are_swapped() -> None:
     def make(original: Any) -> Any:
         def backward(ctx: Any, gradient: Any) -> Any:
-            fused, _ = original(ctx, gradient)
-            return fused.unflatten(-1, (-1, 2, ctx.group)).flip(-2).flatten(-3), None
+            fused, *others = original(ctx, gradient)
+            return fused.unflatten(-1, (-1, 2, ctx.group)).flip(-2).flatten(-3), *others
 
         return backward
 

@@ -41,7 +41,7 @@ def published_operators(*, separate: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch_operators())
         stack.enter_context(patch.object(cross_entropy, "_LogitsLoss", _ParallelLoss))
-        stack.enter_context(patch.object(ModelSpec, "reads_sequences", True))
+        stack.enter_context(patch.object(ModelSpec, "computes_per_sequence", True))
         if separate:
             stack.enter_context(patch.object(FeedForward, "forward", _feed_forward))
             stack.enter_context(patch.object(Attention, "forward", _attention))

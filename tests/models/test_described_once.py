@@ -1,13 +1,15 @@
 """A model family is described in one file: the rest of the product reads its spec."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import titan_exp
+from tests.config.composing import experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, config_classes
 from titan_exp.models.spec.latent_inputs import LatentInputs
+from titan_exp.models.spec.lookup import model_spec
 
 PACKAGE = Path(titan_exp.__file__).parent
 COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend", "repository"}
@@ -40,3 +42,19 @@ def test_a_family_is_one_short_file():
     for name in builtin_components("model"):
         lines = (PACKAGE / "models" / f"{name}.py").read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 200, name
+
+
+def test_a_spec_says_what_is_computed_per_sequence():
+    by_family = {
+        "llama_debug": False,
+        "qwen3_moe_debug": False,
+        "qwen3_moe_debug model.moe.balance.loss=sequence model.moe.balance.coefficient=0.01": True,
+        "deepseek_debug model.moe.balance.coefficient=0": False,
+        "deepseek_debug model.moe.balance.coefficient=0 model.mtp.depth=1": True,
+        "flux_debug": True,
+    }
+    specs = {words: model_spec(experiment(*f"model={words}".split()).model) for words in by_family}
+    assert {words: spec and spec.computes_per_sequence for words, spec in specs.items()} == by_family
+    plain = specs["llama_debug"]
+    assert plain is not None
+    assert replace(plain, per_sequence=True).computes_per_sequence

@@ -23,8 +23,8 @@ from titan_exp.parallel.expert_parallel.symmetric_exchange import (
     SymmetricExchange,
     expert_ends,
     use_symmetric_memory,
-    worst_case,
 )
+from titan_exp.parallel.expert_parallel.symmetric_room import worst_case
 from titan_exp.parallel.expert_parallel.token_exchange import TokenExchange
 from titan_exp.plan.device_memory import symmetric_memory
 from titan_exp.trainer.distributed import joined_process_group

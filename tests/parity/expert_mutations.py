@@ -125,7 +125,7 @@ def the_norm_leaves_experts_out() -> None:
 
 
 def tensor_ranks_split_tokens_across_sequences() -> None:
-    patch("titan_exp.models.spec.model_spec.ModelSpec.reads_sequences", lambda _: property(lambda self: False))
+    patch("titan_exp.models.spec.model_spec.ModelSpec.computes_per_sequence", lambda _: property(lambda self: False))
 
 
 class _OneRank:

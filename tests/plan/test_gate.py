@@ -24,6 +24,7 @@ from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
+from titan_exp.plan.predict import predict
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -101,6 +102,21 @@ def test_the_bound_of_a_cuda_graph_counts_its_private_pool():
     assert plain is not None
     assert recorded is not None
     assert plain < recorded < 2 * plain
+
+
+def test_the_bound_of_a_symmetric_exchange_counts_its_room():
+    words = "cluster=slurm_h100 cluster.device=cuda model=qwen3_moe_debug parallelism.dp_shard=4 parallelism.ep=4"
+    words += " training.mixed_precision=bf16 training.seq_len=512 training.micro_batch_size=8"
+    words += " training.global_batch_size=32 model.attention_backend=flash model.layers=2"
+    bounds = []
+    for way in ("all_to_all", "symmetric_memory"):
+        experiment = experiment_of(f"{words} parallelism.token_exchange={way}")
+        (rank,) = predict(experiment, DEVICES["h100"]).ranks
+        bound = upper_bound(experiment)
+        assert bound is not None
+        assert rank.bytes < bound
+        bounds.append(bound - rank.bytes)
+    assert bounds[1] > bounds[0]
 
 
 def test_small_models_are_not_predicted(tmp_path: Path, stub_predictor):

@@ -18,6 +18,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import node_size, process_threads
 from titan_exp.config.machine.local_machine import cpu_name, gpu_memory_bytes, gpu_names, host_memory
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.parallel.expert_parallel.symmetric_room import symmetric_bytes
 from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.tracking.device_rates import DeviceRates, rates_file, read_rates
 from titan_exp.tracking.number_format import GIB
@@ -28,8 +29,6 @@ CPU_OVERHEAD_GB = 0.45
 launch a run; the heap keeps little of freed tensors (`return_freed_memory`)."""
 SAVE_PROCESS_GB = 0.25
 """Memory of the process that writes with `checkpoint.mode=async_process`, measured with torch 2.13."""
-WEIGHT_BYTES = 4
-"""Bytes of a row's weight."""
 FITTED = ("matmul_factor", "bandwidth_factor", "link_factor", "launch_us", "overhead_gb")
 """Fields of `Device` that `titan-exp plan calibrate` fits."""
 
@@ -76,9 +75,7 @@ def overhead_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) 
 
 
 def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
-    """Bytes of symmetric memory: two pieces of a product for async tensor parallelism; for exchanged tokens, rows and
-    weights, sent rows and room for received ones, in both directions, twice (`expert_parallel/symmetric_exchange.py`).
-    """
+    """Bytes of symmetric memory: two pieces of a product for async tensor parallelism, or exchanged tokens."""
     parallelism, itemsize = layout.parallelism, 2 if layout.training.mixed_precision == "bf16" else 4
     if parallelism.async_tp:
         return 2 * math.prod(layout.hidden_shape) * itemsize
@@ -86,11 +83,8 @@ def symmetric_memory(layout: ResolvedLayout, spec: ModelSpec | None) -> int:
         return 0
     tokens = layout.micro_batch_size * layout.training.seq_len // (parallelism.cp * parallelism.tp) * parallelism.etp
     shapes = {(router.moe.experts, router.moe.active_experts) for _, router in spec.routers()}
-    rows = 0
-    for experts, choices in shapes:
-        local = experts // parallelism.ep
-        rows += tokens * choices + parallelism.ep * tokens * min(choices, local) + local
-    return 4 * rows * (layout.width * itemsize + WEIGHT_BYTES)
+    ep, row = parallelism.ep, layout.width * itemsize
+    return sum(symmetric_bytes(tokens, choices, experts // ep, ep, row) for experts, choices in shapes)
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:

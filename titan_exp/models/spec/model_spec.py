@@ -353,7 +353,7 @@ class ModelSpec:
         return head + ends + sum(layer.flops_per_token(seq_len) for layer in self.blocks)
 
     @property
-    def reads_sequences(self) -> bool:
+    def computes_per_sequence(self) -> bool:
         """True if something beside attention is computed per sequence: by modules of a family's own, modulations, a
         balance loss over sequences, or depths of multi-token prediction, which are joined along the batch."""
         balances = (router.moe.balance for _, router in self.routers())

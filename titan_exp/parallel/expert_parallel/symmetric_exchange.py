@@ -20,6 +20,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.ops.moe.token_padding import experts_of_rows
 from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
 from titan_exp.parallel.expert_parallel.received import Received
+from titan_exp.parallel.expert_parallel.symmetric_room import worst_case
 from titan_exp.parallel.process_groups import group_named
 
 
@@ -77,14 +78,6 @@ class SymmetricExchange:
     ) -> Float[Tensor, "rows dim"]:
         """Rows of this rank's tokens, in the order and number `size` in which they were dispatched."""
         return symmetric_return(rows, received.order, self.splits, size, self.group)
-
-
-def worst_case(tokens: int, choices: int, local_experts: int, ranks: int) -> int:
-    """Rows that a rank receives if every token of every rank chooses as many of its experts as it can.
-
-    The operator leaves a row free for each expert without a token.
-    """
-    return ranks * tokens * min(choices, local_experts) + local_experts
 
 
 def expert_ends(placement: Int64[Tensor, "2 pieces"], ranks: int) -> Int32[Tensor, " local"]:

@@ -59,7 +59,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
         return
     group = axis.get_group()
     spec: ModelSpec | None = getattr(model, "spec", None)
-    of_rank = axis.size(), axis.get_local_rank(), sequence_parallel, spec is None or spec.reads_sequences
+    of_rank = axis.size(), axis.get_local_rank(), sequence_parallel, spec is None or spec.computes_per_sequence
     # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
     as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
     region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)

@@ -8,6 +8,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.plan.device_memory import symmetric_memory
 
 BYTES_PER_PARAMETER = 128
 """20 for weight, gradient and three numbers of optimizer state; 28 for FSDP's gathered and reduced copies; 20 for
@@ -26,7 +27,9 @@ def upper_bound(experiment: Experiment) -> int | None:
     if spec is None or state is None:
         return None
     layout, seq = ResolvedLayout.of(experiment), experiment.training.seq_len
-    blocks = sum(_numbers_per_token(layer, seq) for layer in spec.blocks)
+    # Through symmetric memory, every tensor of rows has room for those of all ranks.
+    room = layout.parallelism.ep if layout.parallelism.symmetric_exchange else 1
+    blocks = sum(_numbers_per_token(layer, seq, room) for layer in spec.blocks)
     ends = (6 * spec.vocab_size + 4 * spec.dim) * (1 + len(spec.mtp_layers))
     rows = layout.micro_batch_size if layout.parallelism.pp == 1 else layout.sequences_per_dp_rank
     # Recipes keep quantized copies in addition to their sources.
@@ -41,12 +44,14 @@ def upper_bound(experiment: Experiment) -> int | None:
     per_parameter = BYTES_PER_PARAMETER + BYTES_PER_STATE * max(0, numbers - 3)
     tensors = int(per_parameter * spec.parameters) + passes * 4 * rows * seq * (blocks + ends)
     compiler = 2**30 if experiment.compile.enabled else 0
-    return recipe * tensors + PROCESS_OVERHEAD[layout.device_type] + compiler
+    beside = PROCESS_OVERHEAD[layout.device_type] + compiler + symmetric_memory(layout, spec)
+    return recipe * tensors + beside
 
 
-def _numbers_per_token(layer: LayerSpec, seq: int) -> int:
+def _numbers_per_token(layer: LayerSpec, seq: int, room: int) -> int:
     """Upper bound of elements that a block keeps per token, with their gradients: eight times each linear's output
-    (rotated, cast, split), and all attention scores."""
-    outputs = sum(linear.outputs * linear.active_experts for linear in layer.linears)
+    (rotated, cast, split), of experts for `room` times the rows, and all attention scores."""
+    rows = ((linear, room if linear.experts > 1 else 1) for linear in layer.linears)
+    outputs = sum(linear.outputs * linear.active_experts * times for linear, times in rows)
     scores = 0 if layer.attention is None else 6 * layer.attention.heads * seq
     return 8 * outputs + scores

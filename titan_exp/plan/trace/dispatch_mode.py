@@ -239,8 +239,8 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        fused = symmetric_message(func, args, out)
-        sent = parse_message(func, args, out) if fused is None else fused[:3]
+        symmetric = symmetric_message(func, args, out)
+        sent = parse_message(func, args, out) if symmetric is None else symmetric[:3]
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
@@ -251,7 +251,7 @@ class CostMode(TorchDispatchMode):
                 self.tracker.set_category(buffers, "communication")
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
-        flops = count_flops(func, args, kwargs, out) if fused is None else fused.flops
+        flops = count_flops(func, args, kwargs, out) if symmetric is None else symmetric.flops
         self._first_matmul(func)
         bytes_moved = 0
         grouped = str(func._overloadpacket) in GROUPED
@@ -259,10 +259,10 @@ class CostMode(TorchDispatchMode):
         if grouped or (unbound and (new or func._schema.is_mutable)):
             bytes_moved = count_bytes(func, args, kwargs, outputs)
         self._launch(sent is not None or copied is not None)
-        if fused is not None:
-            self._launch(fused.launches)
-            self.kernel(fused.moved)
-            self._allocate_within(fused.temporary)
+        if symmetric is not None:
+            self._launch(symmetric.launches)
+            self.kernel(symmetric.moved)
+            self._allocate_within(symmetric.temporary)
         counts = self._filled_counts(func, (inputs, outputs), flops, bytes_moved)
         self._count(func, *counts, on_host=on_host, beside=sent[0] if sent is not None else "")
         return flops, bytes_moved, copied is not None

@@ -61,7 +61,7 @@ def install(wheels: Path = WHEELS, target: Path = PACKAGES) -> Path | None:
     if stamp.is_file() and stamp.read_text() == names:
         return target
     shutil.rmtree(target, ignore_errors=True)
-    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     words += ["--disable-pip-version-check", "--no-cache-dir", "--target", str(target), *map(str, found)]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:

@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
+
+from titan_exp.trainer import distributed
 
 NAME = "staged"
 """Name of the backend."""
@@ -155,6 +158,13 @@ def use_one_device() -> None:
         join(NAME, **options)
 
     dist.init_process_group = staged
+    distributed.check_network = lambda *_: None  # by NCCL
+
+
+def show_gpus_to_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules of this process see a GPU for each rank."""
+    for module in ("rules.rule", "config.machine.devices"):
+        monkeypatch.setattr(f"titan_exp.{module}.visible_gpus", lambda: 16)
 
 
 def _host(tensor: Tensor) -> Tensor:

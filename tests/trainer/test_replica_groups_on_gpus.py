@@ -7,7 +7,7 @@ import pytest
 
 from tests.parity.runs import LINES, train
 from tests.parity.test_one_gpu import DEVICES, assert_agrees
-from tests.staged import use_one_device
+from tests.staged import show_gpus_to_rules, use_one_device
 from tests.trainer.fleet import Dies
 from tests.trainer.test_replica_groups import run_with_death
 from tests.trainer.test_semi_sync import STREAMING, train_groups
@@ -21,7 +21,7 @@ TWO = [*SETTINGS, "cluster.replica_groups=2"]
 
 @pytest.fixture(autouse=True)
 def _groups_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.rules.rule.visible_gpus", lambda: 16)
+    show_gpus_to_rules(monkeypatch)
 
 
 def _on_one_device(_: ReplicaGroup) -> None:

@@ -149,7 +149,7 @@ class _Float8Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8, *quantized: Tensor
     ) -> Tensor:
-        ctx.recipe, ctx.quantized = recipe, bool(quantized)
+        ctx.recipe, ctx.quantized = recipe, len(quantized) > 0  # torch 2.11 traces no bool of a tuple
         over, ranks = -1 if recipe.rowwise else None, recipe.gathers_input
         # Tensor parallelism shards the scope of an input scale if it shards the contracted dim.
         kept: tuple[Tensor, ...] = (x,)

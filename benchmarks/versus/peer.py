@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import os
 import socket
+import sys
 import tempfile
 import types
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ def peer(job: Job) -> dict[str, Any]:
     }
     if job.tiny:
         _let_torchtitan_use_the_cpu()
+    # torchtitan imports torchft where it finds it, and with it telemetry that a GPU machine need not have.
+    sys.modules["torchft"] = None  # type: ignore[assignment]  # found nowhere
     from torchtitan.config import ConfigManager  # type: ignore[import-not-found]
     from torchtitan.models.moe import MoEArgs  # type: ignore[import-not-found]
     from torchtitan.protocols.train_spec import register_train_spec  # type: ignore[import-not-found]

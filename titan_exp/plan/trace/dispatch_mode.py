@@ -46,6 +46,7 @@ WORLD = "world"
 """Name of the group of all ranks, if no mesh axis has them all."""
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WITHOUT_FAKE = (torch.ops.aten._scaled_mm.out, torch.ops.aten.addmm.dtype_out)
 _OP_CACHE = OpCache()
 """Op cache shared by all traces of the process."""
 
@@ -355,8 +356,8 @@ def axes_by_group(mesh: Mesh) -> dict[str, str]:
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # This overload has no fake kernel and would be computed; it returns its `out` argument.
-    if func is torch.ops.aten._scaled_mm.out and isinstance(kwargs["out"], FakeTensor):
+    # These overloads have no fake kernel, the second in torch 2.11, and return their `out` argument.
+    if func in _WITHOUT_FAKE and isinstance(kwargs["out"], FakeTensor):
         return kwargs["out"]
     # Its fake kernel returns another tensor; others return the one that is waited for.
     return args[0] if func is _WAIT and type(args[0]) is FakeTensor else func(*args, **kwargs)

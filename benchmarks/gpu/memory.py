@@ -26,6 +26,7 @@ COMMON = (
 TINY = (
     *("model=llama_debug", "cluster=slurm_h100", "training.seq_len=64", "training.mixed_precision=bf16"),
     *("data.virtual_shards=128", "checkpoint=none", "training.evaluate_every=0"),
+    "optimizer.implementation=fused",  # a CPU has no Triton
 )
 FSDP8 = "parallelism.dp_shard=8 training.global_batch_size"
 CASES = {
@@ -93,7 +94,7 @@ def measured(name: str, *, tiny: bool) -> Peaks:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     # Parameters get memory and no values.
     state = assemble(experiment, layout, device, fake_mode=nullcontext())
-    rank = FakeRank(experiment, state, fake_batches(experiment))
+    rank = FakeRank(experiment, state, fake_batches(experiment, copied=False))  # torch copies them to a real device
     for _ in range(STEPS):
         rank.step()
     if not cuda:

@@ -76,7 +76,8 @@ def waited_for(path: str) -> list[str]:
                 result = step(*args, **kwargs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        said.extend(str(warning.message) for warning in caught if "synchronizing" in str(warning.message))
+        # Not what torch says of this mode itself, which does not detect "all synchronizing operations".
+        said.extend(str(it.message) for it in caught if "called a synchronizing" in str(it.message))
         return result
 
     module.train_step = watched

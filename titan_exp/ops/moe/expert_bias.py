@@ -78,9 +78,9 @@ def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) 
     out, experts = _empty_rows(rows, bias, ends, weights), ends.shape[0]
     sizes = {"experts": experts, "padded": 1 << (experts - 1).bit_length(), "block": BLOCK}
     factors = rows if weights is None else weights
-    _launch(
-        "add_expert_bias_kernel", rows.shape[:1], out, rows, bias, ends, factors, **sizes, weighted=weights is not None
-    )
+    # The weighted bias is rounded before the sum, as torch's operators round it.
+    options = {"weighted": weights is not None, "enable_fp_fusion": False}
+    _launch("add_expert_bias_kernel", rows.shape[:1], out, rows, bias, ends, factors, **sizes, **options)
     return out
 
 

@@ -97,6 +97,7 @@ def _allocated(memory: PeakMemory) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_peak_memory_of_a_gpu_since_the_reset() -> None:
     device = torch.device("cuda", 0)
+    torch.cuda.init()  # torch resets no peak before
     memory = PeakMemory(device)
     block = torch.empty(2**28, dtype=torch.uint8, device=device)
     found = memory.read()

@@ -27,12 +27,14 @@ def add_expert_bias_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
     number = tl.arange(0, padded)
     before = (tl.load(ends + number, mask=number < experts, other=0) <= row) & (number < experts)
     expert = tl.sum(before.to(tl.int32), 0).to(tl.int64)
+    # Rows after those of the last expert get no bias.
+    biased = tl.where(expert < experts, width, 0)
     dtype: tl.constexpr = out.dtype.element_ty  # type: ignore[attr-defined]  # pointers have it
     for start in range(0, width, block):  # type: ignore[arg-type]  # a loop of Triton
         column = start + tl.arange(0, block)
         inside = column < width
         numbers = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        added = tl.load(bias + expert * width + column, mask=inside & (expert < experts), other=0.0).to(tl.float32)
+        added = tl.load(bias + expert * width + column, mask=column < biased, other=0.0).to(tl.float32)
         if weighted:
             added *= tl.load(weights + row)
         numbers += rounded(added, dtype).to(tl.float32)

@@ -4,6 +4,7 @@ FSDP2 has no public call for this; its private parts are used in this package on
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,9 +39,16 @@ def accumulate_in_compute_dtype(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             for group in parameter_groups(fsdp_state(module)):
                 if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
-                    group._set_unsharded_grad_dtypes = lambda **_: None
+                    group._set_unsharded_grad_dtypes = partial(_accept_any_gradient, group)
                 for parameter in group.fsdp_params:
                     parameter.to_accumulated_grad_if_needed = lambda: None
+
+
+def _accept_any_gradient(group: Any, **_: Any) -> None:
+    """Let autograd keep gradients in the dtype in which they come; torch 2.15 casts them to the parameter's else."""
+    for parameter in group.fsdp_params:
+        if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+            gathered.grad_dtype = None
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool) -> None:

@@ -21,8 +21,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TITAN_EXP_LOCAL"] = "none"
 # Runs are signed with a key of the tests.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-tests-{os.getuid()}")
-# Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
-install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
+# Else torch starts CUDA where it is asked for GPUs, and ranks are forked.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+# Shapes and types as annotated are checked at every call in this process; in production they cost nothing. A check
+# around a Triton kernel would hide its globals from Triton.
+PACKAGE = Path(__file__).parents[1] / "titan_exp"
+CHECKED = [path for room in ("ops", "models") for path in (PACKAGE / room).rglob("[!_]*.py")]
+install_import_hook(
+    [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in CHECKED
+        if "@triton.jit" not in path.read_text(encoding="utf-8")
+    ],
+    "beartype.beartype",
+)
 fast_hydra.install()
 
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")

@@ -1,0 +1,1 @@
+"""A CUDA device that computes nothing, for builds of torch for CUDA on machines without a GPU."""

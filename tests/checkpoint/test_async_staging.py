@@ -1,6 +1,7 @@
 """Staging of an asynchronous save: what is written is the state at the save, whatever the device does meanwhile."""
 
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.patching import patch
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.dcp.async_save import AsyncSaver
+from titan_exp.checkpoint.dcp.async_save import AsyncSaver, _ReusedMemory
 
 ON_CUDA = [
     pytest.mark.cuda,
@@ -30,6 +31,22 @@ ON_CUDA = [
 def test_a_save_holds_the_state_at_its_start(tmp_path: Path, device: str, mode: str):
     """Two saves, so that the second reuses the staging memory of the first while its own tensors change."""
     assert run_ranks(1, _save_while_training, str(tmp_path), device, mode) == [[True, True]]
+
+
+def test_saves_reuse_staging_memory_until_it_is_closed():
+    stager, weight, places = _ReusedMemory(pinned=False), torch.zeros(1000), []
+    for number in (1.0, 2.0):
+        staged = stager.stage({"weight": weight.fill_(number)})
+        weight.fill_(-1.0)
+        assert isinstance(staged, dict), "staging is synchronous"
+        assert torch.equal(staged["weight"], torch.full((1000,), number))
+        places.append(staged["weight"].data_ptr())
+    memory = weakref.ref(staged["weight"].untyped_storage())
+    assert places[0] == places[1]
+    del staged
+    assert memory() is not None
+    stager.close()
+    assert memory() is None
 
 
 @pytest.mark.night

@@ -25,7 +25,7 @@ class AsyncSaver:
     def __init__(self, mode: str, group: dist.ProcessGroup) -> None:
         self._group = group
         self._process = AsyncSaveProcess(group) if mode == "async_process" else None
-        self._stager: AsyncStager = _Copies() if mode == "async" else _stager(pinned=mode == "async_pinned")
+        self._stager: AsyncStager = _Copies() if mode == "async" else _ReusedMemory(pinned=mode == "async_pinned")
         self._staged = False
 
     def start(self, state: dict[str, Tensor], writer: dcp.StorageWriter) -> Future[Any]:
@@ -89,12 +89,23 @@ class _Copies(AsyncStager):
         """Hold nothing."""
 
 
-def _stager(*, pinned: bool) -> DefaultStager:
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=pinned,
-            use_shared_memory=not pinned,
-            use_async_staging=False,
-            use_non_blocking_copy=pinned,
+class _ReusedMemory(DefaultStager):
+    """Stages into pinned or else shared memory, and keeps it for the next save until it is closed."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        super().__init__(
+            StagingOptions(
+                use_pinned_memory=pinned,
+                use_shared_memory=not pinned,
+                use_async_staging=False,
+                use_non_blocking_copy=pinned,
+            )
         )
-    )
+        # torch 2.11 closes it after every save, and once closed it cannot copy.
+        self._release = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None
+
+    def close(self) -> None:
+        """Release the memory; nothing can be staged afterwards."""
+        super().close()
+        self._release()

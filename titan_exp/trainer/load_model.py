@@ -10,7 +10,7 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.attention_backends import ON_CPU
+from titan_exp.config.machine.attention_backends import HEAD_SIZES, ON_CPU
 from titan_exp.config.paths.checkpoint_paths import step_of
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
@@ -47,7 +47,6 @@ def load_source(
     # The kernel used in training may not run here.
     spec = model_spec(source.model)
     trained_with = "auto" if spec is None else spec.attention_backend
-    supported = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
     backend = choose_attention_backend(
         config,
         device,
@@ -55,7 +54,7 @@ def load_source(
         seq_len=seq_len,
         documents=documents,
         parts=parts,
-        auto=not supported,
+        auto=not _runs(trained_with, device, dtype),
     )
     build = partial(build_model, config, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):
@@ -77,6 +76,14 @@ def load_source(
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
             local_tensor(tensor).copy_(source.parameters.read(name, *window))
     return model.eval()
+
+
+def _runs(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """True if an attention kernel runs on this device with weights of this dtype."""
+    if device.type == "cpu":
+        return backend in ON_CPU
+    # Kernels with limits of the head size compute in low precision only.
+    return runs_here(backend, device) and (dtype != torch.float32 or backend not in HEAD_SIZES)
 
 
 def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:

@@ -69,6 +69,19 @@ def test_values_may_be_narrower_than_keys(device: str, backend: Any, masked: boo
         assert (our.detach().double() - other.detach()).norm() < close * other.detach().norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_cudnn_leaves_a_single_key_to_another_kernel(device: str, documents: bool, kv_heads: int):
+    """A CPU has no kernel of cuDNN, and shows that none is asked for."""
+    random = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(2, n, 1, 16, generator=random).to(device, dtype) for n in (4, kv_heads, kv_heads))
+    core = CausalAttention("cudnn")
+    found = core(q, k, v, core.mask(torch.zeros(2, 1, dtype=torch.int64, device=device) if documents else None))
+    torch.testing.assert_close(found, v.repeat_interleave(4 // kv_heads, 1))
+
+
 @pytest.mark.parametrize("backend", ["flash", "math", "flex"])
 def test_document_mask_hides_other_documents(backend):
     q, k, v = heads()

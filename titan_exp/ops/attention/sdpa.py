@@ -206,7 +206,9 @@ class CausalAttention(nn.Module):
             key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         if self.backend in ONE_WIDTH and width < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - width))
-        with sdpa_kernel(SDPA_BACKENDS[self.backend]):
+        # cuDNN takes no single key, as of an empty prompt.
+        kernel = "math" if self.backend == "cudnn" and key.shape[2] == 1 else self.backend
+        with sdpa_kernel(SDPA_BACKENDS[kernel]):
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )

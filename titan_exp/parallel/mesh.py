@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import AXES, EXPERT_AXES, regroups_experts
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
+from titan_exp.parallel.process_groups import give_run_timeout, run_timeout
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def build_mesh(
 
 
 def _device_mesh(degrees: dict[str, int], device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    for group in mesh.get_all_groups():
+        give_run_timeout(group)
+    return mesh
 
 
 def _data_parallel(mesh: DeviceMesh, shards: str) -> DeviceMesh:
@@ -122,6 +126,6 @@ def _data_parallel(mesh: DeviceMesh, shards: str) -> DeviceMesh:
 def new_cpu_group() -> dist.ProcessGroup:
     """A separate gloo group of all ranks, whose messages cannot be confused with others."""
     # Under a fake process group gloo would wait for other ranks.
-    group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo")
+    group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=run_timeout())
     assert isinstance(group, dist.ProcessGroup), "every rank belongs to a group of all"
     return group

@@ -1,7 +1,7 @@
 """Planned against measured memory: real steps of one rank of a large layout, in a fake process group on one GPU.
 
 The kernels and the caching allocator are real; the collectives send nothing. Each case is planned and measured in
-processes of their own, so that neither sees the other's memory.
+processes of their own, so that neither sees the other's memory. `benchmarks/stub_memory.py` does so without a GPU.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Peaks:
 
 
 def experiment_of(name: str, *, tiny: bool) -> Any:
-    """Resolved and checked experiment of a case, for GPUs that need not be here."""
+    """Resolved and checked experiment of a case, or of overrides, for GPUs that need not be here."""
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
@@ -61,23 +61,24 @@ def experiment_of(name: str, *, tiny: bool) -> Any:
     from titan_exp.rules import check
 
     long = ("training.seq_len", "model.context")
-    overrides = [word for word in CASES[name].split() if not (tiny and word.startswith(long))]
+    overrides = [word for word in CASES.get(name, name).split() if not (tiny and word.startswith(long))]
     experiment = to_experiment(compose([*(TINY if tiny else COMMON), *overrides]))
     return resolve_layout(check(experiment), offered_devices(experiment.cluster))
 
 
-def planned(name: str, *, tiny: bool) -> Peaks:
-    """Peaks of the first pipeline rank as the planner predicts them."""
+def planned(name: str, *, tiny: bool, rank: int = 0) -> Peaks:
+    """Peaks of a pipeline rank as the planner predicts them."""
     from titan_exp.plan.cuda.devices import DEVICES
     from titan_exp.plan.predict import predict
 
-    (rank,) = predict(experiment_of(name, tiny=tiny), DEVICES["h200"], [0]).ranks
-    assert rank.allocator is not None, "it is planned for CUDA"
-    return Peaks(rank.allocator.allocated, rank.allocator.reserved)
+    (plan,) = predict(experiment_of(name, tiny=tiny), DEVICES["h200"], [rank]).ranks
+    assert plan.allocator is not None, "it is planned for CUDA"
+    return Peaks(plan.allocator.allocated, plan.allocator.reserved)
 
 
-def measured(name: str, *, tiny: bool) -> Peaks:
-    """Peaks of real steps of rank 0, as torch's allocator reports them; without a GPU the steps run on the CPU."""
+def measured(name: str, *, tiny: bool, rank: int = 0) -> Peaks:
+    """Peaks of real steps of a pipeline rank's first data rank, as torch's allocator reports them; without a GPU the
+    steps run on the CPU."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -91,12 +92,14 @@ def measured(name: str, *, tiny: bool) -> Peaks:
     os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
     layout, cuda = ResolvedLayout.of(experiment), torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    number = rank * layout.world_size // layout.parallelism.pp
+    dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=layout.world_size)
     # Parameters get memory and no values.
     state = assemble(experiment, layout, device, fake_mode=nullcontext())
-    rank = FakeRank(experiment, state, fake_batches(experiment, copied=False))  # torch copies them to a real device
+    # Torch copies batches to a real device.
+    fake = FakeRank(experiment, state, fake_batches(experiment, copied=False))
     for _ in range(STEPS):
-        rank.step()
+        fake.step()
     if not cuda:
         return Peaks(None, None)
     torch.cuda.synchronize()
@@ -126,10 +129,11 @@ def main() -> int:
     """Plan or measure one case; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("planned", "measured"))
-    parser.add_argument("case", choices=list(CASES))
+    parser.add_argument("case", help=f"overrides, or one of {', '.join(CASES)}")
+    parser.add_argument("--rank", type=int, default=0, help="pipeline rank")
     parser.add_argument("--tiny", action="store_true", help="a debug model, on a CPU too")
     options = parser.parse_args()
-    peaks = {"planned": planned, "measured": measured}[options.what](options.case, tiny=options.tiny)
+    peaks = {"planned": planned, "measured": measured}[options.what](options.case, tiny=options.tiny, rank=options.rank)
     print(json.dumps({"allocated": peaks.allocated, "reserved": peaks.reserved}), flush=True)
     return 0
 

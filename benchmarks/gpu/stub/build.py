@@ -20,7 +20,7 @@ LIBRARIES = ("__cuda", "cuda", "cu[A-Z]", "cublas", "cudnn", "cufft", "curand", 
 """Beginnings of the names that torch calls."""
 NOT_STUBBED = ("cuFile",)
 NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
-"""Names under which torch and Triton look for the driver's libraries."""
+"""Names by which torch and Triton load the driver's libraries."""
 NAMESPACE = """
 set -e
 mount -t tmpfs tmpfs "$0/dev"; mount -t tmpfs tmpfs "$0/proc"
@@ -32,7 +32,7 @@ for ((gpu = 0; gpu < ${STUB_GPUS:-1}; gpu++)); do
   printf 'Model: \\t\\t NVIDIA H100 80GB HBM3\\n' > "$0/proc/nvidia/gpus/$gpu/information"
 done
 mount --bind "$0/proc" /proc/driver; mount --rbind "$0/dev" /dev
-export LD_PRELOAD="$0/libcuda.so.1" LD_LIBRARY_PATH="$0" TRITON_LIBCUDA_PATH="$0"
+export LD_PRELOAD="$(ls "$0"/lib*.so.* | tr '\\n' ' ')" LD_LIBRARY_PATH="$0" TRITON_LIBCUDA_PATH="$0"
 exec "$@"
 """
 """Shell commands in a mount namespace: $0 is the folder of the library."""
@@ -41,7 +41,7 @@ exec "$@"
 def build() -> Path:
     """Compile the stub for this Python's torch, unless it is there; returns its folder."""
     packages = _packages()
-    version = re.search(r"'(.+?)'", (packages / "torch/version.py").read_text(encoding="utf-8"))
+    version = re.search(r"__version__ = '(.+?)'", (packages / "torch/version.py").read_text(encoding="utf-8"))
     assert version is not None, "torch says its version"
     folder = WORK / version[1]
     library, sources = folder / NAMES[0], [FOLDER / "device.c", FOLDER / "libraries.c"]
@@ -58,13 +58,25 @@ def build() -> Path:
     written = set(_symbols(objects, "--defined-only"))
     rest = sorted({*_called(packages), *_declared(headers)} - written)
     empty = folder / "empty.c"
-    empty.write_text("".join(f'__attribute__((visibility("default"))) long {name}(void) {{ return 0; }}\n' for name in rest))
-    made = folder / "made.so"
-    _run(*compiler, "-shared", str(empty), *map(str, objects), "-o", str(made), "-ldl", "-lpthread")
-    for name in NAMES[1:]:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(NAMES[0])
-    made.replace(library)
+    empty.write_text(
+        "".join(f'__attribute__((visibility("default"))) long {name}(void) {{ return 0; }}\n' for name in rest)
+    )
+    # Torch loads this one by name, too: it finds the one that is loaded.
+    compilers = {path.name for path in packages.glob("nvidia/*/lib/libnvrtc.so.*") if "builtins" not in path.name}
+    for name in (*NAMES[1:], *sorted(compilers), NAMES[0]):
+        made = folder / "made.so"
+        _run(
+            *compiler,
+            "-shared",
+            f"-Wl,-soname,{name}",
+            str(empty),
+            *map(str, objects),
+            "-o",
+            str(made),
+            "-ldl",
+            "-lpthread",
+        )
+        made.replace(folder / name)
     return folder
 
 
@@ -78,7 +90,9 @@ def words(folder: Path, *command: str) -> list[str]:
 def _packages() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or not list(Path(spec.origin).parent.glob("lib/libtorch_cuda.so")):
-        sys.exit("The stub device is for a build of torch for CUDA, which this Python has not: make stub-gpu installs one.")
+        sys.exit(
+            "The stub device is for a build of torch for CUDA, which this Python has not: make stub-gpu installs one."
+        )
     return Path(spec.origin).parents[1]
 
 

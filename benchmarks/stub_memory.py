@@ -1,0 +1,98 @@
+"""Planned memory beside that of torch's own operators and allocator for CUDA, without a GPU.
+
+`make stub-gpu` or, with a build of torch for CUDA, `python benchmarks/stub_memory.py [--only WORD]`: real steps of a
+rank on the stub device of `benchmarks/gpu/stub`, in a fake process group. Kernels compute nothing, so that only layouts
+whose memory depends on no values are compared; workspaces of cuDNN and cuSOLVER are unknown to it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu.memory import CASES, Peaks, table
+from benchmarks.gpu.stub.build import build, words
+
+MEMORY = str(Path(__file__).with_name("gpu") / "memory.py")
+CAPACITY = 150_000_000_000
+"""Bytes of the device, an H200."""
+SECONDS = 900
+"""Limit of a plan or of a rank's steps."""
+FLASH = "model.attention_backend=flash"
+EIGHT = f"{FLASH} model.layers=2 parallelism.dp_shard=8 training.global_batch_size=8"
+STAGES = (
+    f"{FLASH} model.layers=4 parallelism.pp=2 parallelism.dp_shard=2 training.global_batch_size=16 "
+    "training.micro_batch_size=1"
+)
+PARTS = f"{FLASH} model.layers=2 parallelism.dp_shard=2 parallelism.cp=4 training.global_batch_size=2"
+TENSOR = f"{FLASH} model.layers=2 parallelism.dp_shard=4 parallelism.tp=4 training.global_batch_size=8"
+FLOAT8 = "quantization=float8_"
+LAYOUTS = {
+    "fsdp 8, 2 sequences, selective": f"{EIGHT} training.global_batch_size=16 activation_checkpoint=selective",
+    "fsdp 8, 4 micro-batches": f"{EIGHT} training.global_batch_size=32 training.micro_batch_size=1",
+    "fsdp 8, whole logits, segments": f"{EIGHT} training.loss_chunk_tokens=null cluster.expandable_segments=false",
+    "fsdp 8, compiled": f"{EIGHT} compile=blocks",
+    "fsdp 8, compiled, full recomputation": f"{EIGHT} compile=blocks activation_checkpoint=full",
+    "fsdp 8, compiled, CUDA graphs": f"{EIGHT} compile=blocks compile.cuda_graphs=true",
+    "fsdp 8, compiled, float8 tensorwise": f"{EIGHT} compile=blocks {FLOAT8}tensorwise",
+    "fsdp 8, compiled, float8 rowwise": f"{EIGHT} compile=blocks {FLOAT8}rowwise",
+    "fsdp 8, float8 tensorwise, full recomputation": f"{EIGHT} {FLOAT8}tensorwise activation_checkpoint=full",
+    "hsdp 2 x 4": f"{EIGHT} parallelism.dp_shard=4 parallelism.dp_replicate=2",
+    "ddp 8": f"{EIGHT} parallelism=ddp parallelism.dp_replicate=8 parallelism.dp_shard=1",
+    "fsdp 8, parameters offloaded": f"{EIGHT} parallelism.cpu_offload=true",
+    "fsdp 8, Muon": f"{EIGHT} optimizer=muon",
+    "fsdp 8, Lion": f"{EIGHT} optimizer=lion",
+    "fsdp 8, Adafactor": f"{EIGHT} optimizer=adafactor",
+    "fsdp 8, schedule-free AdamW": f"{EIGHT} optimizer=schedule_free_adamw",
+    "tp 4 x fsdp 4": TENSOR,
+    "tp 4 x fsdp 4, compiled": f"{TENSOR} compile=blocks",
+    "tp 4 x fsdp 4, float8 rowwise": f"{TENSOR} {FLOAT8}rowwise",
+    "cp 4 x fsdp 2, ring": f"{PARTS} parallelism.cp_method=ring",
+    "cp 4 x fsdp 2, allgather": f"{PARTS} parallelism.cp_method=allgather",
+    "cp 4 x fsdp 2, ulysses": f"{PARTS} parallelism.cp_method=ulysses",
+    "pp 2 x fsdp 2, 1F1B, first": STAGES,
+    "pp 2 x fsdp 2, 1F1B, last": f"rank=1 {STAGES}",
+    "pp 2 x fsdp 2, ZBVZeroBubble, last": f"rank=1 {STAGES} parallelism.pp_schedule=ZBVZeroBubble",
+    "pp 2 x fsdp 2, DualPipeV, first": f"{STAGES} parallelism.pp_schedule=DualPipeV",
+    "pp 2 x fsdp 2, InterleavedZeroBubble, first": f"{STAGES} parallelism.pp_schedule=InterleavedZeroBubble",
+    **{name: f"{FLASH} {overrides}" for name, overrides in CASES.items()},
+}
+"""Overrides of 8B by name; `rank` is a pipeline rank. Those of `make gpu` have all layers."""
+
+
+def peaks(what: str, overrides: str) -> Peaks | str:
+    """Peaks of a layout, `planned` or `measured` on the stub device; in words why there are none."""
+    rank, _, rest = (
+        overrides.removeprefix("rank=").partition(" ") if overrides.startswith("rank=") else ("0", "", overrides)
+    )
+    command = [sys.executable, MEMORY, what, "--rank", rank, rest]
+    if what == "measured":
+        command = words(build(), *command)
+    env = {**os.environ, "STUB_GPU_BYTES": str(CAPACITY), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS, env=env)
+    except subprocess.TimeoutExpired:
+        return f"{what}: over {SECONDS} s"
+    if done.returncode:
+        return f"{what}: {(done.stderr.strip() or f'exit code {done.returncode}').splitlines()[-1]}"
+    return Peaks(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Plan and measure every layout, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="layouts whose names have this in them")
+    only, found = parser.parse_args().only, []
+    for name, overrides in LAYOUTS.items():
+        if only in name:
+            found.append((name, peaks("planned", overrides), peaks("measured", overrides)))
+            print(table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ SPACE := $() $()
 WORDS = $(filter-out $(addsuffix =%,ARGS PYTHON VENV BIN TORCH),$(subst \$(SPACE),<space>,$(MAKEOVERRIDES)))
 OVERRIDES = $(subst <space>,\$(SPACE),$(WORDS))
 
-.PHONY: train test quick night other-torch tools peer gpu gpu-wheels check compiled slurm golden clean
+.PHONY: train test quick night other-torch stub-gpu tools peer gpu gpu-wheels check compiled slurm golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -40,10 +40,18 @@ night: $(TESTS) peer compiled
 
 ## The tests without the minutes-long ones on another torch, in an environment of its own: make other-torch TORCH=2.14
 TORCH ?= 2.11
-other-torch:
-	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
-	.venv-torch-$(TORCH)/bin/python -m pip install --quiet 'torch==$(TORCH).*' --editable '.[test]'
-	$(subst $(BIN),.venv-torch-$(TORCH)/bin,$(PYTEST)) -m "not slow"
+OTHER := .venv-torch-$(TORCH)
+other-torch: $(OTHER)/.installed
+	$(subst $(BIN),$(OTHER)/bin,$(PYTEST)) -m "not slow"
+
+## Planned memory beside that of torch's own operators and allocator for CUDA, which needs gcc and no GPU.
+stub-gpu: $(OTHER)/.installed
+	$(OTHER)/bin/python benchmarks/stub_memory.py $(ARGS)
+
+$(OTHER)/.installed: pyproject.toml
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet 'torch==$(TORCH).*' --editable '.[test]'
+	touch $@
 
 ## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.
 tools:

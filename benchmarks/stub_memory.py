@@ -59,9 +59,11 @@ LAYOUTS = {
     "pp 2 x fsdp 2, ZBVZeroBubble, last": f"rank=1 {STAGES} parallelism.pp_schedule=ZBVZeroBubble",
     "pp 2 x fsdp 2, DualPipeV, first": f"{STAGES} parallelism.pp_schedule=DualPipeV",
     "pp 2 x fsdp 2, InterleavedZeroBubble, first": f"{STAGES} parallelism.pp_schedule=InterleavedZeroBubble",
+    "Qwen3 30B-A3B, fsdp 8": f"{EIGHT} model=qwen3_30b_a3b training.seq_len=4096",
+    "GPT-OSS 20B, fsdp 8": f"{EIGHT} model=gpt_oss_20b model.attention_backend=auto training.seq_len=4096",
     **{name: f"{FLASH} {overrides}" for name, overrides in CASES.items()},
 }
-"""Overrides of 8B by name; `rank` is a pipeline rank. Those of `make gpu` have all layers."""
+"""Overrides of Llama 3 8B by name; `rank` is a pipeline rank. Those of `make gpu` have all layers."""
 
 
 def peaks(what: str, overrides: str) -> Peaks | str:

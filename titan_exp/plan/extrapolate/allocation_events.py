@@ -88,8 +88,9 @@ class EventComposer:
             places = others + places if _is_far(sample, there, source) else places + others
         for micro, block in places:
             found = self._allocated.get(position._replace(micro=micro, block=block), {}).get(site.key, [])
-            if len(found) >= -site.place and (len(micros) == 1 or self.tracker.allocated_bytes(found[site.place])):
-                return found[site.place]
+            place = site.first if block is None and micro != there.micro else site.place
+            if -len(found) <= place < len(found) and (len(micros) == 1 or self.tracker.allocated_bytes(found[place])):
+                return found[place]
         raise ExtrapolationError(
             f"{tuple(site.key)} is released at {tuple(at)} but was not allocated at {tuple(position)} of {micros}"
         )

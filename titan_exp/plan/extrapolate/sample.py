@@ -87,6 +87,8 @@ class AllocationSite(NamedTuple):
     key: StorageKey
     place: int
     """Index among storages with the same key, from the last: the first block gathers for itself, too."""
+    first: int
+    """The same from the first, for parts outside blocks: a first micro-batch adds gradients of the head's weights."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,17 @@ class Sample:
         for position, segments in self.segments.items():
             events = [event for segment in segments for event in segment.events]
             released = {event.allocation for event in events if not event.size}
-            counts: Counter[StorageKey] = Counter()
-            for event in reversed(events):
-                if event.size and event.allocation not in released:
-                    role = self.roles[position.stage, event.stream]
-                    key = StorageKey(event.size, role, event.category, event.output)
-                    counts[key] += 1
-                    sites[event.allocation] = AllocationSite(position, key, -counts[key])
+            keys = {
+                event.allocation: StorageKey(
+                    event.size, self.roles[position.stage, event.stream], event.category, event.output
+                )
+                for event in events
+                if event.size and event.allocation not in released
+            }
+            counts, seen = Counter(keys.values()), Counter[StorageKey]()
+            for allocation, key in keys.items():
+                sites[allocation] = AllocationSite(position, key, seen[key] - counts[key], seen[key])
+                seen[key] += 1
         return sites
 
     def metrics(self, step: int) -> list[int]:

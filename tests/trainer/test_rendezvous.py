@@ -119,3 +119,24 @@ def joined_on_cuda() -> list[object]:
 def test_ranks_on_gpus_check_it_when_they_join() -> None:
     assert run_ranks(2, joined_on_cuda) == [[(torch.device("cuda", rank), "nccl")] for rank in range(2)]
     assert run_ranks(1, joined_on_cuda) == [[]]
+
+
+def leave(error: bool) -> int:
+    """Times that the default group is destroyed by a rank whose block ends, by an error or not."""
+    destroyed: list[object] = []
+    original = dist.destroy_process_group
+    dist.destroy_process_group = lambda *groups: destroyed.append(groups)  # type: ignore[assignment]
+    try:
+        with joined_process_group(torch.device("cpu")):
+            dist.barrier()  # none leaves before all have joined
+            if error:
+                raise FloatingPointError
+    except FloatingPointError:
+        pass
+    original()
+    return len(destroyed)
+
+
+@pytest.mark.parametrize(("ranks", "error", "times"), [(2, False, 1), (2, True, 0), (1, False, 1), (1, True, 1)])
+def test_a_failed_rank_does_not_wait_for_its_peers(ranks: int, error: bool, times: int) -> None:
+    assert run_ranks(ranks, leave, error) == [times] * ranks

@@ -46,7 +46,8 @@ def joined(config: ClusterConfig) -> Iterator[torch.device]:
 
 @contextmanager
 def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> Iterator[None]:
-    """Join the default process group in the `with` block, with `timeout` for its collectives.
+    """Join the default process group in the `with` block, with `timeout` for its collectives. After an error a rank
+    with peers stays in it, and must end.
 
     Reads `RANK` and `WORLD_SIZE` (default: a single process), and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on
     one machine, else `MASTER_ADDR` and `MASTER_PORT`.
@@ -61,12 +62,16 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if world == 1 else _rendezvous(rank, world, file)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    failed = True
     try:
         if device.type == "cuda" and world > 1:
             check_network(device, "nccl")
         yield
+        failed = False
     finally:
-        dist.destroy_process_group()
+        # After an error NCCL would wait for collectives that no peer joins, and the error would never be recorded.
+        if world == 1 or not failed:
+            dist.destroy_process_group()
 
 
 def check_network(device: torch.device, backend: str) -> None:

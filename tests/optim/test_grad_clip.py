@@ -45,6 +45,11 @@ def test_no_gradients_is_zero():
     assert without[0].grad is None
 
 
+def test_without_gradients_the_norm_is_where_the_parameters_are():
+    """A pipeline stage of a GPU that has none sends its 0 as the others send theirs."""
+    assert global_grad_norm([torch.nn.Parameter(torch.ones(2, device="meta"))]).device.type == "meta"
+
+
 def sharded_norms() -> tuple[float, float]:
     with joined_process_group(torch.device("cpu")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -23,9 +23,9 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
     `parameters` are this rank's, without copies of tied weights that another pipeline stage counts.
     """
     groups: dict[object, list[Tensor]] = defaultdict(list)
-    meshes = {}
+    meshes, device = {}, torch.device("cpu")
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient, device = parameter.grad, parameter.device
         if gradient is None:
             continue
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
@@ -42,7 +42,8 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
                 if not placement.is_replicate():
                     dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
         squares.append(square)
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    # Also without gradients it is where other stages have theirs, for one message.
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     return total.sqrt()

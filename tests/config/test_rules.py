@@ -31,6 +31,8 @@ BASE = (
 """Base of the cases below, independent of shipped defaults."""
 MIXED = ("model.architecture=tests.models.own_attention", "+model.window=64", "+model.chunk=128")
 """A model of the base with windows, chunks and sinks."""
+SINKS = (MIXED[0], "+model.window=256", "+model.chunk=256")
+"""The same with limits that its sequences do not reach."""
 
 
 @pytest.fixture(autouse=True)
@@ -751,6 +753,13 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
             "auto, flash, efficient or flex",
         ),
         (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "model.head_dim=64"], "", ""),
+        (["model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=36"], "", ""),
+        (
+            [*SINKS, "model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=36"],
+            "model.attention_backend",
+            "auto, efficient or flex",
+        ),
+        ([*SINKS, "model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=64"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs"], "", ""),
         (["compile=all", "compile.backend=cudagraphs"], "compile.components", "compile.backend=inductor"),
         (["compile=all", "compile.components=[loss]", "parallelism.cp=2"], "", ""),

@@ -6,7 +6,13 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.config.machine.attention_backends import (
+    ATTENTION_BACKEND,
+    FLASH_PACKAGES,
+    FLASH_WITH_SINKS,
+    HEAD_SIZES,
+    ON_CPU,
+)
 from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -38,13 +44,15 @@ def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
 
 def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
     """The CUDA kernel supports the head size."""
-    backend, sizes = spec.attention_backend, HEAD_SIZES.get(spec.attention_backend)
+    table = HEAD_SIZES | ({"flash": FLASH_WITH_SINKS} if spec.has_sinks else {})
+    backend, sizes = spec.attention_backend, table.get(spec.attention_backend)
     if sizes is None or spec.attention is None or sizes.takes(spec.attention.qk_dim):
         return
     head_dim = spec.attention.qk_dim
     multiples = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
-    works = [name for name in ("fa3", "flash") if name != backend and HEAD_SIZES[name].takes(head_dim)]
-    reason = f"on CUDA it takes {multiples}up to {sizes.largest}, and {spec.attention.qk_dim_key} is {head_dim}"
+    works = [name for name in ("fa3", "flash") if name != backend and table[name].takes(head_dim)]
+    where = "on CUDA with attention sinks" if sizes is FLASH_WITH_SINKS else "on CUDA"
+    reason = f"{where} it takes {multiples}up to {sizes.largest}, and {spec.attention.qk_dim_key} is {head_dim}"
     remedy = f"{ATTENTION_BACKEND}={listed(['auto', *works, 'efficient', 'flex'])}"
     yield Violation(ATTENTION_BACKEND, backend, reason, remedy)
 

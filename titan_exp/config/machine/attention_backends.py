@@ -34,6 +34,9 @@ HEAD_SIZES = {
 """Head sizes by `attention_backend`; others support any. cuDNN supports over 128 only on Hopper, where `auto`
 prefers flash."""
 
+FLASH_WITH_SINKS = HeadSizes(256, 8)
+"""Head sizes of flash for the log-sum-exp, which is read without SDPA; that pads others to such multiples."""
+
 CUDNN_EVERYWHERE = HeadSizes(128, 8)
 """Head sizes of cuDNN on all GPUs with cuDNN."""
 

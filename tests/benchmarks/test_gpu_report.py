@@ -74,20 +74,31 @@ def test_outcomes_are_written_as_they_come_and_listed_by_room(tmp_path: Path, wo
     for room in ("ops", "trainer"):
         (tmp_path / "tests" / room).mkdir(parents=True)
         (tmp_path / "tests" / room / f"test_{room}.py").write_text(TESTS)
+    (tmp_path / "tests" / "ops" / "test_broken.py").write_text("import no_such_package")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
     outcomes = tmp_path / "outcomes.jsonl"
     given = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = {**given, "PYTHONPATH": str(ROOT), VARIABLE: str(outcomes)}
     words = ["-m", "pytest", "-q", "-p", "benchmarks.gpu.outcomes", "-p", "no:cacheprovider", *workers, "tests"]
+    words += ["--continue-on-collection-errors"]
     subprocess.run(
         [sys.executable, *words], cwd=tmp_path, env=environment, check=False, capture_output=True, timeout=120
     )
-    assert len(outcomes.read_text().splitlines()) == 8
     text = by_room(outcomes)
-    assert re.search(r"\| ops \| 1 \| 2 \| 1 \| 0 \|", text)
+    assert "| ops | 1 | 3 | 1 | 0 | 0 |" in text
+    assert "| trainer | 1 | 2 | 1 | 0 | 0 |" in text
+    assert text.count("- `tests/ops/test_broken.py`: ModuleNotFoundError: No module named 'no_such_package'") == 1
     assert "- `tests/trainer/test_trainer.py::test_bad`: AssertionError: one is not two assert 1 == 2" in text
     assert "- `tests/trainer/test_trainer.py::test_set_up`: OSError: no disk" in text
     assert "Skipped because: needs a CUDA GPU." in text
+
+
+def test_tests_that_have_not_run_are_counted_by_room(tmp_path: Path):
+    lines = [{"collected": {"ops": 3, "trainer": 2}}]
+    lines += [{"test": "tests/ops/test_a.py::test_b", "outcome": "passed", "seconds": 2.0, "message": ""}]
+    (tmp_path / "outcomes").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text = by_room(tmp_path / "outcomes")
+    assert "| ops | 1 | 0 | 0 | 2 | 2 |\n| trainer | 0 | 0 | 0 | 2 | 0 |" in text
 
 
 def test_parts_are_replaced_in_place(tmp_path: Path):
@@ -176,7 +187,7 @@ def test_the_whole_report_on_a_cpu(tmp_path: Path):
     headings = re.findall("^## (.*)$", text, re.M)
     expected = ["Machine", "Tests", "Planned rows", "Speed", "Planned and measured memory", "doctor", "Time"]
     assert headings == expected
-    assert re.search(r"\| ops \| 0 \| 0 \| [1-9]\d* \|", text)
+    assert re.search(r"\| ops \| 0 \| 0 \| [1-9]\d* \| 0 \|", text)
     assert re.search(r"\| 8B×8 bf16 eager \| [\d,]+ \| [\d,]+ \|", text)
     assert text.count("/ – |") == 4, "planned beside what a CPU cannot measure"
     losses = [

@@ -2,6 +2,7 @@
 
     make gpu                                    # within GPU_SECONDS=540; writes benchmarks/log/DATE-gpu.md
     python benchmarks/gpu_report.py --seconds 1200 --rows all,options
+    python benchmarks/gpu_report.py --parts tests      # one of several calls, each with the whole budget
     python benchmarks/gpu_report.py --tiny      # the same on a CPU, at tiny shapes, to check the report
 
 The report is written again after each part and while a part runs, so a kill leaves what was found. Without a network,
@@ -27,8 +28,8 @@ from benchmarks.gpu.outcomes import VARIABLE, by_room
 from benchmarks.gpu.packages import ROOT, environment, missing
 from benchmarks.gpu.report import Report, Running, last_line, wait_for
 
-TESTS_SHARE, MEMORY_SHARE, DOCTOR_SHARE = 0.28, 0.10, 0.15
-"""Shares of the budget for the tests, planned against measured memory, and doctor; the rest is for speed."""
+SHARES = {"tests": 0.28, "rows": 0.47, "memory": 0.10, "doctor": 0.15}
+"""Parts and their shares of the budget; chosen parts divide it in proportion."""
 FINISH = 4.0
 """Seconds kept for ending processes and writing."""
 NEEDED = ("torch", "omegaconf", "hydra", "pydantic", "pytest", "xdist", "torchao", "rich")
@@ -56,10 +57,11 @@ class GpuReport:
     """Parts of the report, within one budget."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.tiny, self.rows = options.tiny, options.rows
+        self.tiny, self.rows, self.parts = options.tiny, options.rows, options.parts
         self._seconds, self._end = options.seconds, time.monotonic() + options.seconds - FINISH
         self._tests: list[str] = options.tests or test_files()
         name = time.strftime("%Y-%m-%d-%H%M") + ("-tiny" if self.tiny else "-gpu")
+        name += "".join(f"-{part}" for part in self.parts if self.parts != list(SHARES))
         self.work = options.work or ROOT / "outputs" / f"gpu-{name}"
         self.work.mkdir(parents=True, exist_ok=True)
         self._environment = environment(NEEDED)
@@ -73,15 +75,24 @@ class GpuReport:
         """Seconds left."""
         return max(self._end - time.monotonic(), 0.0)
 
+    def seconds_of(self, part: str) -> float:
+        """Seconds left for a part, of those from it on."""
+        later = list(SHARES)[list(SHARES).index(part) :]
+        shares = sum(SHARES[name] for name in later if name in self.parts or name == part)
+        return self.left * SHARES[part] / shares
+
     def run(self) -> int:
         """Run the parts, the most important first; returns 1 if one failed."""
         self._machine()
-        self._tests_and_caches()
-        reserve = (MEMORY_SHARE + DOCTOR_SHARE) * self._seconds
-        self._speed("Speed", self.rows, self.left - reserve)
-        self._memory(self.left - DOCTOR_SHARE * self._seconds)
-        self._doctor()
-        if not self.tiny and self.rows == "all" and self.left > 45:
+        if {"tests", "rows"} & {*self.parts}:
+            self._tests_and_caches()
+        if "rows" in self.parts:
+            self._speed("Speed", self.rows, self.seconds_of("rows"))
+        if "memory" in self.parts:
+            self._memory(self.seconds_of("memory"))
+        if "doctor" in self.parts:
+            self._doctor()
+        if "rows" in self.parts and not self.tiny and self.rows == "all" and self.left > 45:
             self._speed("Options", "options", self.left)
         spent = self._seconds - FINISH - self.left
         self.report.part("Time", f"{spent:.0f} s of {self._seconds:.0f} s. Logs: `{self.work}`.")
@@ -103,29 +114,31 @@ class GpuReport:
 
     def _tests_and_caches(self) -> None:
         """Tests, and beside them the compile caches of the rows and the planner's table, which need no idle GPU."""
-        outcomes = self.work / "outcomes.jsonl"
-        words = ["-m", "pytest", "-m", "cuda", "-q", "-n", "4", "--timeout", "120", "-p", "no:cacheprovider"]
-        # A file that cannot be imported there costs its own tests only.
-        words += ["--continue-on-collection-errors"]
-        words += ["-p", "benchmarks.gpu.outcomes", "--rootdir", str(ROOT), *self._tests]
-        limit = min(TESTS_SHARE * self._seconds, self.left)
-        tests = self._python("tests", *words, **{VARIABLE: str(outcomes)})
-        plan = self._python("plan", str(VERSUS), "--plan", "--rows", self.rows, "--output", str(self.work / "plan"))
-        beside = [plan]
-        if not self.tiny:
-            fill = ["--rounds", "0", "--output", str(self.work / "caches")]
-            beside.append(self._python("caches", str(VERSUS), "--rows", self.rows, "--seconds", str(limit), *fill))
+        limit, outcomes = self.seconds_of("tests"), self.work / "outcomes.jsonl"
+        running: dict[str, Running] = {}
+        if "tests" in self.parts:
+            # A file that cannot be imported there costs its own tests only.
+            words = ["-m", "pytest", "-m", "cuda", "-q", "-n", "4", "--continue-on-collection-errors"]
+            words += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.outcomes", "--rootdir", str(ROOT), *self._tests]
+            running["tests"] = self._python("tests", *words, **{VARIABLE: str(outcomes)})
+        if "rows" in self.parts:
+            words, folder = [str(VERSUS), "--rows", self.rows], str(self.work / "plan")
+            running["plan"] = self._python("plan", *words, "--plan", "--output", folder)
+            if not self.tiny:
+                words += ["--rounds", "0", "--seconds", str(limit), "--output", str(self.work / "caches")]
+                running["caches"] = self._python("caches", *words)
 
         def write() -> None:
-            self.report.part("Tests", by_room(outcomes))
+            if tests := running.get("tests"):
+                notes = [f"The tests: {tests.ending}."] if tests.ending else []
+                self.report.part("Tests", "\n\n".join([by_room(outcomes), *notes]))
 
-        wait_for([tests, *beside], limit, write)
-        notes = [f"The tests: {tests.ending}."] if tests.ending else []
-        self.report.failed |= bool(tests.ending)
-        self.report.part("Tests", "\n\n".join([by_room(outcomes), *notes]))
-        found = self.work / "plan" / "plan.md"
-        text = found.read_text(encoding="utf-8") if found.is_file() else f"The planner: {plan.ending}."
-        self.report.part("Planned rows", text)
+        wait_for([*running.values()], limit, write)
+        self.report.failed |= "tests" in running and bool(running["tests"].ending)
+        if plan := running.get("plan"):
+            found = self.work / "plan" / "plan.md"
+            text = found.read_text(encoding="utf-8") if found.is_file() else f"The planner: {plan.ending}."
+            self.report.part("Planned rows", text)
 
     def _speed(self, heading: str, rows: str, seconds: float) -> None:
         if seconds < 10:
@@ -173,7 +186,7 @@ class GpuReport:
 
     def _doctor(self) -> None:
         # It prints its table at the end; most of its time are imports and FlexAttention's compilation.
-        seconds = max(min(DOCTOR_SHARE * self._seconds, self.left) / 4, 3)
+        seconds = max(min(SHARES["doctor"] * self._seconds, self.left) / 4, 3)
         device = ["cluster.device=cpu"] if self.tiny else []
         words = [
             "-m",
@@ -218,6 +231,16 @@ def test_files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files if re.search(r"mark\.cuda|\bDEVICES\b", path.read_text())]
 
 
+def parts_named(words: str) -> list[str]:
+    """Parts of a comma-separated list, in the report's order.
+
+    Raises argparse.ArgumentTypeError about an unknown part.
+    """
+    if unknown := {*words.split(",")} - {*SHARES}:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; parts are {', '.join(SHARES)}")
+    return [part for part in SHARES if part in words.split(",")]
+
+
 def what_is_missing(*, tiny: bool) -> list[str]:
     """Reasons for which there can be no report here, found without importing torch; installs the wheels.
 
@@ -231,16 +254,22 @@ def what_is_missing(*, tiny: bool) -> list[str]:
     return [f"Python {sys.version.split()[0]} has no {name}" for name in missing(NEEDED)]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Command line; returns 2 if no report can be made here, 1 if a part failed."""
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=540, help="budget for everything, 540 without")
+    parser.add_argument("--parts", type=parts_named, default=list(SHARES), help=f"{','.join(SHARES)}; all without")
     parser.add_argument("--rows", default="all", help="rows of benchmarks/versus_torchtitan.py; all without")
     parser.add_argument("--tests", nargs="*", help="test files; all that mention CUDA without")
     parser.add_argument("--log", type=Path, default=ROOT / "benchmarks" / "log", help="folder of the report")
     parser.add_argument("--work", type=Path, help="folder of logs and results; outputs/gpu-DATE without")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU, to check the report itself")
-    options = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Command line; returns 2 if no report can be made here, 1 if a part failed."""
+    options = options_of(words)
     try:
         reasons = what_is_missing(tiny=options.tiny)
     except RuntimeError as error:

@@ -16,6 +16,7 @@ from benchmarks.gpu import packages
 from benchmarks.gpu.memory import CASES, Peaks, experiment_of, table
 from benchmarks.gpu.outcomes import VARIABLE, by_room
 from benchmarks.gpu.report import Report, Running, wait_for
+from benchmarks.gpu_report import GpuReport, options_of
 from tests.launch.fake_ranks import wait_until
 from titan_exp.config.machine import local_machine
 from titan_exp.plan.supported import check_supported
@@ -38,6 +39,21 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch, capsys: py
     monkeypatch.setattr(packages, "install", lambda: None)
     assert gpu_report.main(["--tiny"]) == 2
     assert "has no no_such_package" in capsys.readouterr().err
+
+
+def test_chosen_parts_divide_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(GpuReport, "left", 100.0)
+
+    def seconds(*words: str) -> dict[str, float]:
+        report = GpuReport(options_of(["--tiny", "--log", str(tmp_path), "--work", str(tmp_path), *words]))
+        return {part: round(report.seconds_of(part), 1) for part in report.parts}
+
+    assert seconds() == {"tests": 28.0, "rows": 65.3, "memory": 40.0, "doctor": 100.0}, "of what is left before each"
+    assert seconds("--parts", "tests") == {"tests": 100.0}
+    assert seconds("--parts", "doctor,memory") == {"memory": 40.0, "doctor": 100.0}
+    with pytest.raises(SystemExit):
+        options_of(["--parts", "tests,speed"])
+    assert "unknown speed; parts are tests, rows, memory, doctor" in capsys.readouterr().err
 
 
 def test_every_file_with_tests_for_cuda_is_run():

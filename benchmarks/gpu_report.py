@@ -130,7 +130,8 @@ class GpuReport:
 
         def write() -> None:
             if tests := running.get("tests"):
-                notes = [f"The tests: {tests.ending}."] if tests.ending else []
+                # Failures, whose exit code is 1, are in the table.
+                notes = [f"The tests: {tests.ending}."] if tests.ending and tests.process.returncode != 1 else []
                 self.report.part("Tests", "\n\n".join([by_room(outcomes), *notes]))
 
         wait_for([*running.values()], limit, write)

@@ -1,6 +1,7 @@
 """Dated Markdown report whose parts are written as they progress, so that a kill leaves a readable file."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -65,7 +66,8 @@ class Running:
         if self.timed_out:
             return "ended when its share of the budget was spent"
         if self.process.returncode:
-            return f"exit code {self.process.returncode}; the log ends with: {last_line(self.log)}"
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            return f"exit code {self.process.returncode}; {cause_in(text)}"
         return ""
 
 
@@ -84,6 +86,15 @@ def wait_for(processes: Sequence[Running], seconds: float, progress: Callable[[]
             running.timed_out = running.process.poll() is None
             running.end()
         progress()
+
+
+def cause_in(text: str) -> str:
+    """First line of the last exception in a log, else its last line."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
+    lines = [line for line in lines if line.strip()] or ["nothing in its log"]
+    begun = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    after = lines[begun[-1] + 1 :] if begun else []
+    return next((line for line in after if not line.startswith(" ")), lines[-1])[:300]
 
 
 def last_line(log: Path) -> str:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.report import cause_in
 from benchmarks.versus.job import Job
 from benchmarks.versus.results import SIDES, Results
 from titan_exp.config.machine.cuda_allocator import ALLOC_CONF, EXPANDABLE
@@ -105,7 +106,7 @@ class Session:
     def run_role(self, role: str, job: Job) -> dict[str, Any]:
         """Run a role in a fresh process for at most the budget; returns the JSON of its last line.
 
-        Raises RoleFailed with the last line of its log.
+        Raises RoleFailed with the exception in its log.
         """
         print(f"{job.row}: {role}", file=sys.stderr, flush=True)
         # As the launchers of both set for their ranks.
@@ -119,7 +120,8 @@ class Session:
         words += ["--job", json.dumps(dataclasses.asdict(job))]
         log = self.results.folder / f"{job.row}-{role}-{job.layers or 'all'}.log".replace("/", "_")
         left = self.budget.left
-        with log.open("a+", encoding="utf-8") as written:
+        with log.open("a+", encoding="utf-8", errors="replace") as written:
+            began = written.tell()
             process = subprocess.Popen(
                 words,
                 stdout=subprocess.PIPE,
@@ -136,11 +138,8 @@ class Session:
                 _end(process)
             if process.returncode == 0:
                 return json.loads(output.splitlines()[-1])
-            written.seek(0)
-            lines = [line for line in written.read().splitlines() if line.strip()] or [
-                f"exit code {process.returncode}"
-            ]
-        raise RoleFailed(f"{lines[-1][:300]} ({log})")
+            written.seek(began)
+            raise RoleFailed(f"exit code {process.returncode}; {cause_in(written.read())} ({log})")
 
 
 def sides_of(job: Job) -> Sequence[str]:

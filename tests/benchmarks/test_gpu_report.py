@@ -15,7 +15,7 @@ from benchmarks import gpu_report
 from benchmarks.gpu import packages
 from benchmarks.gpu.memory import CASES, Peaks, experiment_of, table
 from benchmarks.gpu.outcomes import VARIABLE, by_room
-from benchmarks.gpu.report import Report, Running, wait_for
+from benchmarks.gpu.report import Report, Running, cause_in, wait_for
 from benchmarks.gpu_report import GpuReport, options_of
 from tests.launch.fake_ranks import wait_until
 from titan_exp.config.machine import local_machine
@@ -148,7 +148,27 @@ def test_a_process_is_ended_with_its_children_at_its_limit(tmp_path: Path):
     wait_until(lambda: "sleep" not in command_of(child))
     failed = Running([sys.executable, "-c", "raise SystemExit('no weights')"], os.environ, tmp_path / "other")
     wait_for([failed], 30, lambda: None)
-    assert failed.ending == "exit code 1; the log ends with: no weights"
+    assert failed.ending == "exit code 1; no weights"
+
+
+def test_the_cause_of_a_failure_is_the_first_line_of_its_last_exception():
+    log = """
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 'weights'
+
+During handling of the above exception, another exception occurred:
+
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "a.py", line 3, in <module>
+[rank0]:     run()
+[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+[rank0]: See the documentation
+[rank0]:[W1128] Warning: destroy_process_group() was not called
+"""
+    assert cause_in(log) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert cause_in("loading\nno weights\n\n") == "no weights"
+    assert cause_in("") == "nothing in its log"
 
 
 @pytest.mark.parametrize("name", CASES)

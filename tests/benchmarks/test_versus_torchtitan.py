@@ -136,7 +136,7 @@ def test_sides_take_turns_and_a_failure_costs_only_its_row(session: Session):
     (good,) = [line for line in table.splitlines() if line.startswith("| 1B")]
     assert "| 100 | 120 | 1.200 | ≥ 1.20 | 2.0 | 2.0 | 1.000 | 1.0 / 1.0 | 2.5e-01 | 2 + 2 |" in good
     (bad,) = [line for line in table.splitlines() if "selective" in line]
-    assert bad.count("failed: the peer is out of memory") == 2
+    assert bad.count("failed: exit code 1; the peer is out of memory") == 2
     assert session.results.failed
 
 

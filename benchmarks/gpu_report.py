@@ -32,7 +32,7 @@ SHARES = {"tests": 0.28, "rows": 0.47, "memory": 0.10, "doctor": 0.15}
 """Parts and their shares of the budget; chosen parts divide it in proportion."""
 FINISH = 4.0
 """Seconds kept for ending processes and writing."""
-NEEDED = ("torch", "omegaconf", "hydra", "pydantic", "pytest", "xdist", "torchao", "rich")
+NEEDED = ("torch", "omegaconf", "hydra", "pydantic", "pytest", "pytest_timeout", "xdist", "torchao", "rich")
 """Packages without which nothing runs."""
 VERSUS = ROOT / "benchmarks" / "versus_torchtitan.py"
 MEMORY = ROOT / "benchmarks" / "gpu" / "memory.py"
@@ -243,7 +243,7 @@ def parts_named(words: str) -> list[str]:
 
 
 def what_is_missing(*, tiny: bool) -> list[str]:
-    """Reasons for which there can be no report here, found without importing torch; installs the wheels.
+    """Reasons for which there can be no report here; installs the wheels.
 
     Raises RuntimeError if the wheels cannot be installed.
     """
@@ -251,8 +251,8 @@ def what_is_missing(*, tiny: bool) -> list[str]:
 
     if not tiny and not visible_gpus():
         return ["this machine shows no NVIDIA GPU (CUDA_VISIBLE_DEVICES may hide it)"]
-    environment(NEEDED)
-    return [f"Python {sys.version.split()[0]} has no {name}" for name in missing(NEEDED)]
+    version = sys.version.split()[0]
+    return [f"Python {version} cannot import {reason}" for reason in missing(NEEDED, environment(NEEDED))]
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,9 +89,22 @@ def environment(needed: Sequence[str]) -> dict[str, str]:
     }
 
 
-def missing(names: Sequence[str]) -> list[str]:
-    """Packages of a list that this Python cannot import, nor find among the installed ones."""
-    return [name for name in names if importlib.util.find_spec(name) is None and not (PACKAGES / name).exists()]
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        print(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+"""
+
+
+def missing(names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Packages of a list that a process with this environment cannot import, and why: they may need others."""
+    words = [sys.executable, "-c", IMPORTS, *names]
+    done = subprocess.run(words, env=dict(environment), check=False, capture_output=True, text=True)
+    ended = [f"{', '.join(names)}: exit code {done.returncode}"] if done.returncode else []
+    return [line for line in done.stdout.splitlines() if line.startswith(tuple(f"{name}: " for name in names))] + ended
 
 
 if __name__ == "__main__":

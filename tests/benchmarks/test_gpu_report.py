@@ -34,11 +34,16 @@ def test_without_a_gpu_it_says_so_at_once(monkeypatch, capsys: pytest.CaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_named_before_anything_runs(monkeypatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(gpu_report, "NEEDED", ("torch", "no_such_package"))
+def test_a_missing_package_is_named_before_anything_runs(monkeypatch, capsys, tmp_path: Path):
+    (tmp_path / "needs_another.py").write_text("import another_package")
+    monkeypatch.setattr(gpu_report, "NEEDED", ("pytest", "needs_another", "no_such_package"))
     monkeypatch.setattr(packages, "install", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert gpu_report.main(["--tiny"]) == 2
-    assert "has no no_such_package" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "cannot import needs_another: ModuleNotFoundError: No module named 'another_package'\n" in printed
+    assert "cannot import no_such_package: ModuleNotFoundError" in printed
+    assert "pytest" not in printed
 
 
 def test_chosen_parts_divide_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

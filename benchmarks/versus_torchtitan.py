@@ -76,14 +76,14 @@ def print_plans(rows: list[str], output: Path | None, *, classes: bool = False) 
 
     With `classes`, both have a table of each row's kernels too.
     """
-    from benchmarks.versus.planned import class_table, plan_row, plan_table
+    from benchmarks.versus.planned import class_table, plan_row, plan_table, present_device
 
     def text() -> str:
         return plan_table(planned) + (f"\n{class_table(planned)}" if classes else "")
 
-    planned = []
+    planned, device = [], present_device()
     for row in rows:
-        planned.append(plan_row(row))
+        planned.append(plan_row(row, device))
         print(f"{row}: planned in {planned[-1].seconds:.0f} s", file=sys.stderr, flush=True)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)

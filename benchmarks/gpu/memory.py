@@ -68,10 +68,10 @@ def experiment_of(name: str, *, tiny: bool) -> Any:
 
 def planned(name: str, *, tiny: bool, rank: int = 0) -> Peaks:
     """Peaks of a pipeline rank as the planner predicts them."""
-    from titan_exp.plan.cuda.devices import DEVICES
+    from benchmarks.versus.planned import present_device
     from titan_exp.plan.predict import predict
 
-    (plan,) = predict(experiment_of(name, tiny=tiny), DEVICES["h200"], [rank]).ranks
+    (plan,) = predict(experiment_of(name, tiny=tiny), present_device(), [rank]).ranks
     assert plan.allocator is not None, "it is planned for CUDA"
     return Peaks(plan.allocator.allocated, plan.allocator.reserved)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from benchmarks.versus.cases import MEMORY_GOAL, Case, case_of
 from benchmarks.versus.job import Job
-from titan_exp.plan.cuda.devices import DEVICES, Device
+from titan_exp.config.machine.local_machine import command_lines, gpu_names
+from titan_exp.plan.cuda.devices import DEVICES, Device, device_reported_as
 from titan_exp.plan.predict import predict
 from titan_exp.plan.time.roofline import ClassTime
 
@@ -14,13 +15,7 @@ GIB = 2**30
 CLUSTER = ("cluster=slurm", "cluster.device=cuda", "cluster.nodes=1", "cluster.gpus_per_node=1")
 """One GPU that need not be here."""
 H200 = DEVICES["h200"]
-NOTE = (
-    "Planned for one H200. The roofline uses measured rates (bf16 matmuls 680 TFLOP/s, fp8 1,290, attention 561 "
-    "forward and 491 backward, copies 4.27 TB/s) and assumes that norm, optimizer and casts of weights run at the "
-    "copies' rate and other elementwise kernels at 85 % of it. It counts no gaps and no gain from GEMMs "
-    "chosen by autotuning. torchtitan 0.2.2: measured."
-)
-"""Assumptions of the estimate."""
+"""Device of torchtitan's measured values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +34,8 @@ class PlannedRow:
     """Duration of the prediction."""
     kernels: Sequence[ClassTime] = ()
     """Kernels of the step by class."""
+    device: Device = H200
+    """Device that it is planned for."""
 
     @property
     def case(self) -> Case:
@@ -52,8 +49,10 @@ class PlannedRow:
 
     @property
     def speed_ratio(self) -> float | None:
-        """Estimated tokens/s over torchtitan's measured."""
-        return None if self.case.peer_speed is None else self.speed / self.case.peer_speed
+        """Estimated tokens/s over torchtitan's measured; None on another device."""
+        if self.case.peer_speed is None or self.device is not H200:
+            return None
+        return self.speed / self.case.peer_speed
 
     @property
     def misses(self) -> list[str]:
@@ -67,6 +66,12 @@ class PlannedRow:
         return found
 
 
+def present_device() -> Device:
+    """This machine's GPU in the planner's table; an H200 where there is none, or an unknown one."""
+    names = gpu_names() or command_lines("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return DEVICES[(device_reported_as(names[0]) if names else None) or "h200"]
+
+
 def plan_row(row: str, device: Device = H200) -> PlannedRow:
     """Plan our side of a row; the initial weights do not matter."""
     began = time.monotonic()
@@ -76,7 +81,7 @@ def plan_row(row: str, device: Device = H200) -> PlannedRow:
     assert plan.tokens_per_second is not None, "the device's rates are known"
     took = time.monotonic() - began
     sizes = rank.allocator.allocated / GIB, rank.allocator.reserved / GIB
-    return PlannedRow(row, *sizes, plan.tokens_per_second, took, rank.kernels)
+    return PlannedRow(row, *sizes, plan.tokens_per_second, took, rank.kernels, device)
 
 
 def plan_table(rows: Sequence[PlannedRow]) -> str:
@@ -96,7 +101,20 @@ def plan_table(rows: Sequence[PlannedRow]) -> str:
         cells += [_number(row.memory_ratio, ".2f"), f"{row.speed:,.0f}", _number(case.peer_speed, ",.0f")]
         cells += [_number(row.speed_ratio, ".2f"), _number(case.goal, ".2f"), " and ".join(row.misses) or "–"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", NOTE]) + "\n"
+    return "\n".join([*lines, "", *{note(row.device): None for row in rows}]) + "\n"
+
+
+def note(device: Device) -> str:
+    """Assumptions of the estimates for a device."""
+    forward, backward = (rate / 1e12 for rate in device.attention_rates)
+    share = device.elementwise_tbs / device.copy_tbs
+    return (
+        f"Planned for one {device.name}. The roofline uses its rates (bf16 matmuls {device.gemm['bf16']:.0f} TFLOP/s, "
+        f"fp8 {device.fp8_rate / 1e12:,.0f}, attention {forward:.0f} forward and {backward:.0f} backward, copies "
+        f"{device.copy_tbs:.2f} TB/s) and assumes that norm, optimizer and casts of weights run at the copies' rate "
+        f"and other elementwise kernels at {share:.0%} of it. It counts no gaps and no gain from GEMMs chosen by "
+        "autotuning. torchtitan 0.2.2: measured on one H200."
+    )
 
 
 def class_table(rows: Sequence[PlannedRow]) -> str:

@@ -28,6 +28,7 @@ from tests.config.composing import give_gpus
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.models.blocks.initialization import ShardSpec, init_shard_
 from titan_exp.models.build import build_model, init_specs
+from titan_exp.plan.cuda.devices import DEVICES, Device
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "versus_torchtitan.py"
@@ -215,15 +216,29 @@ def test_the_planners_table_names_ratios_and_missed_goals():
 
 
 def test_planned_rows_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def plan(row: str) -> PlannedRow:
+    def plan(row: str, device: Device) -> PlannedRow:
         if row != "8b_bf16_compile":
             raise RuntimeError("out of time")
-        return PlannedRow(row, 50.0, 55.0, 40000.0, 1.0)
+        return PlannedRow(row, 50.0, 55.0, 40000.0, 1.0, device=device)
 
+    monkeypatch.setattr(planned, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
     monkeypatch.setattr(planned, "plan_row", plan)
     with pytest.raises(RuntimeError, match="out of time"):
         versus_torchtitan.main(["--plan", "--output", str(tmp_path)])
-    assert "| 8B×8 bf16 compile | 50.0 | 55.0 |" in (tmp_path / "plan.md").read_text()
+    text = (tmp_path / "plan.md").read_text()
+    assert "| 8B×8 bf16 compile | 50.0 | 55.0 |" in text
+    assert "Planned for one H100 80GB SXM." in text
+    assert "copies 2.98 TB/s" in text
+
+
+@pytest.mark.parametrize("names", [[], ["NVIDIA of tomorrow"], ["NVIDIA H200"], ["NVIDIA H100 80GB HBM3"]])
+def test_rows_are_planned_for_the_gpu_that_is_present_or_an_h200(names: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planned, "gpu_names", list)
+    monkeypatch.setattr(planned, "command_lines", lambda *_: names)
+    device = planned.present_device()
+    assert device is DEVICES["h100" if "H100" in "".join(names) else "h200"]
+    row = PlannedRow("8b_bf16_compile", 50.0, 55.0, 35600.0, 1.0, device=device)
+    assert row.speed_ratio == (1.0 if device is DEVICES["h200"] else None), "torchtitan was measured on an H200"
 
 
 @pytest.mark.night

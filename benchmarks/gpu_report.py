@@ -148,6 +148,7 @@ class GpuReport:
         folder = self.work / heading.lower()
         words = ["--rows", rows, "--seconds", f"{seconds:.0f}", "--output", str(folder)]
         words += ["--tiny", "--rounds", "1", "--warmup", "2", "--steps", "2"] if self.tiny else []
+        words += ["--planned", str(self.work / "plan" / "plan.json")]
         words += ["--fill-caches", "0"] if not self.tiny and heading == "Speed" else []  # they are filled
         words += ["--rounds", "1"] if heading == "Options" else []
         speed = self._python(heading.lower(), str(VERSUS), *words)

@@ -72,7 +72,7 @@ def run_one_role(role: str, job: Job, cache: Path) -> int:
 
 
 def print_plans(rows: list[str], output: Path | None, *, classes: bool = False) -> int:
-    """Plan rows and print the table; `plan.md` of the output folder is written again after each row.
+    """Plan rows and print the table; `plan.md` of the output folder, and reserved GiB in `plan.json`, after each row.
 
     With `classes`, both have a table of each row's kernels too.
     """
@@ -87,9 +87,11 @@ def print_plans(rows: list[str], output: Path | None, *, classes: bool = False) 
         print(f"{row}: planned in {planned[-1].seconds:.0f} s", file=sys.stderr, flush=True)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
-            partial = output / "plan.md.partial"
-            partial.write_text(text(), encoding="utf-8")
-            partial.replace(output / "plan.md")
+            sizes = json.dumps({it.row: it.reserved for it in planned})
+            for name, content in (("plan.md", text()), ("plan.json", sizes)):
+                partial = output / f"{name}.partial"
+                partial.write_text(content, encoding="utf-8")
+                partial.replace(output / name)
     print(text(), end="")
     return 0
 
@@ -98,6 +100,7 @@ def compare(options: argparse.Namespace, rows: list[str]) -> int:
     """Run the rows of both sides and print the table; returns 1 if a process failed."""
     import torch
 
+    from benchmarks.versus.fit import read_planned, too_large
     from benchmarks.versus.results import Results
     from benchmarks.versus.turns import Budget, Session
 
@@ -109,7 +112,11 @@ def compare(options: argparse.Namespace, rows: list[str]) -> int:
         head += ". Tiny shapes in fp32 on a CPU: the rates mean nothing."
     folder = options.output or Path("outputs") / f"versus-{time.strftime('%Y%m%d-%H%M%S')}"
     results = Results(folder, head)
-    session = Session(budget, results, options.cache)
+    gib = float("inf") if options.tiny else torch.cuda.get_device_properties(0).total_memory / 2**30
+    left_out = too_large(rows, gib, read_planned(options.planned))
+    for text in left_out.values():
+        results.note(text)
+    session = Session(budget, results, options.cache, left_out.keys())
     filling = options.fill_caches if options.fill_caches is not None else (0 if options.tiny else FILLING)
     if filling:
         session.fill_caches(jobs, filling)
@@ -135,6 +142,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="bytes", help="data.tokenizer of both sides: bytes, or a file")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes in fp32 on a CPU")
     parser.add_argument("--plan", action="store_true", help="plan the rows instead of running them")
+    parser.add_argument("--planned", type=Path, help="plan.json of --plan; rows of ours beyond the GPU are left out")
     parser.add_argument(
         "--classes", action="store_true", help="with --plan: launches, bytes and time of a step by class"
     )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu.report import cause_in
 from benchmarks.versus.job import Job
-from benchmarks.versus.results import SIDES, Results
+from benchmarks.versus.results import Results, sides_of
 from titan_exp.config.machine.cuda_allocator import ALLOC_CONF, EXPANDABLE
 
 SCRIPT = Path(__file__).resolve().parents[1] / "versus_torchtitan.py"
@@ -45,6 +45,12 @@ class Session:
     """Collected results."""
     cache: Path
     """Folder of initial weights."""
+    left_out: Collection[tuple[str, str]] = ()
+    """Rows and sides that do not run."""
+
+    def sides(self, job: Job) -> list[str]:
+        """Sides of a row that run."""
+        return [side for side in sides_of(job.row) if (job.row, side) not in self.left_out]
 
     def run(self, jobs: Sequence[Job], rounds: int) -> None:
         """Run every row once before any row again, so that a budget costs repetitions first.
@@ -55,7 +61,9 @@ class Session:
         weights: dict[tuple[str, ...], str] = {}
         for number in range(1, rounds + 1):
             for job in jobs:
-                sides = sides_of(job) if number % 2 else sides_of(job)[::-1]
+                sides = self.sides(job)[:: 1 if number % 2 else -1]
+                if not sides:
+                    continue
                 needed, left = sum(slowest.get(side, UNKNOWN_SECONDS) for side in sides), self.budget.left
                 if needed > left:
                     text = f"it needs about {needed:.0f} s of {max(left, 0):.0f} s left"
@@ -92,7 +100,7 @@ class Session:
         ]
 
         weights = {job.case.model: ("weights", job) for job in jobs}
-        roles = [*weights.values(), *((side, job) for job in short for side in sides_of(job))]
+        roles = [*weights.values(), *((side, job) for job in short for side in self.sides(job))]
 
         def fill(role: tuple[str, Job]) -> None:
             try:
@@ -140,11 +148,6 @@ class Session:
                 return json.loads(output.splitlines()[-1])
             written.seek(began)
             raise RoleFailed(f"exit code {process.returncode}; {cause_in(written.read())} ({log})")
-
-
-def sides_of(job: Job) -> Sequence[str]:
-    """Sides of a row; an option of ours has no side of torchtitan's."""
-    return SIDES[1:] if "+" in job.row else SIDES
 
 
 class RoleFailed(RuntimeError):

@@ -18,6 +18,7 @@ from benchmarks import versus_torchtitan
 from benchmarks.versus import planned, turns, weights
 from benchmarks.versus.cases import CASES, OPTIONS, case_of, rows_named
 from benchmarks.versus.clock import Clock
+from benchmarks.versus.fit import read_planned, too_large
 from benchmarks.versus.job import Job
 from benchmarks.versus.peer import peer_options
 from benchmarks.versus.planned import PlannedRow, plan_row, plan_table
@@ -141,6 +142,28 @@ def test_sides_take_turns_and_a_failure_costs_only_its_row(session: Session):
     assert session.results.failed
 
 
+def test_what_does_not_fit_the_gpu_is_left_out_with_a_note(session: Session, tmp_path: Path):
+    (tmp_path / "plan.json").write_text('{"8b_bf16_eager": 75.0, "1b_bf16_compile": 85.0}')
+    rows = ["8b_bf16_eager", "1b_bf16_compile", "30b_a3b_bf16_compile", "8b_bf16_eager+optimizer.lr=1"]
+    planned = read_planned(tmp_path / "plan.json")
+    assert too_large(rows, 139.8, planned) == {}
+    left_out = too_large(rows, 79.1, planned)
+    assert left_out == {
+        ("8b_bf16_eager", "peer"): "Not run: 8b_bf16_eager, torchtitan: it reserved 89.2 GiB on an H200, of 79.1 here.",
+        ("1b_bf16_compile", "ours"): "Not run: 1b_bf16_compile, ours: it is planned at 85.0 GiB, of 79.1 here.",
+    }
+    assert too_large(rows, 79.1, read_planned(tmp_path / "none")).keys() == {("8b_bf16_eager", "peer")}
+    session = dataclasses.replace(session, left_out=left_out.keys())
+    jobs = [Job(row, 1, 1) for row in rows]
+    session.run(jobs, rounds=1)
+    session.fill_caches(jobs, 1)
+    called = [line.strip() for line in session.cache.read_text().splitlines() if not line.startswith("weights")]
+    assert called == [
+        *("ours 8b", "peer 1b", "peer 30b", "ours 30b", "ours 8b"),
+        *("peer 1b 1", "peer 30b 1", "ours 30b 1"),
+    ]
+
+
 @pytest.mark.night  # it takes its time
 def test_a_row_that_does_not_fit_into_the_budget_is_left_out_with_a_note(session: Session, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(turns, "UNKNOWN_SECONDS", 1.0)
@@ -229,6 +252,7 @@ def test_planned_rows_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch, tm
     assert "| 8B×8 bf16 compile | 50.0 | 55.0 |" in text
     assert "Planned for one H100 80GB SXM." in text
     assert "copies 2.98 TB/s" in text
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"8b_bf16_compile": 55.0}
 
 
 @pytest.mark.parametrize("names", [[], ["NVIDIA of tomorrow"], ["NVIDIA H200"], ["NVIDIA H100 80GB HBM3"]])

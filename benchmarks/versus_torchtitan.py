@@ -32,9 +32,7 @@ from benchmarks.versus.job import Job
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 WARMUP, TIMED = 10, 15
 """Minimum numbers of warm-up and timed steps."""
-FILLING = 2
-"""Processes that compile at a time; each takes up to 50 GiB of the GPU."""
-FILL_HELP = f"first write weights and compile every row, N processes at a time; {FILLING} without, with --tiny 0"
+FILL_HELP = "first write weights and compile every row, N processes at a time; without, 2 on 100 GiB, else 1; 0 if tiny"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "titan_exp" / "versus_torchtitan"
 """Default folder of initial weights."""
 
@@ -96,6 +94,11 @@ def print_plans(rows: list[str], output: Path | None, *, classes: bool = False) 
     return 0
 
 
+def processes_that_fill(gib: float) -> int:
+    """Number of processes that compile at a time on a GPU of `gib`; each takes up to 50 GiB."""
+    return 2 if gib >= 100 else 1
+
+
 def compare(options: argparse.Namespace, rows: list[str]) -> int:
     """Run the rows of both sides and print the table; returns 1 if a process failed."""
     import torch
@@ -117,7 +120,9 @@ def compare(options: argparse.Namespace, rows: list[str]) -> int:
     for text in left_out.values():
         results.note(text)
     session = Session(budget, results, options.cache, left_out.keys())
-    filling = options.fill_caches if options.fill_caches is not None else (0 if options.tiny else FILLING)
+    filling = options.fill_caches
+    if filling is None:
+        filling = 0 if options.tiny else processes_that_fill(gib)
     if filling:
         session.fill_caches(jobs, filling)
     session.run(jobs, options.rounds)

@@ -189,6 +189,10 @@ def test_caches_are_filled_with_weights_and_one_layer_of_every_compiled_side(ses
     assert called == ["ours 1b 1", "ours 1b 1", "peer 1b 1", "weights 1b", "weights 8b"]
 
 
+def test_one_process_at_a_time_fills_the_caches_where_two_would_not_fit():
+    assert [versus_torchtitan.processes_that_fill(gib) for gib in (79.1, 139.8)] == [1, 2]
+
+
 def test_initial_weights_are_those_of_our_runs_and_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     job = Job("8b_bf16_compile", 1, 1, tiny=True)
     folder = export_weights(job, tmp_path)

@@ -56,9 +56,9 @@ else:
 class GpuReport:
     """Parts of the report, within one budget."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, began: float) -> None:
         self.tiny, self.rows, self.parts = options.tiny, options.rows, options.parts
-        self._seconds, self._end = options.seconds, time.monotonic() + options.seconds - FINISH
+        self._seconds, self._end = options.seconds, began + options.seconds - FINISH
         self._tests: list[str] = options.tests or test_files()
         name = time.strftime("%Y-%m-%d-%H%M") + ("-tiny" if self.tiny else "-gpu")
         name += "".join(f"-{part}" for part in self.parts if self.parts != list(SHARES))
@@ -271,7 +271,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Command line; returns 2 if no report can be made here, 1 if a part failed."""
-    options = options_of(words)
+    options, began = options_of(words), time.monotonic()
     try:
         reasons = what_is_missing(tiny=options.tiny)
     except RuntimeError as error:
@@ -285,7 +285,7 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         print("  make gpu ARGS=--tiny checks the report on a CPU; docs/guides/gpu.md has the set-up.", file=sys.stderr)
         return 2
-    gpu = GpuReport(options)
+    gpu = GpuReport(options, began)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return gpu.run()

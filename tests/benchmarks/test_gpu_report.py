@@ -50,7 +50,8 @@ def test_chosen_parts_divide_the_budget(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(GpuReport, "left", 100.0)
 
     def seconds(*words: str) -> dict[str, float]:
-        report = GpuReport(options_of(["--tiny", "--log", str(tmp_path), "--work", str(tmp_path), *words]))
+        options = options_of(["--tiny", "--log", str(tmp_path), "--work", str(tmp_path), *words])
+        report = GpuReport(options, time.monotonic())
         return {part: round(report.seconds_of(part), 1) for part in report.parts}
 
     assert seconds() == {"tests": 28.0, "rows": 65.3, "memory": 40.0, "doctor": 100.0}, "of what is left before each"

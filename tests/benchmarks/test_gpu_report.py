@@ -231,7 +231,7 @@ def test_the_whole_report_on_a_cpu(tmp_path: Path):
     assert headings == expected
     assert re.search(r"\| ops \| 0 \| 0 \| [1-9]\d* \| 0 \|", text)
     assert re.search(r"\| 8B×8 bf16 eager \| [\d,]+ \| [\d,]+ \|", text)
-    assert text.count("/ – |") == 4, "planned beside what a CPU cannot measure"
+    assert len(re.findall(r"\d / – \|", text)) == 4, "planned beside what a CPU cannot measure"
     losses = [
         json.loads(line)["losses"] for line in (tmp_path / "work" / "speed" / "rows.jsonl").read_text().splitlines()
     ]

@@ -5,10 +5,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from titan_exp.ops.attention.mask_pattern import MaskPattern
+
+BLOCK = 128
+"""Rows and columns of a block of the score matrix."""
+Blocks = Bool[Tensor, "*batch blocks blocks"]
 
 
 def flex_attention(
@@ -26,16 +30,23 @@ def flex_attention(
 
 
 def block_mask(pattern: MaskPattern, segments: Int[Tensor, "batch seq"]) -> Any:
-    """Block mask of a pattern within segments."""
-    (batch, seq), visible = segments.shape, _visible(pattern, segments.shape[1])
-    return _create(lambda b, h, q, k: visible(q, k) & (segments[b, q] == segments[b, k]), batch, seq, segments.device)
+    """Block mask of a causal pattern within segments."""
+    seq, visible = segments.shape[1], _visible(pattern, segments.shape[1])
+    some, every = _visible_blocks(pattern, seq, segments.device)
+    padded = torch.arange(-(-seq // BLOCK) * BLOCK, device=segments.device).clamp(max=seq - 1)
+    low, high = segments[:, padded].unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
+    # Segments that ascend, as documents do, are in both blocks or in neither; of others too many blocks are computed.
+    some = some & (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
+    every = every & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
+    return _create(some, every, lambda b, h, q, k: visible(q, k) & (segments[b, q] == segments[b, k]), seq)
 
 
 @cache
 def pattern_mask(pattern: MaskPattern, seq: int, device: str) -> Any:
-    """Block mask of a pattern."""
+    """Block mask of a causal pattern."""
     visible = _visible(pattern, seq)
-    return _create(lambda b, h, q, k: visible(q, k), None, seq, device)
+    some, every = _visible_blocks(pattern, seq, torch.device(device))
+    return _create(some[None], every[None], lambda b, h, q, k: visible(q, k), seq)
 
 
 def _visible(pattern: MaskPattern, seq: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -46,10 +57,33 @@ def _visible(pattern: MaskPattern, seq: int) -> Callable[[Tensor, Tensor], Tenso
     return lambda q, k: (q >= k) & (q - k < window) & (q // chunk == k // chunk)
 
 
-def _create(mask_mod: Callable[..., Tensor], batch: int | None, seq: int, device: torch.device | str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+def _visible_blocks(pattern: MaskPattern, seq: int, device: torch.device) -> tuple[Blocks, Blocks]:
+    """Blocks of the score matrix with a visible pair, and those of which every pair is visible.
 
-    return create_block_mask(mask_mod, batch, None, seq, seq, device=str(device))
+    `create_block_mask` of torch looks at every pair, in 10 bytes each.
+    """
+    starts = torch.arange(0, seq, BLOCK, device=device)
+    ends = (starts + BLOCK).clamp(max=seq) - 1
+    diagonal = starts[:, None] == starts
+    # Below the diagonal the nearest pair of a block is visible if any is, and the farthest if all are.
+    some = pattern.visible(starts[:, None], ends) | diagonal
+    every = pattern.visible(ends[:, None], starts) & ~diagonal
+    # torch counts a block that ends beyond the sequence as partly visible.
+    return some, every & (starts[:, None] + BLOCK <= seq)
+
+
+def _create(some: Blocks, every: Blocks, mask_mod: Callable[..., Tensor], seq: int) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partly, whole = _ordered((some & ~every)[:, None]), _ordered(every[:, None])
+    return BlockMask.from_kv_blocks(*partly, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(seq, seq))
+
+
+def _ordered(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Number of blocks in each row of blocks, and their indices, then those of the others."""
+    marked = blocks.int()
+    indices = marked.argsort(dim=-1, descending=True, stable=True)
+    return marked.sum(dim=-1, dtype=torch.int32), indices.to(torch.int32)
 
 
 @cache

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,3 +168,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
     if not condition():
         raise TimeoutError("the stand-in waited too long")
+
+
+def fail_while_a_thread_waits(path: str) -> None:
+    """As a thread of a process group that waits for peers."""
+    threading.Thread(target=time.sleep, args=(2 * LIMIT,)).start()
+    raise RuntimeError("out of luck")

@@ -101,6 +101,14 @@ def test_failure_is_recorded(tmp_path: Path) -> None:
     assert [row.exit for row in folder.read_attempts()] == [1, 0]
 
 
+def test_a_failed_rank_ends_whatever_its_threads_wait_for(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    code, _, err = finish(start(folder, "fail_while_a_thread_waits"))
+    assert code == 1
+    assert "RuntimeError: out of luck" in err
+    assert outcome(folder) == ("failed", "rank 0: RuntimeError: out of luck")
+
+
 def test_first_failure_is_not_replaced(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "parallelism.dp_shard=2")
     job = {"WORLD_SIZE": "2", "MASTER_PORT": "29998"}

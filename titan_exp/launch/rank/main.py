@@ -343,4 +343,10 @@ def _call(function: Callable[[str], None], path: str) -> tuple[int, RankError | 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code in (DONE, STOPPED):
+        sys.exit(code)
+    # After an error threads of process groups may wait for peers, and the interpreter for those threads.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _kill_self(code)

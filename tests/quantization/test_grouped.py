@@ -1,6 +1,8 @@
 """The product of experts under each recipe is that of one projection, expert by expert, bit by bit."""
 
+import importlib
 import inspect
+import sys
 from functools import partial
 
 import pytest
@@ -464,3 +466,11 @@ def test_rows_are_padded_once_for_both_matmuls(monkeypatch: pytest.MonkeyPatch, 
     found = gradients()
     monkeypatch.setattr(Experts, "row_multiple", 1)
     assert all(map(torch.equal, found, gradients()))
+
+
+def test_kernels_that_cannot_be_imported_are_named(monkeypatch: pytest.MonkeyPatch):
+    name = grouped_instructions.__name__
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", None)
+    with pytest.raises(UserError, match="has no kernels for experts"):
+        importlib.import_module(name)

@@ -5,23 +5,31 @@ uninitialized.
 """
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
 from titan_exp.ops.function_output import in_type
 from titan_exp.ops.import_torchao import import_torchao
 from titan_exp.ops.moe.permutation import PaddedOrder, copy_tokens, sum_rows
 from titan_exp.ops.needs_input_grad import needs_input_grad
 
-with import_torchao():
-    from torchao.prototype.moe_training import (
-        _to_fp8_rowwise_then_scaled_grouped_mm,
-        _to_mxfp8_then_scaled_grouped_mm,
-        fp8_grouped_mm,
-    )
+try:
+    with import_torchao():
+        from torchao.prototype.moe_training import (
+            _to_fp8_rowwise_then_scaled_grouped_mm,
+            _to_mxfp8_then_scaled_grouped_mm,
+            fp8_grouped_mm,
+        )
+except (ImportError, ValueError) as error:  # a Triton that refuses its kernels, as that of torch 2.15 those of 0.18
+    raise UserError(
+        f"torchao {version('torchao')} has no kernels for experts that torch {torch.__version__} takes: {error}. "
+        "Install versions that go together (torchao 0.18 with torch 2.14), or name no experts in quantization.filter."
+    ) from error
 
 CASTS = (
     "triton_fp8_colwise_3d_scale_and_cast",

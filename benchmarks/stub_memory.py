@@ -24,6 +24,7 @@ SECONDS = 900
 """Limit of a plan or of a rank's steps."""
 FLASH = "model.attention_backend=flash"
 EIGHT = f"{FLASH} model.layers=2 parallelism.dp_shard=8 training.global_batch_size=8"
+ONE = f"{FLASH} model.layers=2 parallelism.dp_shard=1 training.global_batch_size=2 training.micro_batch_size=1"
 STAGES = (
     f"{FLASH} model.layers=4 parallelism.pp=2 parallelism.dp_shard=2 training.global_batch_size=16 "
     "training.micro_batch_size=1"
@@ -37,7 +38,6 @@ LAYOUTS = {
     "fsdp 8, whole logits, segments": f"{EIGHT} training.loss_chunk_tokens=null cluster.expandable_segments=false",
     "fsdp 8, compiled": f"{EIGHT} compile=blocks",
     "fsdp 8, compiled, full recomputation": f"{EIGHT} compile=blocks activation_checkpoint=full",
-    "fsdp 8, compiled, CUDA graphs": f"{EIGHT} compile=blocks compile.cuda_graphs=true",
     "fsdp 8, compiled, float8 tensorwise": f"{EIGHT} compile=blocks {FLOAT8}tensorwise",
     "fsdp 8, compiled, float8 rowwise": f"{EIGHT} compile=blocks {FLOAT8}rowwise",
     "fsdp 8, float8 tensorwise, full recomputation": f"{EIGHT} {FLOAT8}tensorwise activation_checkpoint=full",
@@ -48,6 +48,8 @@ LAYOUTS = {
     "fsdp 8, Lion": f"{EIGHT} optimizer=lion",
     "fsdp 8, Adafactor": f"{EIGHT} optimizer=adafactor",
     "fsdp 8, schedule-free AdamW": f"{EIGHT} optimizer=schedule_free_adamw",
+    "one rank": ONE,
+    "one rank, compiled, CUDA graphs": f"{ONE} compile=blocks compile.autotune_gemms=never compile.cuda_graphs=true",
     "tp 4 x fsdp 4": TENSOR,
     "tp 4 x fsdp 4, compiled": f"{TENSOR} compile=blocks",
     "tp 4 x fsdp 4, float8 rowwise": f"{TENSOR} {FLOAT8}rowwise",
@@ -66,12 +68,16 @@ LAYOUTS = {
 """Overrides of Llama 3 8B by name; `rank` is a pipeline rank. Those of `make gpu` have all layers."""
 
 
-def peaks(what: str, overrides: str) -> Peaks | str:
+def rank_and_overrides(layout: str) -> tuple[str, str]:
+    """Pipeline rank and overrides of a layout."""
+    first, _, rest = layout.partition(" ")
+    return (first.removeprefix("rank="), rest) if first.startswith("rank=") else ("0", layout)
+
+
+def peaks(what: str, layout: str) -> Peaks | str:
     """Peaks of a layout, `planned` or `measured` on the stub device; in words why there are none."""
-    rank, _, rest = (
-        overrides.removeprefix("rank=").partition(" ") if overrides.startswith("rank=") else ("0", "", overrides)
-    )
-    command = [sys.executable, MEMORY, what, "--rank", rank, rest]
+    rank, overrides = rank_and_overrides(layout)
+    command = [sys.executable, MEMORY, what, "--rank", rank, overrides]
     if what == "measured":
         command = words(build(), *command)
     env = {**os.environ, "STUB_GPU_BYTES": str(CAPACITY), "OMP_NUM_THREADS": "1"}

@@ -63,9 +63,9 @@ LAYOUTS = {
     "pp 2 x fsdp 2, InterleavedZeroBubble, first": f"{STAGES} parallelism.pp_schedule=InterleavedZeroBubble",
     "Qwen3 30B-A3B, fsdp 8": f"{EIGHT} model=qwen3_30b_a3b training.seq_len=4096",
     "GPT-OSS 20B, fsdp 8": f"{EIGHT} model=gpt_oss_20b model.attention_backend=auto training.seq_len=4096",
-    **{name: f"{FLASH} {overrides}" for name, overrides in CASES.items()},
+    **{f"{name}, 32 layers": f"{FLASH} {overrides}" for name, overrides in CASES.items()},
 }
-"""Overrides of Llama 3 8B by name; `rank` is a pipeline rank. Those of `make gpu` have all layers."""
+"""Overrides of Llama 3 8B by name; `rank` is a pipeline rank. Those with all layers are of `make gpu`."""
 
 
 def rank_and_overrides(layout: str) -> tuple[str, str]:

@@ -39,16 +39,16 @@ def accumulate_in_compute_dtype(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             for group in parameter_groups(fsdp_state(module)):
                 if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
-                    group._set_unsharded_grad_dtypes = partial(_accept_any_gradient, group)
+                    group._set_unsharded_grad_dtypes = partial(_keep_compute_dtype, group)
                 for parameter in group.fsdp_params:
                     parameter.to_accumulated_grad_if_needed = lambda: None
 
 
-def _accept_any_gradient(group: Any, **_: Any) -> None:
-    """Let autograd keep gradients in the dtype in which they come; torch 2.15 casts them to the parameter's else."""
+def _keep_compute_dtype(group: Any, **_: Any) -> None:
+    """Let autograd keep gradients in the dtype of gathered parameters, where torch 2.15 has that of the reduction."""
     for parameter in group.fsdp_params:
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
-            gathered.grad_dtype = None
+            gathered.grad_dtype = gathered.dtype
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool) -> None:

@@ -23,7 +23,7 @@ def test_layouts_can_be_planned(name: str):
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a build without CUDA")
 def test_a_build_without_cuda_is_told_what_to_type():
-    command = [sys.executable, "-m", "benchmarks.gpu.stub.build", "true"]
+    command = [sys.executable, "-m", "benchmarks.gpu.stub", "true"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "make stub-gpu installs one" in done.stderr

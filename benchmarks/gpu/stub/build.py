@@ -1,6 +1,6 @@
-"""Builds the stub device for a CUDA build of torch, and runs commands on it.
+"""Library of the stub device for a build of torch for CUDA, and commands that run on it.
 
-`python -m benchmarks.gpu.stub.build COMMAND...` runs a command with `STUB_GPUS` GPUs (1) of `STUB_GPU_BYTES` bytes
+`python -m benchmarks.gpu.stub COMMAND...` runs a command with `STUB_GPUS` GPUs (1) of `STUB_GPU_BYTES` bytes
 (those of an H100) on Linux, with gcc. Libraries of CUDA are those of the stub there, by LD_PRELOAD; in a namespace of
 its own the command finds GPUs in /dev and the driver's list of them.
 """
@@ -125,8 +125,3 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{done.stderr}")
-
-
-if __name__ == "__main__":
-    command = words(build(), *sys.argv[1:])
-    os.execvp(command[0], command)

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +157,24 @@ def test_full_disk_leaves_no_export_and_fails_the_run(tmp_path: Path, monkeypatc
 
 def test_full_disk_of_one_rank_fails_all(tmp_path: Path):
     with pytest.raises(AssertionError, match="could not be exported"):
-        train(tmp_path, *SAVING, "parallelism.tp=2", "checkpoint.export=bf16", mutate=full_on_rank_1)
+        train(tmp_path, *SAVING, "parallelism.tp=2", "checkpoint.export=bf16", mutate=full_on_rank_1_and_slow_on_rank_0)
     assert list((tmp_path / "export").iterdir()) == []
 
 
-def full_on_rank_1() -> None:
+def full_on_rank_1_and_slow_on_rank_0() -> None:
+    remove = shutil.rmtree
+
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(1)
+        remove(*args, **kwargs)
+
     if os.environ["RANK"] == "1":
         os.pwrite = full  # type: ignore[assignment]  # on purpose
+    else:
+        shutil.rmtree = slow  # type: ignore[assignment]  # the end of rank 1 must not end this one before
 
 
 def test_slices_of_sharded_checkpoints(tmp_path: Path):

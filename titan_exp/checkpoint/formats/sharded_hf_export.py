@@ -98,8 +98,9 @@ class ShardedHFExporter:
         )
         if written:
             get_logger().info("exported step %d: %s", step, target)
-        elif self._leader:
-            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            # Every rank waits for the removal: the first rank that fails ends the others.
+            self._all_succeed(lambda: shutil.rmtree(partial, ignore_errors=True) if self._leader else None)
         return written
 
     def _exists(self, target: Path) -> bool:

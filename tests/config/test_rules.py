@@ -750,14 +750,25 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         (
             ["model.attention_backend=cudnn", "training.mixed_precision=bf16", "model.head_dim=36"],
             "model.attention_backend",
-            "auto, flash, efficient or flex",
+            "auto, flash or flex",
+        ),
+        (
+            ["model.attention_backend=efficient", "training.mixed_precision=bf16", "model.head_dim=36"],
+            "model.head_dim",
+            "32 or 40; or model.attention_backend=auto",
+        ),
+        (["model.attention_backend=efficient", "training.mixed_precision=fp32", "model.head_dim=36"], "", ""),
+        (
+            ["model.attention_backend=efficient", "training.mixed_precision=fp32", "model.head_dim=34"],
+            "model.head_dim",
+            "36",
         ),
         (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "model.head_dim=64"], "", ""),
         (["model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=36"], "", ""),
         (
             [*SINKS, "model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=36"],
             "model.attention_backend",
-            "auto, efficient or flex",
+            "auto or flex",
         ),
         ([*SINKS, "model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=64"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs"], "", ""),

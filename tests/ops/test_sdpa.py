@@ -105,6 +105,15 @@ def test_backend_is_what_was_asked_for_or_the_devices_best():
     assert choose_backend("math", cpu, head_dim=64, bf16=False, documents=False) == "math"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "bf16", "kernel"),
+    [(64, True, "efficient"), (36, True, "math"), (36, False, "efficient"), (34, False, "math")],
+)
+def test_documents_take_a_kernel_for_the_width_of_a_head(head_dim: int, bf16: bool, kernel: str):
+    """The efficient kernel reads 16 bytes at a time."""
+    assert choose_backend("auto", torch.device("cuda"), head_dim=head_dim, bf16=bf16, documents=True) == kernel
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ def test_kernel_choice_equals_cudas():
     assert attention_kernel(experiment_of("training.mixed_precision=bf16")) == "flash"
     assert attention_kernel(experiment_of("training.mixed_precision=fp32")) == "efficient"
     assert attention_kernel(experiment_of("training.mixed_precision=bf16", "model.attention_backend=math")) == "math"
+    words = ("training.mixed_precision=bf16", "data.document_mask=true", "model.head_dim=36")
+    assert attention_kernel(experiment_of(*words)) == "math"
 
 
 @pytest.mark.parametrize(("backend", "own", "other"), [("flash", "flash", "cudnn"), ("auto", "cudnn", "flash")])

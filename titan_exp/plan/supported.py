@@ -63,9 +63,8 @@ def _violations(experiment: Experiment, device: Device | None) -> Iterator[Viola
 def attention_kernel(experiment: Experiment) -> str:
     """Attention kernel of a plan for CUDA: `flash` (others save the same tensors), `efficient` or `math`."""
     backend = attention_backend(experiment.model)
-    if backend == "auto":
-        return "efficient" if _auto_backend(experiment) == "efficient" else "flash"
-    return "flash" if backend == "cudnn" else backend
+    backend = _auto_backend(experiment) if backend == "auto" else backend
+    return "flash" if backend in ("cudnn", "flex") else backend
 
 
 def with_run_kernels(device: Device, experiment: Experiment) -> Device:

@@ -31,11 +31,20 @@ HEAD_SIZES = {
     "fa3": HeadSizes(256, 8),
     "fa4": HeadSizes(128, 8),
 }
-"""Head sizes by `attention_backend`; others support any. cuDNN supports over 128 only on Hopper, where `auto`
-prefers flash."""
+"""Head sizes by `attention_backend`, of kernels for bf16 only; others support any, but for `efficient_multiple`. cuDNN
+supports over 128 only on Hopper, where `auto` prefers flash."""
 
-FLASH_WITH_SINKS = HeadSizes(256, 8)
+FLASH_WITH_LSE = HeadSizes(256, 8)
 """Head sizes of flash for the log-sum-exp, which is read without SDPA; that pads others to such multiples."""
+
+EFFICIENT_BYTES = 16
+"""Required divisor of the bytes of a head in the efficient kernel."""
+
+
+def efficient_multiple(*, bf16: bool) -> int:
+    """Required divisor of head sizes in the efficient kernel."""
+    return EFFICIENT_BYTES // (2 if bf16 else 4)
+
 
 CUDNN_EVERYWHERE = HeadSizes(128, 8)
 """Head sizes of cuDNN on all GPUs with cuDNN."""
@@ -44,7 +53,8 @@ CUDNN_EVERYWHERE = HeadSizes(128, 8)
 def auto_backend(
     head_dim: int | None, *, bf16: bool, documents: bool, masked: bool, parts: bool, deterministic: bool
 ) -> str:
-    """Kernel that `auto` is on CUDA: `flex`, `efficient`, `flash`, or `cudnn`, which older GPUs replace by `flash`.
+    """Kernel that `auto` is on CUDA: `flex`, `efficient`, `math`, `flash`, or `cudnn`, which older GPUs replace by
+    `flash`.
 
     `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that attention is
     merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for `deterministic` runs.
@@ -53,7 +63,7 @@ def auto_backend(
     if masked:
         return "efficient" if parts else "flex"
     if documents or not bf16 or not (head_dim is None or HEAD_SIZES["flash"].takes(head_dim)):
-        return "efficient"
+        return "efficient" if head_dim is None or head_dim % efficient_multiple(bf16=bf16) == 0 else "math"
     wide = head_dim is not None and not CUDNN_EVERYWHERE.takes(head_dim)
     return "flash" if parts or deterministic or wide else "cudnn"
 

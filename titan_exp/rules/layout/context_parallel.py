@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_WITH_LSE
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 MERGING = ("auto", "flash", "efficient")
 """Kernels that return the log-sum-exp needed for merging by ring and all-gather, if the device supports them."""
-
-HEAD_DIM_MULTIPLE = 8
-"""Required divisor of the head size on CUDA, since these kernels are called without padding."""
 
 
 def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -73,9 +70,9 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
             "or parallelism.cp_method=ulysses, which takes every kernel",
         )
     if device == "cuda" and spec.attention is not None:
-        reason = f"on CUDA parallelism.cp_method={method} takes multiples of {HEAD_DIM_MULTIPLE}"
-        more = "; or parallelism.cp_method=ulysses"
-        yield from check_multiple(spec.attention.qk_dim_key, spec.attention.qk_dim, HEAD_DIM_MULTIPLE, reason, more)
+        multiple, more = FLASH_WITH_LSE.multiple, "; or parallelism.cp_method=ulysses"
+        reason = f"on CUDA parallelism.cp_method={method} takes multiples of {multiple}"
+        yield from check_multiple(spec.attention.qk_dim_key, spec.attention.qk_dim, multiple, reason, more)
 
 
 def _is_used(parallelism: ParallelismConfig) -> bool:

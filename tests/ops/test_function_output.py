@@ -1,13 +1,17 @@
 """Compiled autograd functions have their gradients on every torch: outputs end in no operator without effect."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import titan_exp
+from tests.parity.runs import train
 from tests.ranks import run_ranks
 from titan_exp.ops.function_output import dense, in_type
 
@@ -40,6 +44,60 @@ def test_outputs_end_in_an_operator_with_effect():
     assert len(outputs) > 30
     # Called for another dtype only.
     assert [place for place, value in outputs if _may_do_nothing(value)] == ["embedding.py: _RoundedRows"]
+
+
+class _Unchanged(TorchFunctionMode):
+    """Remembers the tensors that a conversion has returned as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in MAY_DO_NOTHING and result is args[0]:
+            self.tensors.append(result)
+        return result
+
+
+def watch_outputs() -> None:
+    """Check outputs of this package's autograd functions in this process, whichever helpers return them."""
+    unchanged, apply = _Unchanged(), torch.autograd.Function.apply.__func__
+    checked = set[type]()
+
+    def watched(function: Any, *args: Any) -> Any:
+        if function.__module__.startswith("titan_exp") and function not in checked:
+            checked.add(function)
+            function.forward = staticmethod(_checked(function.forward, unchanged, function.__qualname__))
+        return apply(function, *args)
+
+    torch.autograd.Function.apply = classmethod(watched)  # type: ignore[assignment]
+    unchanged.__enter__()  # as long as the process lives
+
+
+def _checked(plain: Callable[..., Any], unchanged: _Unchanged, name: str) -> Callable[..., Any]:
+    def forward(*args: Any) -> Any:
+        unchanged.tensors.clear()
+        outputs = plain(*args)
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            assert all(output is not tensor for tensor in unchanged.tensors), f"an output of {name} was not converted"
+        return outputs
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=llama_debug parallelism.tp=2",
+        "model=llama_debug parallelism.tp=2 training.mixed_precision=bf16 quantization=float8_rowwise",
+        "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.ep=2",
+        "model=gpt_oss_debug parallelism.tp=2",
+        "model=deepseek_debug parallelism.cp=2",
+    ],
+)
+def test_outputs_in_runs_end_in_an_operator_with_effect(tmp_path: Path, words: str):
+    train(tmp_path, "training.steps=1", *words.split(), mutate=watch_outputs)
 
 
 class _Doubled(torch.autograd.Function):

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.ops.function_output import in_type
 from titan_exp.ops.runs_kernel import runs_kernel
 
 HEADS = 16
@@ -118,7 +119,7 @@ def rotate(
     sign = torch.arange(-1, 2, 2, device=heads.device)[:, None]
     pairs = heads.float().unflatten(-1, (2, -1))
     rotated = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * sign)
-    return rotated.flatten(-2).to(heads.dtype)
+    return in_type(rotated.flatten(-2), heads.dtype)
 
 
 def rotate_tail(

@@ -96,8 +96,9 @@ class _SinkAttention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = attention_forward(query, key, value, bias=bias, causal=causal, backend=backend, scale=scale)
         merged, lse = merge_sinks(out, lse, sinks)
-        # Kernels give heads contiguous per token, as the next projection reads them.
-        out = torch.empty_like(out).copy_(merged)
+        # Heads are contiguous per token, as those of kernels, and as the next projection reads them. No operator in
+        # place is the last (`function_output`).
+        out = merged.transpose(1, 2).to(out.dtype).contiguous().transpose(1, 2)
         ctx.save_for_backward(query, key, value, sinks, bias, out, lse)
         ctx.how = {"causal": causal, "backend": backend, "scale": scale}
         return out

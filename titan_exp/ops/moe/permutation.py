@@ -166,7 +166,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
 def _sum_choices(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     total: Tensor | None = None
     for choice in range(inverse.shape[1]):
-        part = rows[inverse[:, choice]].to(_sum_dtype(rows))
+        part = in_type(rows[inverse[:, choice]], _sum_dtype(rows))
         part = part if weights is None else part * weights[:, choice, None]
         total = part if total is None else total + part
     assert total is not None, "a token has at least one expert"

@@ -48,9 +48,10 @@ other-torch: $(OTHER)/.installed
 stub-gpu: $(OTHER)/.installed
 	$(OTHER)/bin/python benchmarks/stub_memory.py $(ARGS)
 
+# The interpreter of torch 2.11's Triton runs with NumPy before 2.4.
 $(OTHER)/.installed: pyproject.toml
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/python -m pip install --quiet 'torch==$(TORCH).*' --editable '.[test]'
+	$(OTHER)/bin/python -m pip install --quiet 'torch==$(TORCH).*' 'numpy<2.4' --editable '.[test]'
 	touch $@
 
 ## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.

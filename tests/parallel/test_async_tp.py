@@ -79,6 +79,16 @@ def passes_of_inductor(operators: Counter[str]) -> Any:
     return aot_autograd(fw_compiler=compiled, partition_fn=partition, decompositions=select_decomp_table())
 
 
+def scales_rows() -> bool:
+    """True if torch's float8 matmul on a CPU takes a scale for each row, as after torch 2.11."""
+    matrix, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(matrix, matrix.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def recipe_config(name: str) -> QuantizationConfig:
     """A recipe without the kernels that cast by rows and columns at once, which need a GPU."""
     return experiment(
@@ -139,6 +149,8 @@ def eager_and_fused(recipe: str, rows: int) -> tuple[dict[str, Tensor], dict[str
 )
 def test_messages_of_a_block_are_fused_with_matmuls(recipe: str, rows: int, expected: dict[str, int]):
     """Gradients of each parameter are those of eager blocks; a graph of all blocks has attention and feed-forward."""
+    if recipe.startswith("float8_rowwise") and not scales_rows():
+        pytest.skip("torch's CPU kernel takes one scale for a matrix")
     for eager, fused, operators in run_ranks(2, eager_and_fused, recipe, rows):
         assert eager.keys() == fused.keys()
         for name, gradient in eager.items():

@@ -40,12 +40,15 @@ def described(found: Any) -> list[tuple[Any, ...]]:
 
 
 def _both() -> dict[str, tuple[list[Any], list[Any]]]:
-    """Results of torchao's fake kernels and of ours, by torchao's names."""
+    """Results of torchao's fake kernels and of ours, by torchao's names; none if Triton refuses torchao's kernels."""
     import torch.utils._triton as triton
 
     # torchao defines its kernels beside a GPU only; their fake ones need none.
     triton.has_triton = lambda: True
-    from torchao.prototype.moe_training import kernels
+    try:
+        from torchao.prototype.moe_training import kernels
+    except ValueError:  # as that of torch 2.15 those of 0.18
+        return {}
     from torchao.prototype.moe_training.kernels import mxfp8
     from torchao.prototype.moe_training.kernels.mxfp8 import quant
 
@@ -78,6 +81,8 @@ def _both() -> dict[str, tuple[list[Any], list[Any]]]:
 
 def test_fake_casts_are_torchaos():
     (found,) = run_ranks(1, _both)
+    if not found:
+        pytest.skip("Triton refuses torchao's kernels")
     for name, (theirs, ours) in found.items():
         assert ours == theirs, name
 

@@ -52,6 +52,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
+    failure: Exception | None = None
+    """Error of the last read of metadata, which torch 2.11 drops."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata. Raises UserError on anything other than checkpoint metadata."""
         path = Path(self.path)
@@ -59,11 +62,13 @@ class SafeStorageReader(dcp.FileSystemReader):
             with (path / METADATA_FILE).open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
             check_metadata(metadata)
-        except OSError:
+        except OSError as error:
+            self.failure = error
             raise
         except Exception as error:  # damaged bytes break pickles in any way
             damage = f"{METADATA_FILE} cannot be read ({type(error).__name__}: {error})"
-            raise damaged_checkpoint(path, damage) from error
+            self.failure = damaged_checkpoint(path, damage)
+            raise self.failure from error
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -75,9 +80,10 @@ def damaged_checkpoint(path: Path, damage: str) -> UserError:
     return UserError(f"The checkpoint {path} is damaged: {damage}. Use an older one, or another copy of it.")
 
 
-def unreadable_checkpoint(path: Path, error: dcp.CheckpointException) -> UserError:
-    """Error about a failed load, from that of the first failing rank."""
+def unreadable_checkpoint(path: Path, error: dcp.CheckpointException, dropped: Exception | None = None) -> UserError:
+    """Error about a failed load, from that of the first failing rank, or from one of this rank that torch dropped."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    cause = cause if dropped is None else dropped
     if isinstance(cause, UserError):
         return cause
     if isinstance(cause, OSError):
@@ -110,7 +116,8 @@ def load_into(path: Path, state: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         # Without a process group, torch warns that it assumes a single process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        reader = SafeStorageReader(path)
         try:
-            dcp.load(dict(state), storage_reader=SafeStorageReader(path), planner=TensorLoadPlanner())
+            dcp.load(dict(state), storage_reader=reader, planner=TensorLoadPlanner())
         except dcp.CheckpointException as error:
-            raise unreadable_checkpoint(path, error) from error
+            raise unreadable_checkpoint(path, error, reader.failure) from error

@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published_recipe import published_operators, torch_operators
+from benchmarks.published_recipe import published_operators, torch_context_parallelism, torch_operators
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
@@ -54,6 +54,14 @@ LARGE = (
 )
 ATTENTION_ONLY = " activation_checkpoint.budget=0"
 """Selective activation checkpointing that saves no float8 matmul; by their memory, the runs of 2024 saved some."""
+LARGE_LONG = (
+    (
+        "model=llama3_1_405b activation_checkpoint=full training.micro_batch_size=1 parallelism.tp=8 parallelism.pp=8 "
+        "parallelism.pp_microbatches=8"
+    )
+    + FLOAT8
+    + ASYNC
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ SAVED = (
 BF16 = " quantization.float8_all_gather=false"
 PUBLISHED = Mutation("as published", WHOLE + " quantization.fused_casts=false" + BF16, "published")
 FLOAT8_GATHER = Mutation("as published, but gathered in float8", WHOLE + " quantization.fused_casts=false", "published")
+TORCH_RING = Mutation("the same, torch's context parallelism", PUBLISHED.overrides, "ring")
 EVERY_SECOND = Mutation("as published", WHOLE + SAVED.format("aten.mm/2,"), "separate")
 EVERY_SECOND_FLOAT8 = Mutation("as published", WHOLE + SAVED.format("aten._scaled_mm/2,") + BF16, "separate")
 NO_MATMUL = Mutation("as published, no matmul saved", WHOLE + SAVED.format("") + BF16, "separate")
@@ -106,11 +115,19 @@ EXPOSED = Mutation("no async TP", "parallelism.async_tp=false")
 
 def _long(tokens: int, cp: int, memory: float, speed: float, *, fitted: bool = False) -> Anchor:
     layout = f"parallelism.dp_shard={8 // cp} parallelism.cp={cp} training.global_batch_size={8 // cp}"
-    mutations = (PUBLISHED, RING if cp > 1 else CUDNN)
+    mutations = (PUBLISHED, TORCH_RING, RING) if cp > 1 else (PUBLISHED, CUDNN)
     # The published run does not ask how far the model's positions reach.
     layout += f" model.context={tokens}" if tokens > 131072 else ""
     name = f"8B, {tokens // 1024}k tokens, fsdp {8 // cp} x cp {cp}, compile, float8"
     return Anchor(name, f"{LONG} training.seq_len={tokens} {layout}", memory, speed, mutations, fitted)
+
+
+def _long_405b(tokens: int, cp: int, memory: float, speed: float) -> Anchor:
+    layout = f"parallelism.dp_shard={8 // cp} parallelism.cp={cp} training.global_batch_size={64 // cp}"
+    layout += f" model.context={tokens}" if tokens > 131072 else ""
+    name = f"405B, {tokens // 1024}k tokens, fsdp {8 // cp} x tp 8 x cp {cp} x pp 8, async TP, 1F1B"
+    mutations = (PUBLISHED, TORCH_RING) if cp > 1 else (PUBLISHED,)
+    return Anchor(name, f"{LARGE_LONG} training.seq_len={tokens} {layout}", memory, speed, mutations)
 
 
 ANCHORS = [
@@ -157,12 +174,24 @@ ANCHORS = [
         128,
         mutations=(PUBLISHED, FLOAT8_GATHER, EXPOSED),
     ),
+    _long_405b(32768, 1, 75.3, 76),
+    _long_405b(65536, 2, 75.9, 47),
+    _long_405b(131072, 4, 77.1, 31),
+    _long_405b(262144, 8, 84.9, 16),
     Anchor(
         "8B, H200, fsdp 32, compile, float8",
         SMALL + "parallelism.dp_shard=32 training.global_batch_size=64" + FLOAT8 + ATTENTION_ONLY,
         47.96,
         10938,
         mutations=(EVERY_SECOND_FLOAT8, NO_MATMUL, CUDNN),
+        device="h200",
+    ),
+    Anchor(
+        "8B, H200, fsdp 64, compile, float8",
+        SMALL + "parallelism.dp_shard=64 training.global_batch_size=128" + FLOAT8 + ATTENTION_ONLY,
+        46.97,
+        10753,
+        mutations=(NO_MATMUL,),
         device="h200",
     ),
 ]
@@ -172,6 +201,7 @@ OPERATORS = {
     "": nullcontext,
     "torch": torch_operators,
     "published": lambda: published_operators(separate=False),
+    "ring": torch_context_parallelism,
     "separate": lambda: published_operators(separate=True),
 }
 

@@ -1,27 +1,38 @@
 """The published trainer's operators in place of ours, where they decide what is in memory.
 
-Its query, key and value, and gate and up, are matmuls of their own; its loss computes whole logits in fp32, under
-tensor parallelism by torch's `loss_parallel`, whose temporaries are written out here; sequence parallelism splits each
-sequence; its other operators are torch's.
+Its query, key and value, and gate and up, are matmuls of their own; keys and values are repeated for every query head;
+its loss computes whole logits in fp32, under tensor parallelism by torch's `loss_parallel`, whose temporaries are
+written out here; sequence parallelism splits each sequence; its other operators are torch's. Its context parallelism
+is torch's, too.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
 
 from titan_exp.models.blocks import transformer
 from titan_exp.models.blocks.feed_forward import FeedForward
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.transformer import Attention
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.ops.attention.attention_with_lse import attention_backward, attention_forward
+from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.loss import cross_entropy
 from titan_exp.ops.loss.vocab_parallel import VocabShard, locate
+from titan_exp.parallel.context_parallel.attention import ContextAttention
+from titan_exp.parallel.process_groups import group_named
 
 
 @contextmanager
@@ -36,12 +47,68 @@ def torch_operators() -> Iterator[None]:
 
 
 @contextmanager
+def torch_context_parallelism() -> Iterator[None]:
+    """Plan `published_operators` with torch's context parallelism in the `with` block."""
+    forward, backward = (OPDEFS[f"titan_exp::context_attention{part}"] for part in ("", "_backward"))
+    with (
+        published_operators(separate=False),
+        patch.object(forward, "_init_fn", _gathered_attention),
+        patch.object(backward, "_init_fn", _gathered_attention_backward),
+    ):
+        yield
+
+
+def _of_repeated_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention of as many key and value heads as query heads."""
+
+    def forward(core: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        repeats = query.shape[1] // key.shape[1]
+        return attend(core, query, *(heads.repeat_interleave(repeats, dim=1) for heads in (key, value)), *rest)
+
+    return forward
+
+
+def _gathered_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to each gathered block, merged in fp32."""
+    heads = {"query": query, "key": key, "value": value}
+    out, lse = _templated_ring_attention(_group(arguments), 2, _flash, **heads, is_causal=True)[:2]
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse, query.new_empty(0)
+
+
+def _gathered_attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of keys and values pass from rank to rank in fp32."""
+    heads = {"query": query, "key": key, "value": value, "out": arguments[2], "logsumexp": arguments[3]}
+    how = (2, _flash_backward, gradient, "gradient")
+    gradients = _templated_ring_attention_backward(_group(arguments), *how, **heads, is_causal=True)
+    return *gradients, query.new_empty(0)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, ...]:
+    return attention_forward(query, key, value, bias=None, causal=is_causal, backend="cpu")
+
+
+def _flash_backward(  # noqa: PLR0917  # as torch names them
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, gradient: Tensor, *, is_causal: bool
+) -> tuple[Tensor, ...]:
+    how = {"out": out, "lse": logsumexp, "bias": None, "causal": is_causal, "backend": "cpu"}
+    return attention_backward(gradient, query, key, value, **how)
+
+
+def _group(arguments: Sequence[Any]) -> dist.ProcessGroup:
+    return group_named(arguments[arguments.index("allgather") + 1])
+
+
+@contextmanager
 def published_operators(*, separate: bool) -> Iterator[None]:
     """Plan the published trainer's operators in the `with` block; `separate` splits the fused matmuls."""
     with ExitStack() as stack:
         stack.enter_context(torch_operators())
         stack.enter_context(patch.object(cross_entropy, "_LogitsLoss", _ParallelLoss))
         stack.enter_context(patch.object(ModelSpec, "computes_per_sequence", True))
+        for core in (CausalAttention, ContextAttention):
+            stack.enter_context(patch.object(core, "forward", _of_repeated_heads(core.forward)))
         if separate:
             stack.enter_context(patch.object(FeedForward, "forward", _feed_forward))
             stack.enter_context(patch.object(Attention, "forward", _attention))

@@ -83,6 +83,7 @@ def measured(name: str, *, tiny: bool, rank: int = 0) -> Peaks:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from benchmarks.gpu.balanced_experts import balance_experts
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.config.machine.cuda_allocator import allocator_environment
     from titan_exp.plan.trace.fake_world import FakeRank, fake_batches
@@ -94,6 +95,7 @@ def measured(name: str, *, tiny: bool, rank: int = 0) -> Peaks:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     number = rank * layout.world_size // layout.parallelism.pp
     dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=layout.world_size)
+    balance_experts()
     # Parameters get memory and no values.
     state = assemble(experiment, layout, device, fake_mode=nullcontext())
     # Torch copies batches to a real device.

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_exp.ops.attention.flex import block_mask, pattern_mask
-from titan_exp.ops.attention.mask_pattern import MaskPattern
+from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
+from titan_exp.ops.attention.sdpa import CausalAttention
 
 PATTERNS = [
     MaskPattern(),
@@ -90,3 +92,14 @@ def test_a_long_sequence_takes_the_memory_of_its_blocks(packed: bool):
             pattern_mask(MaskPattern(1000), seq, "cpu")
     assert largest.elements <= 2 * max(seq, (seq // 128) ** 2)
     assert "_local_scalar_dense" not in largest.names, "the device is not waited for"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_tracing_a_block_leaves_no_fake_mask():
+    """Selective activation checkpointing traces a block first, and masks of causal layers are shared."""
+    pattern_mask.cache_clear()
+    core = CausalAttention("flex")
+    mask = core.mask(None, seq=256, device=torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        core(*torch.empty(3, 1, 2, 256, 16).unbind(), mask)
+    assert not isinstance(pattern_mask(CAUSAL, 256, "cpu").kv_indices, FakeTensor)

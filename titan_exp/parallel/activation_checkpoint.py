@@ -17,6 +17,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.machine.aten_ops import read_entry
 from titan_exp.models.blocks.iter_blocks import iter_blocks, iter_numbered_blocks
+from titan_exp.parallel.attention_cache import FLEX_ATTENTION, with_attention_cache
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.routing_cache import ROUTING, routing_cache
 from titan_exp.parallel.saved_calls import SavedCalls, call_name, is_attention, trace_block
@@ -46,7 +47,7 @@ def apply_activation_checkpointing(
             _recompute_fully(every, random=random, compiled=compiled)
         case "selective" if config.automatic is not None:
             chosen = functools.partial(SavedCalls, automatic=config.automatic, budget=config.budget, compiled=compiled)
-            _recompute_automatically(model, chosen, random=random)
+            _recompute_automatically(model, chosen, random=random, compiled=compiled)
         case "selective":
             kept, mixed = _kept_operators(config.save), bool(mixtures(model))
             kept |= dict.fromkeys(_routing_operators(), 1) if mixed else {}
@@ -105,8 +106,11 @@ def saved_calls(model: nn.Module) -> list[SavedCalls]:
     return list(dict.fromkeys(chosen))  # type: ignore[arg-type]  # as set below
 
 
-def _recompute_automatically(model: nn.Module, list_of: Callable[..., SavedCalls], *, random: bool) -> None:
+def _recompute_automatically(
+    model: nn.Module, list_of: Callable[..., SavedCalls], *, random: bool, compiled: bool
+) -> None:
     """Let the first training forward pass of each block choose its saved calls; blocks of equal shapes choose once."""
+    contexts = functools.partial(_automatic_contexts, compiled=compiled)
     chosen: dict[Any, SavedCalls] = {}
 
     def choose(number: int, handle: list[Any], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,19 +124,19 @@ def _recompute_automatically(model: nn.Module, list_of: Callable[..., SavedCalls
         block.saved_calls = chosen[key]  # type: ignore[assignment]  # a plain attribute
         # Not compiled yet: the compiler, which wraps `forward`, reads it in the call after this hook.
         wrapped = forwards[number]
-        wrapped.keywords["context_fn"] = functools.partial(_automatic_contexts, chosen[key].of_block(number))
+        wrapped.keywords["context_fn"] = functools.partial(contexts, chosen[key].of_block(number))
         handle.pop().remove()
 
     forwards: dict[int, functools.partial[Any]] = {}
     for number, block in iter_numbered_blocks(model):
-        _recompute([block], context_fn=functools.partial(_automatic_contexts, ()), preserve_rng_state=random)
+        _recompute([block], context_fn=functools.partial(contexts, ()), preserve_rng_state=random)
         forwards[number] = block.forward  # type: ignore[assignment]  # set by `_recompute`
         handle: list[Any] = []
         hook = functools.partial(choose, number, handle)
         handle.append(block.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def _automatic_contexts(saved: tuple[str, ...]) -> Any:
+def _automatic_contexts(saved: tuple[str, ...], *, compiled: bool) -> Any:
     """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
     calls: Counter[Any] = Counter()
 
@@ -142,7 +146,8 @@ def _automatic_contexts(saved: tuple[str, ...]) -> Any:
         calls[context.is_recompute, name] += 1
         return CheckpointPolicy.MUST_SAVE if call_name(name, call) in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)
+    return with_attention_cache(contexts) if call_name(FLEX_ATTENTION, 0) in saved and not compiled else contexts
 
 
 @functools.cache

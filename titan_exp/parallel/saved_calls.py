@@ -4,6 +4,7 @@ One block is traced on fake tensors, with the inputs and weights of its first fo
 operators that it executes. Shapes alone decide, so all ranks of a layout, and the planner, choose the same.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -164,7 +165,9 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         args, kwargs = tree_map(fake, (args, dict(kwargs)))
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed)
         try:
-            with mode, hooks, recorder:
+            with mode, hooks, recorder, warnings.catch_warnings():
+                # On fake tensors it holds no scores.
+                warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
                 type(block).forward(copy, *args, **kwargs)
         except RuntimeError as error:
             raise UserError(

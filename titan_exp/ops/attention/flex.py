@@ -19,7 +19,8 @@ def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Any, sinks: Tensor | None, scale: float | None
 ) -> Tensor:
     """Attention under a block mask, in the dtype of `query`; arguments as of `CausalAttention.forward`."""
-    kernel = _kernel(query.device.type)
+    # The compiler of a whole block reads no cache.
+    kernel = _uncompiled() if torch.compiler.is_compiling() else _kernel(query.device.type)
     how = {"block_mask": mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if sinks is None:
         return kernel(query, key, value, **how)
@@ -86,9 +87,18 @@ def _ordered(blocks: Blocks) -> tuple[Tensor, Tensor]:
     return marked.sum(dim=-1, dtype=torch.int32), indices.to(torch.int32)
 
 
-@cache
-def _kernel(device_type: str) -> Callable[..., Any]:
+def _uncompiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    return flex_attention
+
+
+@cache
+def _kernel(device_type: str) -> Callable[..., Any]:
     # Uncompiled FlexAttention holds the whole score matrix; a CPU has only that.
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
+    return compile_region(_uncompiled()) if device_type == "cuda" else _uncompiled()
+
+
+def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of uncompiled blocks as one operator, which activation checkpointing sees and can keep."""
+    return torch.compile(function, options={"wrap_inductor_compiled_regions": True})

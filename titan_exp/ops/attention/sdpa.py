@@ -129,7 +129,7 @@ class CausalAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> Any:
-        """Argument `mask` of `forward`, built once per forward pass of the model; None for causal or full attention.
+        """Argument `mask` of `forward`, built once per forward pass of the model; None where kernels need none.
 
         `positions` are given if they start again within the sequence of `seq` tokens; `seq` and `device` are read
         without documents only.
@@ -139,7 +139,7 @@ class CausalAttention(nn.Module):
         pattern = self.pattern.within(seq)
         index = None if pattern.chunk is None or positions is None else torch.arange(seq, device=device)
         segments, pattern = segment_ids(pattern, documents, positions, index)
-        if segments is None and pattern.is_unlimited:
+        if segments is None and pattern.is_unlimited and (self.backend != "flex" or not pattern.causal):
             return None
         assert pattern.causal, "documents are those of language models"
         if self.backend == "flex":

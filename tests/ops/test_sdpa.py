@@ -57,7 +57,7 @@ def test_values_may_be_narrower_than_keys(device: str, backend: Any, masked: boo
     inputs = [torch.randn(2, 2, 24, width, device=device, dtype=dtype).requires_grad_() for width in (192, 192, 128)]
     core = CausalAttention(backend, scale=0.1)
     documents = DOCUMENTS.to(device)
-    found = core(*inputs, core.mask(documents if masked else None))
+    found = core(*inputs, core.mask(documents if masked else None, seq=24, device=inputs[0].device))
     assert found.shape == (2, 2, 24, 128)
     whole = [tensor.detach().double().requires_grad_() for tensor in inputs]
     seen = document_mask(documents) if masked else torch.ones(24, 24, dtype=torch.bool, device=device).tril()
@@ -114,6 +114,23 @@ def test_documents_take_a_kernel_for_the_width_of_a_head(head_dim: int, bf16: bo
     assert choose_backend("auto", torch.device("cuda"), head_dim=head_dim, bf16=bf16, documents=True) == kernel
 
 
+def test_the_gradient_of_narrower_values_lies_as_kernels_read_it():
+    """Rows of all heads together: a kernel would copy it otherwise."""
+    query, key = (torch.randn(2, 4, 24, 192, requires_grad=True) for _ in range(2))
+    value = torch.randn(2, 4, 24, 128, requires_grad=True)
+    out = CausalAttention("flash")(query, key, value)
+    gradients: list[torch.Tensor] = []
+    kernel = out.grad_fn
+    while kernel is not None and "ScaledDotProduct" not in type(kernel).__name__:
+        kernel = kernel.next_functions[0][0]
+    assert kernel is not None
+    kernel.register_prehook(lambda found: gradients.append(found[0]))
+    out.transpose(1, 2).flatten(2).square().sum().backward()
+    (gradient,) = gradients
+    assert gradient.shape == query.shape
+    assert gradient.transpose(1, 2).is_contiguous()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -133,7 +150,7 @@ def test_passes_of_grouped_heads_agree_with_the_reference(device: str, backend: 
     documents = (torch.arange(192, device=device) // torch.tensor([[50], [77]], device=device)) if masked else None
     visible = torch.ones(192, 192, dtype=torch.bool, device=device).tril()
     core = CausalAttention(backend)
-    found = core(inputs[0], inputs[1], inputs[2], core.mask(documents))
+    found = core(inputs[0], inputs[1], inputs[2], core.mask(documents, seq=192, device=inputs[0].device))
     whole = [tensor.detach().double().requires_grad_() for tensor in inputs]
     seen = visible if documents is None else document_mask(documents)
     expected = reference(whole[0], whole[1], whole[2], seen)

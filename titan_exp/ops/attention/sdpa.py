@@ -212,7 +212,8 @@ class CausalAttention(nn.Module):
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
-        return out[..., :width]
+        # Kernels lay out rows of all heads together, and copy a gradient that is not.
+        return out if out.shape[-1] == width else out.transpose(1, 2)[..., :width].transpose(1, 2)
 
 
 def _tile_mask(

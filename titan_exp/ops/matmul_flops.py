@@ -1,9 +1,11 @@
 """FLOPs of matmuls by operator: torch's own formulas, and those of grouped matmuls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils import flop_counter
 from torch.utils.flop_counter import flop_registry
 
 GROUPED = ("titan_exp.grouped_rows", "titan_exp.grouped_outer", "aten._grouped_mm", "aten._scaled_grouped_mm")
@@ -27,3 +29,23 @@ def matmul_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if packet == torch.ops.aten.addmm:
         args = args[:3]  # torch's formula takes no `out_dtype`
     return flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else None
+
+
+def count_grouped_heads() -> None:
+    """Let torch's formulas of attention take fewer heads of keys than of queries, which those of torch 2.11 refuse.
+
+    The compiler asks them where it chooses what to recompute within a budget.
+    """
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        formula = getattr(flop_counter, name)
+        if not hasattr(formula, "__wrapped__"):
+            setattr(flop_counter, name, _of_grouped_heads(formula))
+
+
+def _of_grouped_heads(formula: Callable[..., int]) -> Callable[..., int]:
+    @wraps(formula)
+    def count(*shapes: Sequence[int]) -> int:
+        *others, query, key, value = shapes
+        return formula(*others, query, *((batch, query[1], *rest) for batch, _, *rest in (key, value)))
+
+    return count

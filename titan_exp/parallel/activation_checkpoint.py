@@ -17,6 +17,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.machine.aten_ops import read_entry
 from titan_exp.models.blocks.iter_blocks import iter_blocks, iter_numbered_blocks
+from titan_exp.ops.matmul_flops import count_grouped_heads
 from titan_exp.parallel.attention_cache import FLEX_ATTENTION, with_attention_cache
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.routing_cache import ROUTING, routing_cache
@@ -54,6 +55,7 @@ def apply_activation_checkpointing(
             contexts = functools.partial(_selective_contexts, kept, attention=compiled and mixed)
             _recompute(blocks, context_fn=contexts, preserve_rng_state=random)
         case "budget":
+            count_grouped_heads()
             mixed = [block for block in blocks if mixtures(block)]
             _recompute_within_budget(mixed, random=random)
             # Read when a graph is partitioned into forward and backward, at its first call. With 0, the compiler saves

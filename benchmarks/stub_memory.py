@@ -2,7 +2,8 @@
 
 `make stub-gpu` or, with a build of torch for CUDA, `python benchmarks/stub_memory.py [--only WORD]`: real steps of a
 rank on the stub device of `benchmarks/gpu/stub`, in a fake process group. Kernels compute nothing, so that only layouts
-whose memory depends on no values are compared; workspaces of cuDNN and cuSOLVER are unknown to it.
+whose memory depends on no values are compared, and experts receive as many rows as plans assume. Workspaces of cuDNN
+and cuSOLVER are unknown to it.
 """
 
 import argparse
@@ -31,6 +32,16 @@ STAGES = (
 )
 PARTS = f"{FLASH} model.layers=2 parallelism.dp_shard=2 parallelism.cp=4 training.global_batch_size=2"
 TENSOR = f"{FLASH} model.layers=2 parallelism.dp_shard=4 parallelism.tp=4 training.global_batch_size=8"
+EXPERTS = "parallelism.dp_shard=8 parallelism.ep=8 training.global_batch_size=8 training.seq_len=4096"
+QWEN3 = f"model=qwen3_30b_a3b {FLASH} model.layers=2 {EXPERTS}"
+GPT_OSS = (
+    "model=gpt_oss_20b model.layers=2 parallelism.dp_shard=4 parallelism.ep=4 training.global_batch_size=4 "
+    "training.seq_len=16384 model.context=16384"
+)
+MICRO4 = "training.global_batch_size=32 training.micro_batch_size=1"
+DEEPSEEK = f"model=deepseek_v3_671b model.layers=4 {EXPERTS}"
+DEEPSEEK_STAGES = f"{DEEPSEEK} parallelism.pp=2 {MICRO4}"
+LLAMA4 = f"model=llama4_scout model.layers=4 {EXPERTS}"
 FLOAT8 = "quantization=float8_"
 LAYOUTS = {
     "fsdp 8, 2 sequences, selective": f"{EIGHT} training.global_batch_size=16 activation_checkpoint=selective",
@@ -63,6 +74,33 @@ LAYOUTS = {
     "pp 2 x fsdp 2, InterleavedZeroBubble, first": f"{STAGES} parallelism.pp_schedule=InterleavedZeroBubble",
     "Qwen3 30B-A3B, fsdp 8": f"{EIGHT} model=qwen3_30b_a3b training.seq_len=4096",
     "GPT-OSS 20B, fsdp 8": f"{EIGHT} model=gpt_oss_20b model.attention_backend=auto training.seq_len=4096",
+    "Qwen3 30B-A3B, fsdp 8 x ep 8": QWEN3,
+    "Qwen3 30B-A3B, fsdp 8 x ep 8, 4 micro-batches": f"{QWEN3} {MICRO4}",
+    "Qwen3 30B-A3B, fsdp 8 x ep 8, full recomputation": f"{QWEN3} activation_checkpoint=full",
+    "Qwen3 30B-A3B, fsdp 8 x ep 8, selective": f"{QWEN3} activation_checkpoint=selective",
+    "Qwen3 30B-A3B, fsdp 8 x ep 8, compiled": f"{QWEN3} compile=blocks",
+    "Qwen3 30B-A3B, fsdp 8 x ep 8, compiled, full recomputation": f"{QWEN3} compile=blocks activation_checkpoint=full",
+    "Qwen3 30B-A3B, fsdp 8 x ep 8, compiled, budget": f"{QWEN3} compile=blocks activation_checkpoint=budget",
+    "Qwen3 30B-A3B, fsdp 4 x tp 2, ep 8": f"{QWEN3} parallelism.dp_shard=4 parallelism.tp=2",
+    "Qwen3 30B-A3B, fsdp 2 x tp 4, ep 8": f"{QWEN3} parallelism.dp_shard=2 parallelism.tp=4",
+    "Qwen3 30B-A3B, fsdp 4 x tp 2, ep 8, compiled": f"{QWEN3} parallelism.dp_shard=4 parallelism.tp=2 compile=blocks",
+    "GPT-OSS 20B, fsdp 4 x ep 4": GPT_OSS,
+    "GPT-OSS 20B, fsdp 4 x ep 4, full recomputation": f"{GPT_OSS} activation_checkpoint=full",
+    "GPT-OSS 20B, fsdp 4 x ep 4, selective": f"{GPT_OSS} activation_checkpoint=selective",
+    "GPT-OSS 20B, fsdp 4 x ep 4, compiled, selective": f"{GPT_OSS} compile=blocks activation_checkpoint=selective",
+    "DeepSeek V3, fsdp 8 x ep 8": DEEPSEEK,
+    "DeepSeek V3, fsdp 8 x ep 8, full recomputation": f"{DEEPSEEK} activation_checkpoint=full",
+    "DeepSeek V3, fsdp 8 x ep 8, selective": f"{DEEPSEEK} activation_checkpoint=selective",
+    "DeepSeek V3, fsdp 8 x ep 8, multi-token prediction": f"{DEEPSEEK} model.mtp.depth=1",
+    "DeepSeek V3, fsdp 8 x ep 8, float8 rowwise": f"{DEEPSEEK} {FLOAT8}rowwise",
+    "DeepSeek V3, fsdp 8 x ep 8, compiled": f"{DEEPSEEK} compile=blocks",
+    "DeepSeek V3, fsdp 8 x ep 8, compiled, float8 rowwise": f"{DEEPSEEK} compile=blocks {FLOAT8}rowwise",
+    "DeepSeek V3, pp 2 x fsdp 8 x ep 8, 1F1B, first": DEEPSEEK_STAGES,
+    "DeepSeek V3, pp 2 x fsdp 8 x ep 8, 1F1B, last": f"rank=1 {DEEPSEEK_STAGES}",
+    "DeepSeek V3, pp 2 x fsdp 8 x ep 8, DualPipeV, first": f"{DEEPSEEK_STAGES} parallelism.pp_schedule=DualPipeV",
+    "Llama 4 Scout, fsdp 8 x ep 8": f"{LLAMA4} training.seq_len=8192",
+    "Llama 4 Scout, fsdp 8 x ep 8, selective, 16k tokens": f"{LLAMA4} activation_checkpoint=selective "
+    "training.seq_len=16384 model.context=16384",
     **{f"{name}, 32 layers": f"{FLASH} {overrides}" for name, overrides in CASES.items()},
 }
 """Overrides of Llama 3 8B by name; `rank` is a pipeline rank. Those with all layers are of `make gpu`."""

@@ -22,7 +22,7 @@ ARGUMENTS: list[StorageWeakRef] = []
 
 def code(inputs: list[Any]) -> list[Any]:
     """The result, then what backward reads: an argument, and the size of another."""
-    x, size = inputs
+    size, x = inputs
     inputs.clear()
     ARGUMENTS.append(StorageWeakRef(x.untyped_storage()))
     return [x.sin(), x, size]
@@ -35,7 +35,7 @@ CODE: Any = getattr(wrap, "InductorCompiledCallable", lambda function: function)
 class Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out, saved, ctx.size = inductor_compiled_code(CODE, [x, 7])
+        out, saved, ctx.size = inductor_compiled_code(CODE, [7, x])
         ctx.save_for_backward(saved)
         return out
 

@@ -77,7 +77,7 @@ def _gathered_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: A
 
 def _gathered_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of keys and values pass from rank to rank in fp32."""
     heads = {"query": query, "key": key, "value": value, "out": arguments[2], "logsumexp": arguments[3]}
     how = (2, _flash_backward, gradient, "gradient")
@@ -85,15 +85,13 @@ def _gathered_attention_backward(
     return *gradients, query.new_empty(0)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, ...]:
-    return attention_forward(query, key, value, bias=None, causal=is_causal, backend="cpu")
+def _flash(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, ...]:
+    return attention_forward(query, key, value, bias=None, causal=how["is_causal"], backend="cpu")
 
 
-def _flash_backward(  # noqa: PLR0917  # as torch names them
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, gradient: Tensor, *, is_causal: bool
-) -> tuple[Tensor, ...]:
-    how = {"out": out, "lse": logsumexp, "bias": None, "causal": is_causal, "backend": "cpu"}
-    return attention_backward(gradient, query, key, value, **how)
+def _flash_backward(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, ...]:
+    saved = {"out": how["out"], "lse": how["logsumexp"], "bias": None, "causal": how["is_causal"], "backend": "cpu"}
+    return attention_backward(how["gradient"], query, key, value, **saved)
 
 
 def _group(arguments: Sequence[Any]) -> dist.ProcessGroup:

@@ -24,3 +24,10 @@ def test_kernels_of_low_precision_load_no_fp32_weights_on_cuda(
 def test_cpus_keep_the_kernels_that_they_have():
     kept = [_runs(backend, torch.device("cpu"), torch.float32) for backend in ("auto", "flash", "cudnn", "fa3", "flex")]
     assert kept == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "cudnn", "math", "flex"])
+def test_parts_of_a_sequence_keep_kernels_that_merge(monkeypatch: pytest.MonkeyPatch, device: str, backend: str):
+    monkeypatch.setattr("titan_exp.trainer.load_model.runs_here", lambda backend, device: True)
+    assert _runs(backend, torch.device(device), torch.bfloat16, parts=True) == (backend in ("auto", "flash"))

@@ -10,7 +10,7 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.attention_backends import HEAD_SIZES, ON_CPU
+from titan_exp.config.machine.attention_backends import HEAD_SIZES, MERGING, ON_CPU
 from titan_exp.config.paths.checkpoint_paths import step_of
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.base import Tokenizer
@@ -54,7 +54,7 @@ def load_source(
         seq_len=seq_len,
         documents=documents,
         parts=parts,
-        auto=not _runs(trained_with, device, dtype),
+        auto=not _runs(trained_with, device, dtype, parts=parts),
     )
     build = partial(build_model, config, seq_len=seq_len, attention_backend=backend)
     with torch.device("meta"):
@@ -78,8 +78,10 @@ def load_source(
     return model.eval()
 
 
-def _runs(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if an attention kernel runs on this device with weights of this dtype."""
+def _runs(backend: str, device: torch.device, dtype: torch.dtype, *, parts: bool = False) -> bool:
+    """True if an attention kernel runs on this device with weights of this dtype, and on `parts` of a sequence."""
+    if parts and backend not in MERGING:
+        return False
     if device.type == "cpu":
         return backend in ON_CPU
     # Kernels with limits of the head size compute in low precision only.

@@ -10,6 +10,9 @@ ATTENTION_BACKEND = "model.attention_backend"
 ON_CPU = ("auto", "flash", "math")
 """Kernels with training support on CPUs; FlexAttention has no CPU backward."""
 
+MERGING = ("auto", "flash", "efficient")
+"""Kernels that return the log-sum-exp needed for merging by ring and all-gather, if the device supports them."""
+
 
 @dataclass(frozen=True)
 class HeadSizes:

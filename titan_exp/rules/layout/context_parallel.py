@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_WITH_LSE
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_WITH_LSE, MERGING
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
-
-MERGING = ("auto", "flash", "efficient")
-"""Kernels that return the log-sum-exp needed for merging by ring and all-gather, if the device supports them."""
 
 
 def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:

@@ -55,12 +55,8 @@ LARGE = (
 ATTENTION_ONLY = " activation_checkpoint.budget=0"
 """Selective activation checkpointing that saves no float8 matmul; by their memory, the runs of 2024 saved some."""
 LARGE_LONG = (
-    (
-        "model=llama3_1_405b activation_checkpoint=full training.micro_batch_size=1 parallelism.tp=8 parallelism.pp=8 "
-        "parallelism.pp_microbatches=8"
-    )
-    + FLOAT8
-    + ASYNC
+    "model=llama3_1_405b activation_checkpoint=full training.micro_batch_size=1 parallelism.tp=8 parallelism.pp=8 "
+    "parallelism.pp_microbatches=8" + FLOAT8 + ASYNC
 )
 
 
@@ -72,8 +68,8 @@ class Mutation:
     overrides: str = ""
     """Overrides in addition to the row's."""
     operators: str = ""
-    """`torch` plans torch's operators instead of our Triton kernels; `published` those of the published trainer, and
-    `separate` its matmuls too."""
+    """`torch` plans torch's operators instead of our Triton kernels; `published` those of the published trainer,
+    `context` its context parallelism too, and `separate` its matmuls too."""
 
 
 @dataclass(frozen=True)
@@ -106,28 +102,31 @@ SAVED = (
 BF16 = " quantization.float8_all_gather=false"
 PUBLISHED = Mutation("as published", WHOLE + " quantization.fused_casts=false" + BF16, "published")
 FLOAT8_GATHER = Mutation("as published, but gathered in float8", WHOLE + " quantization.fused_casts=false", "published")
-TORCH_RING = Mutation("the same, torch's context parallelism", PUBLISHED.overrides, "ring")
+TORCH_CONTEXT = Mutation("the same, torch's context parallelism", PUBLISHED.overrides, "context")
 EVERY_SECOND = Mutation("as published", WHOLE + SAVED.format("aten.mm/2,"), "separate")
 EVERY_SECOND_FLOAT8 = Mutation("as published", WHOLE + SAVED.format("aten._scaled_mm/2,") + BF16, "separate")
 NO_MATMUL = Mutation("as published, no matmul saved", WHOLE + SAVED.format("") + BF16, "separate")
 EXPOSED = Mutation("no async TP", "parallelism.async_tp=false")
 
 
-def _long(tokens: int, cp: int, memory: float, speed: float, *, fitted: bool = False) -> Anchor:
-    layout = f"parallelism.dp_shard={8 // cp} parallelism.cp={cp} training.global_batch_size={8 // cp}"
-    mutations = (PUBLISHED, TORCH_RING, RING) if cp > 1 else (PUBLISHED, CUDNN)
+def _parts(tokens: int, cp: int, batch: int) -> str:
+    """Overrides of 8 ranks that share sequences in groups of `cp`, with `batch` sequences of each group."""
+    layout = f" training.seq_len={tokens} parallelism.dp_shard={8 // cp} parallelism.cp={cp}"
+    layout += f" training.global_batch_size={8 // cp * batch}"
     # The published run does not ask how far the model's positions reach.
-    layout += f" model.context={tokens}" if tokens > 131072 else ""
+    return layout + (f" model.context={tokens}" if tokens > 131072 else "")
+
+
+def _long(tokens: int, cp: int, memory: float, speed: float, *, fitted: bool = False) -> Anchor:
+    mutations = (PUBLISHED, TORCH_CONTEXT, RING) if cp > 1 else (PUBLISHED, CUDNN)
     name = f"8B, {tokens // 1024}k tokens, fsdp {8 // cp} x cp {cp}, compile, float8"
-    return Anchor(name, f"{LONG} training.seq_len={tokens} {layout}", memory, speed, mutations, fitted)
+    return Anchor(name, LONG + _parts(tokens, cp, 1), memory, speed, mutations, fitted)
 
 
 def _long_405b(tokens: int, cp: int, memory: float, speed: float) -> Anchor:
-    layout = f"parallelism.dp_shard={8 // cp} parallelism.cp={cp} training.global_batch_size={64 // cp}"
-    layout += f" model.context={tokens}" if tokens > 131072 else ""
     name = f"405B, {tokens // 1024}k tokens, fsdp {8 // cp} x tp 8 x cp {cp} x pp 8, async TP, 1F1B"
-    mutations = (PUBLISHED, TORCH_RING) if cp > 1 else (PUBLISHED,)
-    return Anchor(name, f"{LARGE_LONG} training.seq_len={tokens} {layout}", memory, speed, mutations)
+    mutations = (PUBLISHED, TORCH_CONTEXT) if cp > 1 else (PUBLISHED,)
+    return Anchor(name, LARGE_LONG + _parts(tokens, cp, 8), memory, speed, mutations)
 
 
 ANCHORS = [
@@ -201,7 +200,7 @@ OPERATORS = {
     "": nullcontext,
     "torch": torch_operators,
     "published": lambda: published_operators(separate=False),
-    "ring": torch_context_parallelism,
+    "context": torch_context_parallelism,
     "separate": lambda: published_operators(separate=True),
 }
 

@@ -48,7 +48,7 @@ def test_outputs_end_in_an_operator_with_effect():
 
 
 class _Unchanged(TorchFunctionMode):
-    """Remembers tensors that an operator has returned: conversions without effect, and operators in place."""
+    """Remembers arguments that an operator has returned: a conversion without effect, or one in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Unchanged(TorchFunctionMode):
 def watch_outputs() -> None:
     """Check outputs of this package's autograd functions in this process, whichever helpers return them.
 
-    Functions do what they do in compiled blocks.
+    Forward passes take the operators of compiled blocks.
     """
     unchanged = _Unchanged()
     checked = set[type]()

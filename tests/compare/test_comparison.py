@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ def test_metrics_at_the_least_advanced_run(tmp_path: Path):
     # What a run cost is divided by how much of it lies before the point; what it was does not depend on the point.
     assert value(found, 0, "gpu_hours") == pytest.approx(0.01 * 30 / 50)
     assert value(found, 2, "tokens_per_second") == 5000.0
+
+
+def test_last_values_at_unequal_tokens_are_named(tmp_path: Path):
+    evaluated = [row | {"validation_loss": 2.0} if row["step"] in (20, 30) else row for row in rows(2.0)]
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=evaluated[:30])
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=[*evaluated[:29], *rows(2.0)[29:]])
+    found = said(compared(tmp_path))
+    assert re.search(
+        r"validation loss is at unequal tokens: the last value of \w+ is at 20,000, that of \w+ at 30,000. --at 20000 ",
+        found,
+    )
+    assert found.count("unequal") == 1
+    assert "unequal" not in said(compared(tmp_path, at="20000"))
 
 
 def test_run_without_heartbeat_is_lost(tmp_path: Path):

@@ -12,7 +12,7 @@ from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
 from titan_exp.compare.stats.ttest import Delta, difference, estimate, holm
 from titan_exp.compare.study_runs import StudyRecord
-from titan_exp.compare.token_budget import TokenBudget, choose_token_budget
+from titan_exp.compare.token_budget import TokenBudget, choose_token_budget, unequal_tokens
 from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError
@@ -91,6 +91,7 @@ def compare(
         # The validation split is the same for all runs, so its loss is less noisy than the training loss.
         validated = all(row.estimates["validation_loss"] for row in rows)
         chosen.sort(key=lambda metric: not validated or metric.name != "validation_loss")
+    notes += unequal_tokens(runs, chosen, budget)
     study, learnt = selection.study, None
     if study is not None and study.is_adaptive:
         # The best point first, as the baseline that the others are compared with.

@@ -4,11 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.run_record import Run
 from titan_exp.config.errors.user_error import UserError
 
 COUNTED = ("done", "running", "preempted")
 """Run states that may limit the budget; other runs ended early."""
+
+UNEQUAL = 0.02
+"""Fraction of the budget by which last values may lie apart without a remark: the rows that a mean loss is over."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,28 @@ def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
     if tokens > furthest:
         raise UserError(f"at={at}: no run has seen so many tokens; the longest has {furthest:,}.")
     return TokenBudget(tokens, "as requested")
+
+
+def unequal_tokens(runs: Sequence[Run], metrics: Sequence[Metric], budget: TokenBudget) -> list[str]:
+    """One sentence per metric that is logged seldom, so that its last values up to the budget are of unequal tokens."""
+    if math.isinf(budget.tokens):
+        return []
+    found = []
+    for metric in metrics:
+        logged = [(run, run.series(metric.name, budget.tokens)[0]) for run in runs if budget.reached(run)]
+        known = [(tokens, run) for run, tokens in logged if tokens] if metric.needs_point else []
+        if not known:
+            continue
+        first, last = (pick(known, key=lambda entry: entry[0][-1]) for pick in (min, max))
+        if last[0][-1] - first[0][-1] <= UNEQUAL * budget.tokens:
+            continue
+        common = max(set.intersection(*(set(tokens) for tokens, _ in known)), default=None)
+        remedy = "" if common is None else f" --at {common:.0f} compares all at equal tokens."
+        found.append(
+            f"{metric.title} is at unequal tokens: the last value of {first[1].run_id} is at {first[0][-1]:,.0f}, that "
+            f"of {last[1].run_id} at {last[0][-1]:,.0f}.{remedy}"
+        )
+    return found
 
 
 def _least(counted: Sequence[Run], begun: Sequence[Run]) -> TokenBudget:

@@ -164,6 +164,17 @@ def test_invalid_settings_are_reported(corpus: Path, streaming: bool, data: dict
         build_source(config)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "there are no rows"), ('{"text": "cut', "ArrowInvalid: JSON parse error")]
+)
+def test_unreadable_files_are_named(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "x.jsonl"
+    file.write_text(text)
+    config = experiment(source="huggingface", dataset="json", data_files=(str(file),)).data
+    with pytest.raises(UserError, match=rf"data\.data_files=\S*x\.jsonl\S*: {message}"):
+        build(config)
+
+
 @pytest.fixture
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hub that accepts connections and never answers, as behind a firewall that drops packets."""

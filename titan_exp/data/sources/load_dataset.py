@@ -68,6 +68,8 @@ def _hub_answers() -> bool:
 
 
 def _explain(config: DataConfig, split: str, error: Exception, *, offline: bool) -> UserError:
+    # The error that the library raises about a file says only that there was one.
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if offline:
         remedy = (
@@ -81,6 +83,14 @@ def _explain(config: DataConfig, split: str, error: Exception, *, offline: bool)
         return _failure(Violation("data.split", split, message, "a split of the data set"))
     if "config" in message.lower():
         return _failure(Violation("data.subset", config.subset, message, "one of the data set's configurations"))
+    if config.data_files and not isinstance(error, FileNotFoundError):
+        empty = isinstance(error, StopIteration)
+        reason = "there are no rows" if empty else f"{type(error).__name__}: {message}"
+        return _failure(
+            Violation(
+                "data.data_files", list(config.data_files), reason, f"files that the loader {config.dataset} reads"
+            )
+        )
     remedy = (
         "a data set of the hub (signed in if it is gated), a local folder, "
         f"or a loader ({', '.join(LOADERS)}) with data.data_files"

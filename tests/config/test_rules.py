@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine import torchao_version
 from titan_exp.config.schema.schema import annotation_of
+from titan_exp.models.llama import Config
+from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
 from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
+from titan_exp.rules.layout.context_parallel import heads_divide, kernel_merges
 from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent
@@ -664,6 +668,25 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
+
+
+def test_every_layer_counts():
+    narrow = transformer_layer(replace(_config(), heads=3, kv_heads=1, head_dim=12), out_std=0.02)
+    spec = transformer_spec(_config(), (transformer_layer(_config(), out_std=0.02), narrow))
+    ulysses = experiment(*BASE, "parallelism.cp=2", "parallelism.cp_method=ulysses").parallelism
+    (violation,) = heads_divide(spec, ulysses)
+    assert "3 query heads with 1 key and value heads of some layers" in violation.reason
+    assert "parallelism.cp=1;" in violation.remedy
+    ring = replace(ulysses, cp_method="ring")
+    assert list(heads_divide(spec, ring)) == []
+    (violation,) = kernel_merges(spec, ring, "cuda")
+    assert violation.value == 12
+
+
+def _config() -> Config:
+    model = experiment(*BASE).model
+    assert isinstance(model, Config)
+    return model
 
 
 def test_qk_clip_needs_a_kernel_without_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch):

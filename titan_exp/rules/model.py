@@ -46,22 +46,21 @@ def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
 def kernel_supports_head_size(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:
     """The CUDA kernel supports the head size."""
     multiple = efficient_multiple(bf16=training.mixed_precision == "bf16")
-    if spec.attention is not None and spec.attention_backend == "efficient":
-        reason = f"on CUDA {ATTENTION_BACKEND}=efficient takes multiples of {multiple}"
-        more = f"; or {ATTENTION_BACKEND}=auto"
-        yield from check_multiple(spec.attention.qk_dim_key, spec.attention.qk_dim, multiple, reason, more)
     table = HEAD_SIZES | ({"flash": FLASH_WITH_LSE} if spec.has_sinks else {})
     backend, sizes = spec.attention_backend, table.get(spec.attention_backend)
-    if sizes is None or spec.attention is None or sizes.takes(spec.attention.qk_dim):
-        return
-    head_dim = spec.attention.qk_dim
-    multiples = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
-    works = [name for name in ("fa3", "flash") if name != backend and table[name].takes(head_dim)]
-    where = "on CUDA with attention sinks" if sizes is FLASH_WITH_LSE else "on CUDA"
-    reason = f"{where} it takes {multiples}up to {sizes.largest}, and {spec.attention.qk_dim_key} is {head_dim}"
-    works += ["efficient"] if head_dim % multiple == 0 else []
-    remedy = f"{ATTENTION_BACKEND}={listed(['auto', *works, 'flex'])}"
-    yield Violation(ATTENTION_BACKEND, backend, reason, remedy)
+    for key, head_dim in spec.head_dims:
+        if backend == "efficient":
+            reason = f"on CUDA {ATTENTION_BACKEND}=efficient takes multiples of {multiple}"
+            yield from check_multiple(key, head_dim, multiple, reason, f"; or {ATTENTION_BACKEND}=auto")
+        if sizes is None or sizes.takes(head_dim):
+            continue
+        multiples = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
+        works = [name for name in ("fa3", "flash") if name != backend and table[name].takes(head_dim)]
+        where = "on CUDA with attention sinks" if sizes is FLASH_WITH_LSE else "on CUDA"
+        reason = f"{where} it takes {multiples}up to {sizes.largest}, and {key} is {head_dim}"
+        works += ["efficient"] if head_dim % multiple == 0 else []
+        remedy = f"{ATTENTION_BACKEND}={listed(['auto', *works, 'flex'])}"
+        yield Violation(ATTENTION_BACKEND, backend, reason, remedy)
 
 
 RULES = (

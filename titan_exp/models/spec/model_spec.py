@@ -378,6 +378,16 @@ class ModelSpec:
         return None if None in found else found[0]
 
     @cached_property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Distinct attention of all layers that have it, in order."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
+
+    @property
+    def head_dims(self) -> tuple[tuple[str, int], ...]:
+        """Distinct widths of query heads, each with the key that sets it."""
+        return tuple(dict.fromkeys((attention.qk_dim_key, attention.qk_dim) for attention in self.attentions))
+
+    @cached_property
     def patterns(self) -> frozenset[MaskPattern]:
         """Mask patterns of all layers with attention."""
         return frozenset(layer.attention.pattern for layer in self.layers if layer.attention is not None)

@@ -34,16 +34,25 @@ def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: 
 
 
 def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """The Ulysses degree divides the heads of a tensor-parallel rank."""
-    attention, degree, tp = spec.attention, parallelism.ulysses_degree, parallelism.tp
-    if attention is None or degree == 1 or attention.heads % tp:
+    """The Ulysses degree divides the heads of a tensor-parallel rank in every layer."""
+    degree, tp = parallelism.ulysses_degree, parallelism.tp
+    if spec.attention is None or degree == 1:
         return
-    heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
-    common = math.gcd(heads, kv_heads)
-    of_a_rank = f", those of a rank with parallelism.tp={tp}," if tp > 1 else ""
+    of_a_rank = [
+        (attention.heads // tp, max(1, attention.kv_heads // tp))
+        for attention in spec.attentions
+        if attention.heads % tp == 0
+    ]
+    common = math.gcd(*(size for sizes in of_a_rank for size in sizes))
+    indivisible = [sizes for sizes in of_a_rank if math.gcd(*sizes) % degree]
+    if not indivisible:
+        return
+    heads, kv_heads = indivisible[0]
+    in_layers = "" if len(of_a_rank) == 1 else " of some layers"
+    with_tp = f", those of a rank with parallelism.tp={tp}," if tp > 1 else ""
     reason = (
-        f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{of_a_rank} "
-        f"cannot be divided by {degree}"
+        f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{in_layers}"
+        f"{with_tp} cannot be divided by {degree}"
     )
     if parallelism.cp_method == "ulysses":
         field, more = "parallelism.cp", "; or parallelism.cp_method=ring or allgather, which divide no heads"
@@ -66,10 +75,10 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
             f"{ATTENTION_BACKEND}={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
             "or parallelism.cp_method=ulysses, which takes every kernel",
         )
-    if device == "cuda" and spec.attention is not None:
-        multiple, more = FLASH_WITH_LSE.multiple, "; or parallelism.cp_method=ulysses"
-        reason = f"on CUDA parallelism.cp_method={method} takes multiples of {multiple}"
-        yield from check_multiple(spec.attention.qk_dim_key, spec.attention.qk_dim, multiple, reason, more)
+    multiple, more = FLASH_WITH_LSE.multiple, "; or parallelism.cp_method=ulysses"
+    reason = f"on CUDA parallelism.cp_method={method} takes multiples of {multiple}"
+    for key, head_dim in spec.head_dims if device == "cuda" else ():
+        yield from check_multiple(key, head_dim, multiple, reason, more)
 
 
 def _is_used(parallelism: ParallelismConfig) -> bool:

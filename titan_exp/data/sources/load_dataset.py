@@ -68,8 +68,11 @@ def _hub_answers() -> bool:
 
 
 def _explain(config: DataConfig, split: str, error: Exception, *, offline: bool) -> UserError:
+    import datasets.exceptions
+
     # The error that the library raises about a file says only that there was one.
-    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    of_file = isinstance(error, datasets.exceptions.DatasetGenerationError)
+    error = error.__cause__ if of_file and isinstance(error.__cause__, Exception) else error
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if offline:
         remedy = (

@@ -1,5 +1,6 @@
 """Compiled blocks: inductor's settings by device and configuration, and its kernels against eager ones."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,9 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from tests.models.shapes import real_model
 from tests.patching import patch
@@ -15,6 +19,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.compile import compile_blocks, inductor_options
+from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 
@@ -80,6 +85,44 @@ def test_options_reach_inductor():
     torch._dynamo.reset()
     assert seen == [(True, "ATEN,TRITON")] * 2
     assert inductor.max_autotune_gemm is False
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.linear = nn.Linear(8, 4 * heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).unflatten(-1, (self.heads, 4)).sum(-2)
+
+
+def graphs_of_blocks(recomputed: bool) -> list[bool]:
+    """True for each compiled graph with a symbol, in sharded blocks of nine shapes, of which two are equal."""
+    model, symbolic = nn.Module(), []
+    model.blocks = nn.ModuleDict({str(layer): Heads(heads) for layer, heads in enumerate([*range(1, 10), 2])})
+    if recomputed:
+        for block in model.blocks.values():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        symbolic.append(any(isinstance(number, torch.SymInt) for number in inputs))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_blocks(model, backend)  # type: ignore[arg-type]  # a name or a function
+    with joined_process_group(torch.device("cpu")):
+        ranks = init_device_mesh("cpu", (2,))
+        for block in model.blocks.values():
+            fully_shard(block, mesh=ranks)
+            block(torch.ones(3, 8)).sum().backward()
+    torch._dynamo.reset()
+    return symbolic
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_blocks_of_many_shapes_have_a_graph_each(recomputed: bool):
+    assert run_ranks(2, graphs_of_blocks, recomputed) == [[False] * 9] * 2
 
 
 def gradients(device: str, *, compiled: bool) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """torch.compile per block: identical blocks share one graph, so compile time does not grow with depth."""
 
 import logging
+from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,7 +30,45 @@ def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | Non
     if backend == "inductor":
         _realize_inputs_of_operators()
     for block in iter_blocks(model):
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, options=options or None)
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+        forward = _own_code(block.forward, shapes)
+        block.forward = torch.compile(forward, backend=backend, fullgraph=True, options=options or None)
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of a block's parameters."""
+
+_CODE: dict[CodeType, dict[Shapes, CodeType]] = {}
+"""Code objects of a forward by the shapes of its block, the first of which is the forward's own."""
+
+
+def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]:
+    """The same forward with a code object for blocks of these shapes.
+
+    Dynamo counts recompilations, and finds sizes that change, by code object: blocks of more than a few shapes would be
+    too many, and under FSDP their numbers of heads would become symbols.
+    """
+    if not isinstance(forward, MethodType):
+        forward = _inlined(forward)
+    function = forward.__func__ if isinstance(forward, MethodType) else forward
+    assert isinstance(function, FunctionType), "a method, or the function around another callable"
+    known = _CODE.setdefault(function.__code__, {})
+    name = f"{function.__code__.co_name}_{len(known)}" if known else function.__code__.co_name
+    code = known.setdefault(shapes, function.__code__.replace(co_name=name) if known else function.__code__)
+    if code is function.__code__:
+        return forward
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
+    return MethodType(copied, forward.__self__) if isinstance(forward, MethodType) else copied
+
+
+def _inlined(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Function around another callable, as torch.compile makes one itself."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return forward(*arguments, **options)
+
+    return call
 
 
 def _realize_inputs_of_operators() -> None:

@@ -13,6 +13,8 @@ from titan_exp.trainer.objective.language_modeling import LanguageModeling
 class LogitStatistics(LanguageModeling):
     """Reports the mean squared norm of a token's logits, and the largest logit."""
 
+    takes_vocab_shard = True
+
     @property
     def metrics(self) -> Mapping[str, Reduction]:
         """Beside those of language modeling."""

@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
 from tests.config.composing import experiment
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import LOSS_CHUNK_TOKENS, ResolvedLayout, resolve_layout
+from titan_exp.data.batch import Batch
 from titan_exp.plan.extrapolate.layer_kinds import small_run
 from titan_exp.plan.trace.fake_world import fake_rank
+from titan_exp.trainer.objective.base import Loss
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 OWN = "tests.trainer.own_objective.LogitStatistics"
@@ -16,6 +20,13 @@ OWN = "tests.trainer.own_objective.LogitStatistics"
 
 class Reports(LanguageModeling):
     """A user's objective that leaves the loss alone."""
+
+
+class Halved(LanguageModeling):
+    """A user's objective that reads whole logits."""
+
+    def loss(self, logits: Tensor, batch: Batch) -> Loss:
+        return super().loss(logits / 2, batch)
 
 
 def planned(*overrides: str) -> Experiment:
@@ -42,6 +53,18 @@ def chunk(run: Experiment, rank: int = 0) -> int | None:
 )
 def test_models_and_objectives_that_take_whole_logits_keep_them(overrides: list[str], expected: int | None):
     assert chunk(planned(*overrides)) == expected
+
+
+def test_shards_of_the_vocabulary_are_for_objectives_that_take_them():
+    whole = (f"training.objective={__name__}.Halved", "parallelism.tp=2")
+    with pytest.raises(UserError, match=r"loss_parallel=true: \S+Halved has its own loss"):
+        chunk(planned(*whole))
+    for takes in (
+        (*whole, "parallelism.loss_parallel=false"),
+        (f"training.objective={__name__}.Reports", whole[1]),
+        (f"training.objective={OWN}", whole[1]),
+    ):
+        chunk(planned(*takes))
 
 
 def test_every_rank_and_the_extrapolated_run_have_the_same():

@@ -36,8 +36,8 @@ def build_objective(
     That class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
 
     Raises:
-        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks, or
-            the class cannot compute the loss of further predictions.
+        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks or
+            from a shard of the vocabulary, or the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind = _own_class(training) if is_dotted(name) else BUILT_IN[name]
@@ -51,6 +51,12 @@ def build_objective(
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "
             "logits. Use training.loss_chunk_tokens=null, or override `__call__` as well."
+        )
+    if vocab_shard is not None and _needs_whole_logits(kind):
+        raise UserError(
+            f"parallelism.loss_parallel=true: {name} has its own loss, which would take this rank's shard of the "
+            "vocabulary for all of it. Use parallelism.loss_parallel=false, or set `takes_vocab_shard = True` in the "
+            "class if it computes with `self.vocab_shard`."
         )
     if spec is None or not spec.mtp_layers:
         return objective
@@ -77,3 +83,9 @@ def _own_class(training: TrainingConfig) -> Any:
 def _overrides_loss(kind: type) -> bool:
     base = LanguageModeling
     return issubclass(kind, base) and kind.loss is not base.loss and kind.__call__ is base.__call__
+
+
+def _needs_whole_logits(kind: type) -> bool:
+    base = LanguageModeling
+    own = issubclass(kind, base) and (kind.loss is not base.loss or kind.__call__ is not base.__call__)
+    return own and not kind.takes_vocab_shard

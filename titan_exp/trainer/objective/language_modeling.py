@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from titan_exp.trainer.objective.base import Loss, Reduction
 class LanguageModeling:
     """Next-token cross-entropy. Subclasses override `loss`, and `metrics` for what they report."""
 
+    takes_vocab_shard: ClassVar[bool] = False
+    """True in a subclass whose own `loss` or `__call__` computes with `vocab_shard`; others take whole logits only."""
     chunk_tokens: int | None = None
     """Tokens per chunk of logits; None computes all logits at once."""
     z_loss: float = 0.0

@@ -11,6 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import LOSS_CHUNK_TOKENS, ResolvedLayout, resolve_layout
 from titan_exp.data.batch import Batch
 from titan_exp.plan.extrapolate.layer_kinds import small_run
+from titan_exp.plan.gate.check_user_code import check_user_code
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.trainer.objective.base import Loss
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
@@ -57,13 +58,15 @@ def test_models_and_objectives_that_take_whole_logits_keep_them(overrides: list[
 
 def test_shards_of_the_vocabulary_are_for_objectives_that_take_them():
     whole = (f"training.objective={__name__}.Halved", "parallelism.tp=2")
-    with pytest.raises(UserError, match=r"loss_parallel=true: \S+Halved has its own loss"):
-        chunk(planned(*whole))
+    for build in (check_user_code, chunk):
+        with pytest.raises(UserError, match=r"loss_parallel=true: \S+Halved has its own loss"):
+            build(planned(*whole))
     for takes in (
         (*whole, "parallelism.loss_parallel=false"),
         (f"training.objective={__name__}.Reports", whole[1]),
         (f"training.objective={OWN}", whole[1]),
     ):
+        check_user_code(planned(*takes))
         chunk(planned(*takes))
 
 

@@ -25,6 +25,7 @@ from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.models.parametrization.lookup import scales_of
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.models.spec.lookup import block_count, model_spec
+from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
@@ -151,13 +152,16 @@ def _parametrization(experiment: Experiment) -> Iterator[Violation]:
 
 
 def _objective(experiment: Experiment) -> Iterator[Violation]:
-    objective = build_objective(experiment.training, experiment.compile, None)
+    parallelism = experiment.parallelism
+    sharded = parallelism.loss_parallel and parallelism.tp > 1
+    shard = VocabShard(0, all_reduce_sum=torch.clone, all_reduce_max=torch.clone) if sharded else None
+    objective = build_objective(experiment.training, experiment.compile, shard)
     if not callable(objective):
         reason, remedy = "its objects cannot be called", "define __call__(self, model, batch, hidden=None)"
         yield Violation("training.objective", experiment.training.objective, reason, remedy)
-    elif "hidden" not in inspect.signature(objective).parameters and experiment.parallelism.pp > 1:
+    elif "hidden" not in inspect.signature(objective).parameters and parallelism.pp > 1:
         reason, remedy = f"{type(objective).__name__}.__call__ takes no `hidden`", "parallelism.pp=1"
-        yield Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy)
+        yield Violation("parallelism.pp", parallelism.pp, reason, remedy)
 
 
 def _decay(experiment: Experiment) -> Iterator[Violation]:

@@ -1,13 +1,20 @@
 """Metrics of an objective, a model and an optimizer: the same in every layout, and seen by status and compare."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.parity.runs import LINES, Curve, train
 from titan_exp.cli.status import run as status_command
 from titan_exp.compare.compared_metrics import choose_metrics
 from titan_exp.compare.run_record import read_run
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.trainer.metric_reduction import MetricReducer
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 OBJECTIVE = [
     "training.objective=tests.trainer.own_objective.LogitStatistics",
@@ -37,6 +44,15 @@ def test_an_objectives_metrics_are_the_same_in_every_layout(tmp_path: Path, one_
         expected = [row[name] for row in one_device.rows]
         assert len(set(expected)) == 4
         assert [row[name] for row in curve.rows] == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_metric_of_several_numbers_is_named():
+    optimizer: Any = SimpleNamespace(metric_reductions={"norm": "mean"}, metrics=lambda: {"norm": torch.zeros(2)})
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    experts: Any = SimpleNamespace(reductions={}, shares=dict)
+    reducer = MetricReducer(LanguageModeling(), nn.Module(), [], optimizer, mesh, experts=experts)
+    with pytest.raises(UserError, match=r"optimizer/norm is a tensor of \[2\]"):
+        reducer.reduce({"loss": torch.zeros(())}, [])
 
 
 VALIDATION = ["training.evaluate_every=2", "data.validation_fraction=0.1", "data.validation_documents=40"]

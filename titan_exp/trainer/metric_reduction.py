@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.objective.base import Objective, Reduction
@@ -123,7 +124,12 @@ class MetricReducer:
             found |= dict(zip(names, value.reshape(-1), strict=True))
         if hasattr(self._optimizer, "metric_reductions"):
             found |= {f"optimizer/{name}": value for name, value in self._optimizer.metrics().items()}  # type: ignore[attr-defined]
+        for name, value in found.items():
+            if value.numel() != 1:
+                raise UserError(f"{name} is a tensor of {list(value.shape)}, but a metric is one number.")
         # fp64, so that the order of ranks does not change the logged digits.
         device = self._mesh.device
-        values = torch.stack([value.detach().to(device, torch.float64) for value in found.values()]).tolist()
+        values = torch.stack(
+            [value.detach().to(device, torch.float64).reshape(()) for value in found.values()]
+        ).tolist()
         return dict(zip(found, values, strict=True))

@@ -14,6 +14,8 @@ from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.sources.split_files import SplitFileSource
 from titan_exp.data.sources.text import TextSource
+from titan_exp.data.tokenizers.base import encode_document
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 
 CONFIG = experiment().data
 
@@ -63,6 +65,13 @@ def test_invalid_user_sources_are_refused():
         build_source(replace(CONFIG, source=f"{__name__}.{HoldsNothing.__name__}"))
     with pytest.raises(UserError, match=r"data\.source"):
         build_source(replace(CONFIG, source="absent_package.Source"))
+
+
+def test_a_user_source_holds_documents_of_text():
+    with pytest.raises(UserError, match="it has no documents"):
+        build_source(replace(CONFIG, source=OWN_TABLE, options={"documents": 0}))
+    with pytest.raises(UserError, match="a document is of type bytes, but documents are str"):
+        encode_document(b"bytes", ByteTokenizer())  # type: ignore[arg-type]
 
 
 def test_an_exception_of_a_user_source_propagates():

@@ -74,6 +74,8 @@ def _build_own(config: DataConfig) -> Source:
         reason = "its objects are neither a random-access nor a streaming source"
         remedy = f"a class with __len__ and __getitem__, or with parts and open; see {INTERFACE}"
         raise _refusal(config, reason, remedy)
+    if isinstance(source, RandomAccessSource) and len(source) == 0:
+        raise _refusal(config, "it has no documents", "a source whose __len__ is 1 or more")
     return source
 
 

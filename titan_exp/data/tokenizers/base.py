@@ -5,6 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from titan_exp.config.errors.user_error import UserError
+
 
 class Tokenizer(Protocol):
     """Tokenizer interface of the data loaders and `generate`."""
@@ -34,6 +36,8 @@ class Tokenizer(Protocol):
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of `text` and EOS, [length + 1]."""
+    """Ids of `text` and EOS, [length + 1]. Raises UserError if a source of the user's gives anything but text."""
+    if not isinstance(text, str):
+        raise UserError(f"data.source: a document is of type {type(text).__name__}, but documents are str.")
     tokens = tokenizer.encode(text)
     return np.append(tokens, np.asarray(tokenizer.end_of_text, dtype=tokens.dtype))

@@ -64,6 +64,8 @@ def test_one_seed_gives_no_verdict(tmp_path: Path):
     text = said(compared(tmp_path))
     assert "without an interval (one seed)" in text
     assert "Student" not in text
+    make_study(tmp_path, {0.001: [3.0, 3.1], 0.003: [2.5, 2.6], 0.01: [math.nan, math.nan, 2.0]}, study="apart")
+    assert "At most one common seed in some rows: no interval" in said(compared(tmp_path, "apart"))
 
 
 def test_metrics_at_the_least_advanced_run(tmp_path: Path):

@@ -123,7 +123,7 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
             f"Significance is corrected for all {len(with_interval)} comparisons of a metric (Holm); intervals are not."
         )
     if len(with_interval) < len(known):
-        rows = "one seed" if not with_interval else "one common seed in some rows"
+        rows = "one seed" if not with_interval else "at most one common seed in some rows"
         yield f"{rows.capitalize()}: no interval, and a difference may be chance."
 
 

@@ -4,7 +4,7 @@ one, even when it is killed. Imports no torch, so that the server does while a c
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from threading import RLock, Thread
 from typing import Any, Generic, TypeVar
 
-from titan_exp.plan.cuda.caching_allocator import Event, Reserved, steady_reserved
+from titan_exp.plan.cuda.caching_allocator import Events, Reserved, steady_reserved
 from titan_exp.plan.garbage_collection import no_garbage_collection
 
 MIN_EVENTS = 30_000
@@ -51,9 +51,7 @@ class PlannerProcesses(ExitStack):
         """Begin to call a function of a module; its result is not changed by where it runs."""
         return Call(self._pool if self._processes > 0 else None, function, *args)
 
-    def replay(
-        self, setup: Sequence[Event], step: Sequence[Event], *, expandable: bool, capacity: int | None
-    ) -> Call[Reserved]:
+    def replay(self, setup: Events, step: Events, *, expandable: bool, capacity: int | None) -> Call[Reserved]:
         """Begin to replay a rank's events, as `steady_reserved` does."""
         pool = self._pool if self._processes > 0 and len(step) > MIN_EVENTS else None
         return Call(pool, _replay, setup, step, expandable, capacity)
@@ -65,7 +63,7 @@ class PlannerProcesses(ExitStack):
         return pool
 
 
-def _replay(setup: Sequence[Event], step: Sequence[Event], expandable: bool, capacity: int | None) -> Reserved:
+def _replay(setup: Events, step: Events, expandable: bool, capacity: int | None) -> Reserved:
     with no_garbage_collection():
         return steady_reserved(setup, step, expandable=expandable, capacity=capacity)
 

@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 MIB = 2**20
 
@@ -40,18 +40,17 @@ class Event(NamedTuple):
     size: int
     """Bytes allocated; 0 for a release."""
     stream: int
-    """Stream of an allocation."""
 
 
 Numbers = tuple[int, int, int]
 """Values of an `Event`."""
 
 
-class Events(Sequence[Event]):
+class Events:
     """Events in order, packed: a plan holds millions, and hands them to other processes."""
 
-    def __init__(self, packed: "array[int] | None" = None) -> None:
-        self.packed: array[int] = array("q") if packed is None else packed
+    def __init__(self) -> None:
+        self.packed: array[int] = array("q")
 
     def add(self, storage: int, size: int, stream: int) -> None:
         """Add an event."""
@@ -63,17 +62,6 @@ class Events(Sequence[Event]):
 
     def __len__(self) -> int:
         return len(self.packed) // 3
-
-    @overload
-    def __getitem__(self, place: int) -> Event: ...
-    @overload
-    def __getitem__(self, place: slice) -> "Events": ...
-    def __getitem__(self, place: int | slice) -> "Event | Events":
-        if isinstance(place, int):
-            begin = 3 * range(len(self))[place]
-            return Event._make(self.packed[begin : begin + 3])
-        begin, end, _ = place.indices(len(self))
-        return Events(self.packed[3 * begin : 3 * end])
 
     def __iter__(self) -> Iterator[Event]:
         return map(Event._make, self.numbers())
@@ -98,12 +86,12 @@ STEPS = 3
 
 
 def steady_reserved(
-    before: Sequence[Numbers], step: Sequence[Numbers], *, expandable: bool, capacity: int | None = None
+    before: Iterable[Numbers], step: Iterable[Numbers], *, expandable: bool, capacity: int | None = None
 ) -> Reserved:
     """Replay setup and `STEPS` steps; if they do not fit in `capacity`, without that limit, to tell what they need."""
-    before, step = (events.numbers() if isinstance(events, Events) else events for events in (before, step))
-    found = replay(repeated(before, step, STEPS), expandable=expandable, capacity=capacity)
-    return found if found.fits else replay(repeated(before, step, STEPS), expandable=expandable)
+    setup, work = (events.numbers() if isinstance(events, Events) else list(events) for events in (before, step))
+    found = replay(repeated(setup, work, STEPS), expandable=expandable, capacity=capacity)
+    return found if found.fits else replay(repeated(setup, work, STEPS), expandable=expandable)
 
 
 def repeated(before: Sequence[Numbers], step: Sequence[Numbers], times: int) -> Iterator[list[Numbers]]:
@@ -132,12 +120,12 @@ def _successors(before: Sequence[Numbers], step: Sequence[Numbers]) -> dict[int,
     """Map from earlier storages that a step releases to equal ones that it keeps; None if they do not match."""
     allocated = {storage: (size, stream) for storage, size, stream in before if size}
     left = {storage: (size, stream) for storage, size, stream in step if size}
-    found = [storage for storage, size, _ in step if not size and storage not in left]
-    for storage, size, _ in step:
-        if not size:
-            left.pop(storage, None)
+    released = [storage for storage, size, _ in step if not size]
+    earlier = [storage for storage in released if storage not in left]
+    for storage in released:
+        left.pop(storage, None)
     successors: dict[int, int] = {}
-    for storage in found:
+    for storage in earlier:
         successor = next((number for number, kind in left.items() if kind == allocated[storage]), None)
         if successor is None:
             return None
@@ -155,16 +143,15 @@ def replay(steps: Iterable[Iterable[Numbers]], *, expandable: bool, capacity: in
         for storage, size, stream in events:
             if not size:
                 allocator.free(blocks.pop(storage))
-                continue
-            block = allocator.allocate(size, stream)
-            if block is None:
-                return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, False)
-            blocks[storage] = block
+            elif (block := allocator.allocate(size, stream)) is not None:
+                blocks[storage] = block
+            else:
+                return allocator.statistics(fits=False)
         left = ([block.address for _, block in sorted(blocks.items())], allocator.layout())
         if left == found and not allocator.retries:
             break
         found = left
-    return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, True)
+    return allocator.statistics(fits=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -194,12 +181,10 @@ class _Pool:
     """Free blocks of a stream, small or large."""
 
     small: bool
-    free: list[Block] = field(default_factory=list)
-    """Sorted by size, then address."""
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    """Sizes and addresses of `free`, in the same order."""
-    unmapped: list[Block] = field(default_factory=list)
-    """Sorted by address."""
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    """Sizes, addresses and blocks, sorted."""
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+    """Addresses and blocks, sorted."""
 
     @property
     def page(self) -> int:
@@ -208,23 +193,15 @@ class _Pool:
 
     def put(self, block: Block) -> None:
         if block.mapped:
-            key = (block.size, block.address)
-            place = bisect_left(self.keys, key)
-            self.keys.insert(place, key)
-            self.free.insert(place, block)
+            insort(self.free, (block.size, block.address, block))
         else:
-            insort(self.unmapped, block, key=lambda free: free.address)
+            insort(self.unmapped, (block.address, block))
 
     def take(self, block: Block) -> None:
         if block.mapped:
-            self.pop(bisect_left(self.keys, (block.size, block.address)))
+            del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, block.address, key=lambda free: free.address)]
-
-    def pop(self, place: int) -> Block:
-        """Remove and return the free block at an index."""
-        del self.keys[place]
-        return self.free.pop(place)
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 
 class CachingAllocator:
@@ -249,17 +226,17 @@ class CachingAllocator:
         pool = self._pools.get((stream, small))
         if pool is None:
             pool = self._pools[stream, small] = _Pool(small)
-        block = self._best(pool, size)
-        if block is None:
-            block = self._grow(pool, segment_size(size))
+        block = self._best(pool, size) or self._grow(pool, segment_size(size))
         if block is None:
             self.retries += 1
             self._release_unused()
             block = self._grow(pool, segment_size(size))
-        if block is None:
-            return None
-        if block.size > size:
-            self._split(block, size)
+            if block is None:
+                return None
+        rest = block.size - size
+        # A small rest of a large block in a fixed segment stays a part of it.
+        if rest >= MIN_BLOCK and (self._expandable or small or rest > SMALL_SIZE):
+            pool.put(block.cut(size))
         block.allocated = True
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -273,29 +250,26 @@ class CachingAllocator:
         self._merge(block)
         block.pool.put(block)
 
-    def layout(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+    def statistics(self, *, fits: bool) -> Reserved:
+        """Statistics of all allocations so far."""
+        return Reserved(self.peak_allocated, self.peak_reserved, self.retries, fits)
+
+    def layout(self) -> list[list[tuple[int, int]]]:
         """Sizes and addresses of free blocks and of unmapped ranges, by pool."""
-        return [
-            (list(pool.keys), [(block.size, block.address) for block in pool.unmapped]) for pool in self._pools.values()
-        ]
+        blocks = ([entry[-1] for entry in (*pool.free, *pool.unmapped)] for pool in self._pools.values())
+        return [[(block.size, block.address) for block in of_pool] for of_pool in blocks]
 
     def _best(self, pool: _Pool, size: int) -> Block | None:
-        place = bisect_left(pool.keys, (size, 0))
-        if place == len(pool.free):
+        free = pool.free
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
             return None
         if self._expandable:
             # The last block of an expandable segment counts with the range it can grow into.
-            free, own = pool.free, _potential(pool.free[place])
-            while place + 1 < len(free) and (following := _potential(free[place + 1])) < own:
+            own = _potential(free[place][-1])
+            while place + 1 < len(free) and (following := _potential(free[place + 1][-1])) < own:
                 place, own = place + 1, following
-        return pool.pop(place)
-
-    def _split(self, block: Block, size: int) -> None:
-        """Split a block to a size, unless the rest is too small."""
-        rest = block.size - size
-        if rest < MIN_BLOCK or (not self._expandable and not block.pool.small and rest <= SMALL_SIZE):
-            return
-        block.pool.put(block.cut(size))
+        return free.pop(place)[-1]
 
     @staticmethod
     def _merge(block: Block) -> None:
@@ -328,18 +302,12 @@ class CachingAllocator:
         block = self._room(pool, size)
         if block.mapped:
             pool.take(block)
-        elif (mapped := self._map(block, min(block.size, size))) is None:
-            return None
         else:
-            block = mapped
-        while block.size < size:
+            block = self._map(block, min(block.size, size))
+        while block is not None and block.size < size:
             assert block.after is not None, "the address range is large enough"
-            wanted = min(size - block.size, block.after.size)
             pool.put(block)
-            grown = self._map(block.after, wanted)
-            if grown is None:
-                return None
-            block = grown
+            block = self._map(block.after, min(size - block.size, block.after.size))
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
@@ -356,7 +324,7 @@ class CachingAllocator:
 
     def _room(self, pool: _Pool, size: int) -> Block:
         """First unmapped range that fits the block, together with free memory before it."""
-        for block in pool.unmapped:
+        for _, block in pool.unmapped:
             start = block.before if block.before is not None and not block.before.allocated else block
             room, at = 0, start
             while at is not None and not at.allocated and room < size:
@@ -379,13 +347,12 @@ class CachingAllocator:
     def _release_unused(self) -> None:
         """Release unused segments, or unused pages of expandable ones, but those of a graph."""
         for (stream, _), pool in self._pools.items():
-            for block in list(pool.free) if stream != GRAPH else ():
-                if not self._expandable:
-                    if block.before is None and block.after is None:
-                        pool.take(block)
-                        self.reserved -= block.size
-                    continue
-                self._unmap(block)
+            for *_, block in list(pool.free) if stream != GRAPH else ():
+                if self._expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.take(block)
+                    self.reserved -= block.size
 
     def _unmap(self, block: Block) -> None:
         """Unmap the whole pages of a free block."""

@@ -23,7 +23,6 @@ class Device:
     """Accelerator, and the kernels that a run uses on it."""
 
     name: str
-    """Product name."""
     memory: int
     """Memory in bytes, as the driver reports it to CUDA."""
     bf16_tflops: float
@@ -66,7 +65,6 @@ class Device:
     matmul_workspace: int = 0
     """Bytes of torch's cuBLAS workspace per thread; 0 if unknown."""
     multiprocessors: int = 132
-    """Streaming multiprocessors."""
     watts: int | None = None
     """Power limit of these rates."""
     bandwidth_tbs: float | None = None
@@ -86,9 +84,7 @@ class Device:
     matmul_factor: float = 1.0
     """Factor of the rates of matmuls and attention. `titan-exp plan calibrate` fits this and the following."""
     bandwidth_factor: float = 1.0
-    """Factor of memory bandwidth."""
     link_factor: float = 1.0
-    """Factor of the rates of links."""
     overhead_gb: float | None = None
     """Memory of a process beyond its tensors, GB (10^9 bytes); None for the context and NCCL's buffers."""
 
@@ -153,16 +149,10 @@ DEVICES = {path.stem: _read(path) for path in sorted(TABLE.glob("*.yaml"))}
 
 
 def device_named(name: str) -> Device:
-    """Look up a device of the table.
-
-    Raises:
-        UserError: the name is unknown.
-    """
+    """Look up a device of the table. Raises UserError if the name is unknown."""
     if name.lower() not in DEVICES:
-        offer = did_you_mean(name, DEVICES)
-        raise UserError(
-            f"--device {name}: unknown device; {offer or f'known are {listed(DEVICES)}'}.".replace("?.", "?")
-        )
+        known = did_you_mean(name, DEVICES) or f"known are {listed(DEVICES)}"
+        raise UserError(f"--device {name}: unknown device; {known}.".replace("?.", "?"))
     return DEVICES[name.lower()]
 
 

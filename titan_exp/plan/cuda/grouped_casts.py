@@ -5,6 +5,7 @@ Shapes and strides are those of torchao 0.18; its own fake kernels exist only be
 
 import sys
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -28,18 +29,13 @@ def _kernel(body: Callable[..., Any]) -> Callable[..., Any]:
 @_kernel
 def fp8_columns_of_experts(x: Tensor) -> tuple[Tensor, Tensor]:
     """[experts, inputs, outputs] by columns, column-major."""
-    experts, inputs, outputs = x.shape
-    data = torch.empty_strided(x.shape, (inputs * outputs, 1, inputs), dtype=_E4M3, device=x.device)
-    return data, x.new_empty(experts, 1, outputs, dtype=torch.float32)
+    return _by_columns(x), x.new_empty(x.shape[0], 1, x.shape[2], dtype=torch.float32)
 
 
 @_kernel
 def fp8_transposed_rows_of_experts(x: Tensor) -> tuple[Tensor, Tensor]:
     """[experts, inputs, outputs] by rows, transposed and column-major."""
-    experts, inputs, outputs = x.shape
-    shape, strides = (experts, outputs, inputs), (inputs * outputs, 1, outputs)
-    data = torch.empty_strided(shape, strides, dtype=_E4M3, device=x.device)
-    return data, x.new_empty(experts, inputs, dtype=torch.float32)
+    return _by_columns(x.mT), x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
 @_kernel
@@ -51,54 +47,51 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @_kernel
 def fp8_columns_of_groups(x: Tensor, y: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two matrices [rows, columns] by columns of each group of rows, column-major."""
-    found = []
-    for matrix in (x, y):
-        rows, columns = matrix.shape
-        data = torch.empty_strided((rows, columns), (1, rows), dtype=_E4M3, device=matrix.device)
-        found += [data, matrix.new_empty(columns * ends.shape[0], dtype=torch.float32)]
-    return found[0], found[1], found[2], found[3]
+    x_scales, y_scales = (each.new_empty(each.shape[1] * ends.shape[0], dtype=torch.float32) for each in (x, y))
+    return _by_columns(x), x_scales, _by_columns(y), y_scales
 
 
 @_kernel
 def mxfp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, columns] by blocks of rows, with padded scales."""
-    scales = _padded(x.shape[0], TILE_ROWS), _padded(x.shape[1] // BLOCK, TILE_COLUMNS)
-    return torch.empty_like(x, dtype=_E4M3), x.new_empty(scales, dtype=_E8M0)
+    return torch.empty_like(x, dtype=_E4M3), x.new_empty(_tiled(x.shape[0], x.shape[1] // BLOCK), dtype=_E8M0)
 
 
 @_kernel
 def mxfp8_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, columns] by blocks of columns, column-major, with the scales of the transposed matrix."""
-    rows, columns = x.shape
-    data = torch.empty_strided((rows, columns), (1, rows), dtype=_E4M3, device=x.device)
-    return data, torch.empty_strided((columns, rows // BLOCK), (1, columns), dtype=_E8M0, device=x.device)
+    return _by_columns(x), x.new_empty(x.shape[0] // BLOCK, x.shape[1], dtype=_E8M0).mT
 
 
 @_kernel
 def mxfp8_columns_of_experts(x: Tensor) -> tuple[Tensor, Tensor]:
     """[experts, outputs, inputs] by blocks of columns, column-major, with padded scales."""
     experts, outputs, inputs = x.shape
-    data = torch.empty_strided(x.shape, (outputs * inputs, 1, outputs), dtype=_E4M3, device=x.device)
-    scales = _padded(inputs, TILE_ROWS) * _padded(outputs // BLOCK, TILE_COLUMNS)
-    return data, x.new_empty(experts, scales, dtype=_E8M0)
+    return _by_columns(x), x.new_empty(experts, prod(_tiled(inputs, outputs // BLOCK)), dtype=_E8M0)
 
 
 @_kernel
 def mxfp8_padded_scales_of_experts(scales: Tensor) -> Tensor:
     """Scales [experts, rows, columns] in tiles."""
     experts, rows, columns = scales.shape
-    return scales.new_empty(experts, _padded(rows, TILE_ROWS) * _padded(columns, TILE_COLUMNS))
+    return scales.new_empty(experts, prod(_tiled(rows, columns)))
 
 
 @_kernel
 def mxfp8_padded_scales_of_groups(scales: Tensor, ends: Tensor) -> Tensor:
     """Scales [rows, columns] in tiles of each group of columns."""
     rows, columns = scales.shape
-    return scales.new_empty(_padded(rows, TILE_ROWS), columns + TILE_COLUMNS * ends.shape[0])
+    return scales.new_empty(_tiled(rows, 0)[0], columns + TILE_COLUMNS * ends.shape[0])
 
 
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+def _by_columns(x: Tensor) -> Tensor:
+    """fp8 values of matrices, column-major."""
+    return x.new_empty(x.mT.shape, dtype=_E4M3).mT
+
+
+def _tiled(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of MXFP8's scales, padded to whole tiles."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def _quantized_columns(x: Tensor, **_: Any) -> tuple[None, Tensor, None, Tensor]:

@@ -65,11 +65,11 @@ def predict_many(
         elif keys[-1] not in answers:
             pending.setdefault(keys[-1], replace(request, answer=known))
     if pending:
-        _say(list(pending.values()), say)
-        for key, answer in _predict_in_processes(pending).items():
-            answers[key] = answer
-            stored = cache_key(pending[key].experiment, pending[key].device)
-            if isinstance(answer, Prediction) and pending[key].answer is None and stored is not None:
+        _say([request for request in pending.values() if request.answer is None], say)
+        answers |= _predict_in_processes(pending)
+        for key, request in pending.items():
+            answer, stored = answers[key], cache_key(request.experiment, request.device)
+            if isinstance(answer, Prediction) and request.answer is None and stored is not None:
                 put(cache, stored, answer)
     return [answers[key] for key in keys]
 
@@ -86,8 +86,7 @@ def _known_answer(request: PredictionRequest, cache: Path) -> tuple[str | None, 
     return key, None if key is None else get(cache, key)
 
 
-def _say(pending: Sequence[PredictionRequest], say: Callable[[str], None]) -> None:
-    predicted = [request for request in pending if request.answer is None]
+def _say(predicted: Sequence[PredictionRequest], say: Callable[[str], None]) -> None:
     runs = f"{len(predicted)} runs" if len(predicted) > 1 else "the run"
     ranks = sum(request.experiment.parallelism.pp for request in predicted)
     of = f", {ranks} pipeline ranks" if ranks > len(predicted) else ""
@@ -126,9 +125,7 @@ def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
     experiment, layout = request.experiment, ResolvedLayout.of(request.experiment)
     ranks = tuple(range(experiment.parallelism.pp))
     worthwhile = is_worthwhile(layout, experiment.activation_checkpoint, len(ranks))
-    if worthwhile and unsupported_reason(experiment) is None:
-        return [ranks]
-    return [(rank,) for rank in ranks]
+    return [ranks] if worthwhile and unsupported_reason(experiment) is None else [(rank,) for rank in ranks]
 
 
 def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> Prediction | None:

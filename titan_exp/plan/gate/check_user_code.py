@@ -43,12 +43,10 @@ def check_user_code(experiment: Experiment) -> None:
     """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
     user's frames of exceptions."""
     named, messages, found = import_paths(experiment), list[str](), list[Violation]()
-    for key, violations in _CHECKS.items():
-        if key not in named:
-            continue
+    for key in (key for key in _CHECKS if key in named):
         try:
             with failing_user_code(experiment, f"{key}={named[key]} fails before the run is started:"):
-                found += violations(experiment)
+                found += _CHECKS[key](experiment)
         except UserError as error:
             found += error.violations
             if not error.violations:
@@ -86,11 +84,10 @@ def _is_limitation(error: Exception, experiment: Experiment) -> bool:
     if kind.__module__.startswith(("torch._subclasses", "torch.fx.experimental")):
         # A tensor that was left on the meta device is there in training too.
         return kind.__name__ != "FakeTensorDeviceMismatchError" or "meta" not in str(error)
-    if any(text in str(error) for text in _FAKE_ONLY) or raised_in.split(".")[0] == "triton":
+    absent = ("torch.cuda",) if device_type(experiment.cluster) == "cuda" else ()
+    if raised_in.split(".")[0] == "triton" or raised_in.startswith(("titan_exp.plan", *absent)):
         return True
-    if raised_in.startswith("titan_exp.plan"):
-        return True
-    return device_type(experiment.cluster) == "cuda" and raised_in.startswith("torch.cuda")
+    return any(text in str(error) for text in _FAKE_ONLY)
 
 
 _FAKE_ONLY = ("numpy() is not supported for tensor subclasses", "data pointer of Tensor", "on meta tensors")
@@ -98,8 +95,7 @@ _FAKE_ONLY = ("numpy() is not supported for tensor subclasses", "data pointer of
 
 
 def _model(experiment: Experiment) -> Iterable[Violation]:
-    config, layout = experiment.model, ResolvedLayout.of(experiment)
-    model = _build(experiment)
+    config, layout, model = experiment.model, ResolvedLayout.of(experiment), _build(experiment)
     checks = experiment.activation_checkpoint, experiment.compile
     violations = list(module_violations(model, model_spec(config), layout, *checks))
     for check in (
@@ -144,9 +140,8 @@ def _parametrization(experiment: Experiment) -> Iterator[Violation]:
     wrong = [key for key, scale in scales.items() if not isinstance(scale, ParameterScale)]
     unknown = [key for key in scales if spec is not None and key not in spec.shapes]
     if wrong or unknown:
-        reason = (
-            f"the value of {wrong[0]} is no ParameterScale" if wrong else f"the model has no parameter {unknown[0]}"
-        )
+        reason = f"the model has no parameter {unknown[0]}" if unknown else ""
+        reason = f"the value of {wrong[0]} is no ParameterScale" if wrong else reason
         remedy = "return a ParameterScale by full parameter name, as in spec.shapes"
         yield Violation("parametrization.name", name, reason, remedy)
 

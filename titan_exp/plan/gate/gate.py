@@ -68,7 +68,7 @@ class MemoryCheck:
             return None
         if self.needed is not None:
             return self.needed <= self.device_memory.capacity
-        return True if self.bound is not None else None
+        return None if self.bound is None else True
 
 
 def staged(experiment: Experiment, rank: RankPrediction) -> int:
@@ -88,11 +88,11 @@ def check_memory(
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
     found = {number: request for number, check in enumerate(checks) if (request := _request(check)) is not None}
     for number, answer in zip(found, predict_many(list(found.values()), runs / ".cache", say), strict=True):
+        known = checks[number]
         if isinstance(answer, Prediction):
-            checks[number] = replace(checks[number], prediction=answer)
+            checks[number] = replace(known, prediction=answer)
         else:
-            why_not = checks[number].why_not or answer.reason
-            checks[number] = replace(checks[number], why_not=why_not, user_error=answer.user_error)
+            checks[number] = replace(known, why_not=known.why_not or answer.reason, user_error=answer.user_error)
     return checks
 
 
@@ -109,9 +109,8 @@ def explain_retries(memory_check: MemoryCheck) -> str:
     """Clause about an allocator under pressure; empty if the device is never full."""
     prediction = memory_check.prediction
     retries = 0 if prediction is None else max(rank.retries for rank in prediction.ranks)
-    return f"with the allocator under pressure: it finds the device full {retries} times in {STEPS} steps" * (
-        retries > 0
-    )
+    times = f"{retries} times in {STEPS} steps"
+    return f"with the allocator under pressure: it finds the device full {times}" if retries else ""
 
 
 def explain_oom(memory_check: MemoryCheck) -> str:

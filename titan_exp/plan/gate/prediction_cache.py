@@ -5,6 +5,7 @@ The key includes a digest of this package's code and the versions of torch and t
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from importlib import metadata
@@ -43,9 +44,8 @@ RELEVANT_GROUPS = (
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """Cache key of a prediction; None with user-defined code."""
-    if is_dotted(experiment.model.architecture) or is_dotted(experiment.parametrization.name):
-        return None
-    if experiment.optimizer.max_state is None:
+    own = is_dotted(experiment.model.architecture) or is_dotted(experiment.parametrization.name)
+    if own or experiment.optimizer.max_state is None:
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 
@@ -82,11 +82,9 @@ def get(cache: Path, key: str) -> Prediction | None:
 def put(cache: Path, key: str, prediction: Prediction) -> None:
     """Write a prediction; a full disk is ignored."""
     path = cache / FOLDER / f"{key}.json"
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(prediction)) + "\n", durable=False)
-    except OSError:
-        return
 
 
 @cache
@@ -96,8 +94,6 @@ def _code() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
     for name in ("torch", "torchao"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             digest.update(metadata.version(name).encode())
-        except metadata.PackageNotFoundError:
-            continue
     return digest.hexdigest()

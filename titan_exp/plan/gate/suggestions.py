@@ -6,14 +6,15 @@ Changes with an insufficient best case, estimated from the breakdown of the peak
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import OptimizerConfig, keeps_fp32_moments
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, explain_retries, staged
 from titan_exp.rules import check
@@ -28,6 +29,10 @@ LOSS_CHUNK = 2048
 """Suggested value of training.loss_chunk_tokens."""
 COPY = "copy of the state"
 """Category of what an asynchronous save holds on a CPU."""
+RECOMPUTATION = (("selective", 2.0, 0.25), ("full", 5.0, 0.02))
+"""Suggested values of activation_checkpoint.mode, with their costs and best-case factors of activations."""
+OF_MICRO_BATCH = ("activations", "loss", "communication", "other")
+"""Memory categories in proportion to the size of micro-batches."""
 SHARDED = ("parameters", "gradients", "optimizer")
 """Memory categories divided by the number of shards."""
 
@@ -36,8 +41,7 @@ SHARDED = ("parameters", "gradients", "optimizer")
 class Change:
     """Values of keys; the default is no change. Later ones of an option save more."""
 
-    overrides: tuple[tuple[str, object], ...] = ()
-    """Keys and values."""
+    overrides: Mapping[str, object] = field(default_factory=dict)
     cost: float = 0.0
     """Cost in speed, numerics or devices, in a unit that only orders changes."""
     categories: tuple[str, ...] | None = ()
@@ -45,19 +49,13 @@ class Change:
     factor: float = 1.0
     """Best-case factor of these categories."""
 
-    def best_case(self, category: str) -> float:
-        """Best-case factor of a memory category."""
-        return self.factor if self.categories is None or category in self.categories else 1.0
-
 
 @dataclass(frozen=True)
 class Suggestion:
     """A change that makes the run fit."""
 
     overrides: tuple[str, ...]
-    """Command-line overrides."""
     memory_check: MemoryCheck
-    """Memory check of the changed run."""
 
 
 def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Suggestion]:
@@ -104,73 +102,51 @@ def _outcome(suggestion: Suggestion) -> str:
 
 def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
     """Combinations that may fit and break no rule, cheapest first, each with its level per option."""
-    experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
-    changes_of = (
-        _loss_chunks(layout),
-        _recomputation(experiment.activation_checkpoint.mode),
-        _micro_batches(layout.micro_batch_size),
-        _moments(experiment.optimizer),
-        _saves(memory_check),
-        _degrees(layout),
-    )
-    options = [[Change(), *changes] for changes in changes_of]
-    combinations = itertools.product(*(range(len(option)) for option in options))
-    for levels in sorted(combinations, key=lambda levels: sum(change.cost for change in _pick(options, levels))):
-        changes = _pick(options, levels)
+    options = [enumerate([Change(), *changes]) for changes in _changes(memory_check)]
+    for combination in sorted(itertools.product(*options), key=lambda found: sum(change.cost for _, change in found)):
+        levels, changes = zip(*combination, strict=True)
         if not any(levels) or not _may_fit(memory_check, changes):
             continue
-        overrides = [override for change in changes for override in change.overrides]
-        changed = experiment
-        for key, value in overrides:
+        overrides = {key: value for change in changes for key, value in change.overrides.items()}
+        changed = memory_check.experiment
+        for key, value in overrides.items():
             group, _, name = key.partition(".")
             changed = replace(changed, **{group: replace(getattr(changed, group), **{name: value})})
-        try:
+        with suppress(UserError):
             check(changed)
-        except UserError:
-            continue
-        yield levels, tuple(_override(key, value) for key, value in overrides), changed
-
-
-def _pick(options: Sequence[Sequence[Change]], levels: Sequence[int]) -> list[Change]:
-    return [option[level] for option, level in zip(options, levels, strict=True)]
+            yield levels, tuple(_override(key, value) for key, value in overrides.items()), changed
 
 
 def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
     prediction, memory = memory_check.planned
     largest, overhead = prediction.largest, memory.overhead * memory.sharing
     sizes = {**largest.by_category, COPY: staged(memory_check.experiment, largest)}
-    best = sum(size * math.prod(change.best_case(name) for change in changes) for name, size in sizes.items())
+    best = 0.0
+    for name, size in sizes.items():
+        shrinking = (change for change in changes if change.categories is None or name in change.categories)
+        best += size * math.prod(change.factor for change in shrinking)
     needed = memory_check.needed or 0
     return (needed - overhead) * best / sum(sizes.values()) + overhead <= (memory.capacity or 0)
 
 
-def _loss_chunks(layout: ResolvedLayout) -> Iterator[Change]:
-    tokens = layout.micro_batch_size * layout.training.seq_len
+def _changes(memory_check: MemoryCheck) -> Iterator[list[Change]]:
+    """Changes of every option that has any."""
+    experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
+    now, mode = layout.micro_batch_size, experiment.activation_checkpoint.mode
+    tokens = now * layout.training.seq_len
     if not layout.training.has_given_chunks and tokens > LOSS_CHUNK:
-        yield Change((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, ("loss",), LOSS_CHUNK / tokens)
-
-
-def _recomputation(mode: str) -> Iterator[Change]:
-    stronger = {"none": ("selective", "full"), "full": ()}.get(mode, ("full",))
-    costs = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
-    for name in stronger:
-        yield Change((("activation_checkpoint.mode", name),), costs[name][0], ("activations",), costs[name][1])
-
-
-def _micro_batches(now: int) -> Iterator[Change]:
-    shrinking = ("activations", "loss", "communication", "other")
-    for size in reversed([size for size in divisors(now) if size < now]):
-        yield Change((("training.micro_batch_size", size),), 1.0 + 0.5 * math.log2(now / size), shrinking, size / now)
-
-
-def _moments(optimizer: OptimizerConfig) -> Iterator[Change]:
-    if keeps_fp32_moments(optimizer):
-        yield Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)
-
-
-def _saves(memory_check: MemoryCheck) -> Iterator[Change]:
-    if staged(memory_check.experiment, memory_check.planned[0].largest):
-        yield Change((("checkpoint.mode", "sync"),), 0.5, (COPY,), 0.0)
+        yield [Change({"training.loss_chunk_tokens": LOSS_CHUNK}, 1.0, ("loss",), LOSS_CHUNK / tokens)]
+    stronger = RECOMPUTATION if mode == "none" else RECOMPUTATION[1:] if mode != "full" else ()
+    yield [Change({"activation_checkpoint.mode": name}, cost, ("activations",), kept) for name, cost, kept in stronger]
+    yield [
+        Change({"training.micro_batch_size": size}, 1.0 + 0.5 * math.log2(now / size), OF_MICRO_BATCH, size / now)
+        for size in reversed(divisors(now)[:-1])
+    ]
+    if keeps_fp32_moments(experiment.optimizer):
+        yield [Change({"optimizer.state_precision": "int8"}, 4.0, ("optimizer",), 0.28)]
+    if staged(experiment, memory_check.planned[0].largest):
+        yield [Change({"checkpoint.mode": "sync"}, 0.5, (COPY,), 0.0)]
+    yield list(_degrees(layout))
 
 
 def _degrees(layout: ResolvedLayout) -> Iterator[Change]:
@@ -181,13 +157,13 @@ def _degrees(layout: ResolvedLayout) -> Iterator[Change]:
     # An unset micro-batch size follows from the data-parallel degree.
     sharded = (*SHARDED, "activations", "loss") if layout.training.micro_batch_size is None else SHARDED
     for factor in (2, 4):
-        override = ("parallelism.dp_shard", parallelism.dp_shard * factor)
-        yield Change((override,), 8.0 * math.log2(factor), sharded, 1 / factor)
+        override = {"parallelism.dp_shard": parallelism.dp_shard * factor}
+        yield Change(override, 8.0 * math.log2(factor), sharded, 1 / factor)
     for key, degree in (("tp", parallelism.tp), ("pp", parallelism.pp)):
-        override = (f"parallelism.{key}", degree * 2)
+        override = {f"parallelism.{key}": degree * 2}
         if parallelism.dp_shard % 2 == 0:
-            yield Change((override, ("parallelism.dp_shard", parallelism.dp_shard // 2)), 6.0, None, 0.5)
-        yield Change((override,), 10.0, None, 0.5)
+            yield Change({**override, "parallelism.dp_shard": parallelism.dp_shard // 2}, 6.0, None, 0.5)
+        yield Change(override, 10.0, None, 0.5)
 
 
 def _contains(levels: tuple[int, ...], other: tuple[int, ...]) -> bool:

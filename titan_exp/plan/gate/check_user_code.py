@@ -66,10 +66,9 @@ def failing_user_code(experiment: Experiment, what: str) -> Iterator[None]:
     disabled, logger.disabled = logger.disabled, True
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        frames = "" if _is_limitation(error, experiment) else user_traceback(error, user_packages(experiment))
+        known = isinstance(error, UserError) or _is_limitation(error, experiment)
+        frames = "" if known else user_traceback(error, user_packages(experiment))
         if not frames:
             raise
         raise UserCodeError(f"{what}\n{frames}") from error
@@ -125,11 +124,9 @@ def _optimizer(experiment: Experiment) -> Iterable[Violation]:
         optimizer_class(experiment.optimizer)
     try:
         build_optimizer([_build(experiment)], experiment.optimizer)
-    except UserError:
-        raise
     except Exception as error:
         # An optimizer may read the parameters' values; the gate's fake tensors have none either.
-        if not _is_limitation(error, experiment):
+        if isinstance(error, UserError) or not _is_limitation(error, experiment):
             raise
     return ()
 

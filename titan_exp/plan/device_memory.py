@@ -96,15 +96,15 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     if measured is None or dtype not in measured.tflops or measured.copy is None:
         return None
     cores = int(name.rpartition(", ")[2].partition(" ")[0])
-    bandwidth = measured.copy / 1e3 / processes
-    link = measured.link or measured.copy / 2
     share = min(1.0, threads / cores)
+    matmul, bandwidth = measured.tflops[dtype] * share, measured.copy / 1e3 / processes
+    link = measured.link or measured.copy / 2
     device = Device(
         name,
         host_memory() or 0,
-        measured.tflops[dtype] * share,
+        matmul,
         None,
-        {"bf16": measured.tflops[dtype] * share},
+        {"bf16": matmul},
         bandwidth,
         bandwidth,
         link,
@@ -121,9 +121,8 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
 
 def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
     """GPU of the device table with its cluster's links, and with measured rates and fitted constants from `cache`."""
-    links = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
-    device = replace(device, **links)
-    measured = next((found for name in device.driver_names if (found := read_rates(cache, name)) is not None), None)
+    device = replace(device, **_given(cluster, "link_gbs", "network_gbs"))
+    measured = next(filter(None, (read_rates(cache, name) for name in device.driver_names)), None)
     if measured is not None:
         # Data-sheet peaks stay, since they define MFU.
         changed: dict[str, Any] = {
@@ -136,10 +135,8 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
             changed |= {"copy_tbs": measured.copy / 1e3, "elementwise_tbs": share * measured.copy / 1e3}
         if measured.link is not None:
             changed["link_share"] = min(1.0, measured.link / device.link_gbs)
-        for name in ("message_us", "launch_us", "context_gib", "communicator_gib"):
-            if (value := getattr(measured, name)) is not None:
-                changed[name] = value
-        device = replace(device, **changed)
+        costs = ("message_us", "launch_us", "context_gib", "communicator_gib")
+        device = replace(device, **changed, **_given(measured, *costs))
     return replace(device, **read_constants(cache, device.name))
 
 
@@ -150,7 +147,7 @@ def gpu_memory(cluster: ClusterConfig, cache: Path, layout: ResolvedLayout, spec
     """
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
-    if installed and len(set(installed)) == 1:
+    if len(set(installed)) == 1:
         key = device_reported_as(installed[0]) or ""
     if key not in DEVICES:
         text = f"cluster.gpu_type={cluster.gpu_type or 'null'}"
@@ -191,6 +188,11 @@ def write_constants(cache: Path, device: str, values: Mapping[str, Any]) -> Path
     return path
 
 
+def _given(source: object, *names: str) -> dict[str, Any]:
+    """Attributes of these names that are not None."""
+    return {name: value for name in names if (value := getattr(source, name)) is not None}
+
+
 def _attention(measured: DeviceRates, share: float = 1.0) -> dict[str, dict[int, tuple[float, float]]]:
     """Measured rates of attention, multiplied by the share of the device that a process has."""
     return {
@@ -204,9 +206,9 @@ def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> 
     processes = min(world, node_size(cluster, world))
     if cluster.is_remote:
         overhead, unknown = round(CPU_OVERHEAD_GB * 1e9), "the memory of a node is not known; set cluster.memory_gb"
-        if cluster.memory_gb:
-            return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
-        return DeviceMemory(None, None, processes, overhead, "a node", unknown)
+        if not cluster.memory_gb:
+            return DeviceMemory(None, None, processes, overhead, "a node", unknown)
+        return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
     name, processes = cpu_name(), processes * cluster.replica_groups
     device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
     overhead = round(read_constants(cache, name).get("overhead_gb", CPU_OVERHEAD_GB) * 1e9)

@@ -50,7 +50,6 @@ class RankPrediction:
     seconds: Mapping[str, float] | None
     """Step time by bound (`RankTime`); None if rates are unknown."""
     operators: int
-    """Operators of a step."""
     saved: int = 0
     """Bytes of parameters and optimizer state, which an asynchronous save copies to the host."""
     retries: int = 0
@@ -72,7 +71,6 @@ class Prediction:
     """Prediction of a run."""
 
     ranks: tuple[RankPrediction, ...]
-    """Predictions by pipeline rank."""
     bubble: float
     """Pipeline bubble as a share of the step."""
     step_seconds: float | None

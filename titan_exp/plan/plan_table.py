@@ -1,7 +1,8 @@
 """Output of `titan-exp plan`: tables and lines for a terminal, or JSON."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 from rich import box
@@ -22,6 +23,11 @@ from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
 COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
 AT_MOST = " Attention's backward is counted with its largest workspace: this is an upper bound."
+OF_RUN = (
+    *("gpu_hours", "tokens", "sent_bytes_per_token", "sent_bytes_at_once"),
+    *("checkpoint_bytes", "checkpoint_bytes_per_node", "host_bytes_per_node"),
+)
+"""Values of a plan that its JSON repeats by name."""
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -36,13 +42,10 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     """Print a plan on a terminal; with `kernels`, also the step of the largest rank by class of kernels."""
     console = console or Console()
     training, layout = plan.experiment.training, plan.layout
-    sequences = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"
-    console.print(
-        f"{plan.experiment.model.name} on {groups_of(plan.experiment)}{layout.world_size} x "
-        f"{plan.device.name if plan.device else 'CPU process'}: "
-        f"{sequences}, {layout.gradient_accumulation} per step",
-        highlight=False,
-    )
+    devices = f"{groups_of(plan.experiment)}{layout.world_size} x {plan.device.name if plan.device else 'CPU process'}"
+    micro_batch = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"
+    step = f"{micro_batch}, {layout.gradient_accumulation} per step"
+    console.print(f"{plan.experiment.model.name} on {devices}: {step}", highlight=False)
     if training.batch_ramp:
         batch = f"training.global_batch_size={training.global_batch_size}, the largest batch of the ramp"
         print_lines(console, [f"Memory and time of a step are those with {batch}."])
@@ -77,17 +80,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "replica_groups": plan.experiment.cluster.replica_groups,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
-        "bubble": plan.bubble,
-        "step_seconds": plan.step_seconds,
-        "tokens_per_second_per_device": plan.tokens_per_second,
-        "mfu": plan.mfu,
-        "gpu_hours": plan.gpu_hours,
-        "tokens": plan.tokens,
-        "sent_bytes_per_token": plan.sent_bytes_per_token,
-        "sent_bytes_at_once": plan.sent_bytes_at_once,
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
-        "host_bytes_per_node": plan.host_bytes_per_node,
+        **{name: value for name, value in vars(plan.prediction).items() if name != "ranks"},
+        **{name: getattr(plan, name) for name in OF_RUN},
         "worst_load_bytes": plan.worst_bytes,
         "planning_seconds": plan.planning_seconds,
         "traced_in_full_because": plan.why_full or None,
@@ -96,10 +90,6 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def _rank_json(rank: RankPlan) -> dict[str, Any]:
     trace = rank.trace
-    messages = [
-        {"axis": axis, "kind": kind, "bytes": size, "calls": trace.costs.calls[axis, kind]}
-        for (axis, kind), size in sorted(trace.costs.messages.items())
-    ]
     return {
         "pipeline_rank": rank.pipeline_rank,
         "peak_allocated_bytes": trace.peak.bytes,
@@ -122,7 +112,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         },
         "flops": trace.costs.flops,
         "operators": trace.costs.operators,
-        "messages": messages,
+        "messages": sorted(rank.messages, key=itemgetter("axis", "kind")),
         "kernels": [asdict(part) for part in rank.kernels],
         "seconds": rank.time and asdict(rank.time),
     }
@@ -130,16 +120,16 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
 
 def _memory(plan: Plan) -> Table:
     unit, word = (GIB, "GiB") if plan.largest.bytes >= GIB else (MIB, "MiB")
-    shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
-    reserving = any(rank.allocator is not None for rank in plan.ranks)
-    sizes = [_SHORT.get(name, name) for name in shown] + ["in all", *(["reserved"] if reserving else [])]
-    table = _table(f"Peak memory, {word}", ["pp"], sizes)
-    table.add_column("during")
-    for rank in plan.ranks:
-        peak = rank.trace.peak
-        sizes = [*(peak.by_category[name] for name in shown), peak.bytes, *([rank.bytes] if reserving else [])]
-        table.add_row(str(rank.pipeline_rank), *(f"{size / unit:.2f}" for size in sizes), peak.where)
-    return table
+    peaks = [rank.trace.peak for rank in plan.ranks]
+    sizes = {_SHORT.get(name, name): [peak.by_category[name] for peak in peaks] for name in CATEGORIES}
+    sizes = {name: of_ranks for name, of_ranks in sizes.items() if any(of_ranks)}
+    sizes["in all"] = [peak.bytes for peak in peaks]
+    if plan.largest.allocator is not None:
+        sizes["reserved"] = [rank.bytes for rank in plan.ranks]
+    columns = ([f"{size / unit:.2f}" for size in of_ranks] for of_ranks in sizes.values())
+    numbers, phases = (rank.pipeline_rank for rank in plan.ranks), (peak.where for peak in peaks)
+    rows = zip(numbers, *columns, phases, strict=True)
+    return table_of(("pp", *sizes, "during"), rows, {"pp", "during"}, f"Peak memory, {word}")
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
@@ -190,7 +180,7 @@ def _sent_activations(plan: Plan) -> Iterator[str]:
 def _experts(plan: Plan) -> Iterator[str]:
     """Lines about the assumed load of experts."""
     spec, layout = model_spec(plan.experiment.model), plan.layout
-    router = None if spec is None else next((layer.router for layer in spec.layers if layer.router is not None), None)
+    router = None if spec is None else next((router for _, router in spec.routers()), None)
     if router is None:
         return
     tokens = layout.micro_batch_size * layout.training.seq_len / layout.parallelism.cp
@@ -210,14 +200,12 @@ def _on_host(plan: Plan) -> Iterator[str]:
     if (host := trace.host) is None:
         return
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in host.peak.by_category.items() if size >= MIB)
+    tensors = f"{format_bytes(host.peak.bytes)} of tensors{f' ({parts})' if parts else ''}"
     together = "" if node is None else f", {format_bytes(node)} for the ranks of a node"
     given = plan.experiment.cluster.memory_gb or 0
     fits = "does not fit" if node is not None and given and node > given * GIB else "must hold the processes as well"
     room = f"; cluster.memory_gb={given} {fits}" if given else ""
-    yield (
-        f"On the host: {format_bytes(host.peak.bytes)} of tensors{f' ({parts})' if parts else ''}{together}{room}. "
-        "Parameters and gradients are pinned, in blocks of powers of two."
-    )
+    yield f"On the host: {tensors}{together}{room}. Parameters and gradients are pinned, in blocks of powers of two."
     if plan.step_seconds is not None:
         reading = format_si(trace.costs.host_bytes, "B")
         yield (
@@ -227,38 +215,38 @@ def _on_host(plan: Plan) -> Iterator[str]:
 
 
 def _messages(plan: Plan) -> Table:
-    numbers = ["ranks", "nodes", "calls", "MiB", *([] if plan.device is None else ["ms"])]
-    table = _table(f"Messages{_of_largest(plan)} in a step", ["axis", "message"], numbers)
-    trace, node = plan.largest.trace, plan.layout.node_size
-    for (axis, kind), size in sorted(trace.costs.messages.items(), key=lambda item: -item[1]):
-        ranks, calls = trace.axes.get(axis, []), trace.costs.calls[axis, kind]
-        group = [str(len(ranks)), str(len({rank // node for rank in ranks}))] if ranks else ["", ""]
-        row = [axis, kind, *group, str(calls), f"{size / MIB:,.2f}"]
+    headings, rows = ["axis", "message", "ranks", "nodes", "calls", "MiB"], list[list[object]]()
+    headings += [] if plan.device is None else ["ms"]
+    for message in sorted(plan.largest.messages, key=itemgetter("bytes"), reverse=True):
+        axis, kind, size, calls = message.values()
+        ranks, node = plan.largest.trace.axes.get(axis, []), plan.layout.node_size
+        nodes = len({rank // node for rank in ranks})
+        rows.append([axis, kind, len(ranks) or "", nodes or "", calls, f"{size / MIB:,.2f}"])
         if plan.device is not None:
             seconds = message_seconds(kind, size, ranks, plan.device, node, calls=calls)
-            row.append(f"{seconds * 1e3:,.2f}" if ranks else "")
-        table.add_row(*row)
-    return table
+            rows[-1].append(f"{seconds * 1e3:,.2f}" if ranks else "")
+    return table_of(headings, rows, {"axis", "message"}, f"Messages{_of_largest(plan)} in a step")
 
 
 def _kernels(plan: Plan) -> Table:
-    table = _table(f"Kernels{_of_largest(plan)} in a step", ["class"], ["launches", "TFLOP", "GB", "ms"])
+    rows = []
     for part in plan.largest.kernels:
-        seconds = "?" if part.seconds is None else f"{part.seconds * 1e3:,.2f}"
-        amounts = (part.flops / 1e12, part.bytes / 1e9)
-        table.add_row(
-            part.name, str(part.launches), *(f"{amount:,.2f}" if amount else "" for amount in amounts), seconds
-        )
-    return table
+        amounts = (f"{amount:,.2f}" if amount else "" for amount in (part.flops / 1e12, part.bytes / 1e9))
+        rows.append((part.name, part.launches, *amounts, "?" if part.seconds is None else f"{part.seconds * 1e3:,.2f}"))
+    return table_of(
+        ("class", "launches", "TFLOP", "GB", "ms"), rows, {"class"}, f"Kernels{_of_largest(plan)} in a step"
+    )
 
 
-def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Empty table with columns of words, and of numbers, which are aligned on the right."""
+def table_of(
+    headings: Iterable[str], rows: Iterable[Iterable[object]], words: Collection[str], title: str | None = None
+) -> Table:
+    """Table of rows; columns of `words` are aligned on the left, others, of numbers, on the right."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in words else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
     return table
 
 
@@ -271,12 +259,10 @@ def _emulated(plan: Plan) -> Iterator[str]:
     config, device = plan.experiment.quantization, plan.device
     if plan.layout.device_type == "cpu" or config.recipe == "none" or device is None:
         return
-    least = MIN_CAPABILITY[config.recipe]
+    major, minor = least = MIN_CAPABILITY[config.recipe]
     if device.capability is None or device.capability < least:
-        yield (
-            f"{config.recipe} is emulated on {device.name}, as in training: its instructions need CUDA capability "
-            f"{least[0]}.{least[1]}."
-        )
+        needed = f"its instructions need CUDA capability {major}.{minor}"
+        yield f"{config.recipe} is emulated on {device.name}, as in training: {needed}."
 
 
 def _speed(plan: Plan) -> Iterator[str]:
@@ -291,18 +277,14 @@ def _speed(plan: Plan) -> Iterator[str]:
     slowest = max(times, key=lambda time: time.total)
     operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
     exchange = f", sums over replica groups {slowest.exchange:.3g}" if slowest.exchange else ""
-    yield (
-        f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
-        f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "
-        f"{slowest.behind:.3g} overlapped{exchange}; bubble {plan.bubble:.0%}"
-    )
+    computed = f"matmuls {slowest.matmuls:.3g}, elementwise {slowest.elementwise:.3g}, {operators}"
+    sent = f"communication {slowest.exposed:.3g} exposed and {slowest.behind:.3g} overlapped{exchange}"
+    yield f"{plan.step_seconds:.3g} s per step, estimated: {computed}{sent}; bubble {plan.bubble:.0%}"
     hours = plan.gpu_hours or 0.0
     shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-    yield (
-        f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
-        f"{plan.experiment.training.last_step} steps: {plan.tokens:,} tokens, "
-        f"{shown} {'device-hours' if plan.mfu is None else 'GPU-hours'}"
-    )
+    mfu, unit = ("", "device-hours") if plan.mfu is None else (f", MFU {plan.mfu:.0%}", "GPU-hours")
+    run = f"{plan.experiment.training.last_step} steps: {plan.tokens:,} tokens, {shown} {unit}"
+    yield f"{plan.tokens_per_second:,.0f} tokens/s per device{mfu}; {run}"
 
 
 def groups_of(experiment: Experiment) -> str:

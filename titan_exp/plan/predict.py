@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.group_share import share_of_group
@@ -53,7 +53,6 @@ class RankPlan:
     pipeline_rank: int
     """Rank along pp."""
     trace: Trace
-    """Memory, operators and messages of the step."""
     time: RankTime | None
     """Step time; None if rates are unknown."""
     allocator: Reserved | None
@@ -73,6 +72,12 @@ class RankPlan:
         """
         messages = self.trace.costs.messages.items()
         return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Messages of a step by mesh axis and kind, as JSON values."""
+        calls, messages = self.trace.costs.calls, self.trace.costs.messages.items()
+        return [{"axis": at[0], "kind": at[1], "bytes": size, "calls": calls[at]} for at, size in messages]
 
     @property
     def bytes(self) -> int:
@@ -104,7 +109,6 @@ class Plan:
     device: Device | None
     """Device; None for a CPU of unknown speed."""
     ranks: list[RankPlan]
-    """Predicted pipeline ranks."""
     bubble: float
     """Pipeline bubble as a share of the step."""
     step_seconds: float | None
@@ -114,7 +118,6 @@ class Plan:
     checkpoint_bytes: int
     """Size of a checkpoint with the optimizer's state."""
     planning_seconds: float
-    """Duration of the prediction."""
     why_full: str = ""
     """Reason for tracing a large run in full; empty if extrapolated, or if a full trace was as fast or requested."""
     samples: Samples | None = None
@@ -169,8 +172,8 @@ class Plan:
         spec, config = model_spec(self.experiment.model), self.experiment.semi_sync
         if not config.enabled or spec is None:
             return None
-        shares = (largest_fragment(config, spec, self.layout, rank.pipeline_rank) for rank in self.ranks)
-        sizes = [share * rank.trace.persistent["parameters"] for share, rank in zip(shares, self.ranks, strict=True)]
+        weights = {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in self.ranks}
+        sizes = (largest_fragment(config, spec, self.layout, rank) * size for rank, size in weights.items())
         return ring_bytes(max(sizes), config.groups)
 
     @property
@@ -189,13 +192,12 @@ class Plan:
 
         None without offload, or if some pipeline ranks were not predicted.
         """
-        world, hosts = self.layout.world_size, {rank.pipeline_rank: rank.trace.host for rank in self.ranks}
-        if len(hosts) < self.experiment.parallelism.pp or None in hosts.values():
+        sizes = [rank.trace.host.peak.bytes for rank in self.ranks if rank.trace.host is not None]
+        if len(sizes) < self.experiment.parallelism.pp:
             return None
-        sizes = [host.peak.bytes for host in hosts.values() if host is not None]
-        node, copies = self.layout.node_size, world // self.experiment.parallelism.pp
-        nodes = (range(first, min(first + node, world)) for first in range(0, world, node))
-        return max(sum(sizes[rank // copies] for rank in ranks) for ranks in nodes)
+        node, of_stage = self.layout.node_size, self.layout.world_size // self.experiment.parallelism.pp
+        by_rank = [size for size in sizes for _ in range(of_stage)]
+        return max(sum(by_rank[first : first + node]) for first in range(0, len(by_rank), node))
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -312,7 +314,7 @@ def _traces(
 
     `processes` trace optimizer steps while this one traces samples.
     """
-    traced, why_full = _as_traced(experiment, device), ""
+    traced, why_full = as_traced(experiment, device), ""
     layout = ResolvedLayout.of(traced)
     cuda = layout.device_type == "cuda"
     workspace = device.matmul_workspace if cuda and device is not None else 0
@@ -353,16 +355,10 @@ def _traces(
 @contextmanager
 def traced_rank(experiment: Experiment, device: Device | None, pipeline_rank: int) -> Iterator[FakeRank]:
     """Build a pipeline rank as it is traced for a device, for the `with` block."""
-    experiment = _as_traced(experiment, device)
+    experiment = as_traced(experiment, device)
     rank = pipeline_ranks(ResolvedLayout.of(experiment))[pipeline_rank]
     with _assumptions(experiment, device), fake_rank(experiment, rank) as fake:
         yield fake
-
-
-def _as_traced(experiment: Experiment, device: Device | None) -> Experiment:
-    """Share of a replica group, with the attention kernel of the trace."""
-    group = share_of_group(experiment)
-    return on_cpu(group, device) if device_type(group.cluster) == "cuda" else group
 
 
 @contextmanager
@@ -379,16 +375,17 @@ def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Cal
         return call()
 
 
-def on_cpu(experiment: Experiment, device: Device | None) -> Experiment:
-    """Run as traced on a CPU, whose flash kernel saves the same tensors as CUDA's flash and cuDNN kernels.
-
-    It is also saved in their place where a list of saved operators names the one that the run takes.
-    """
-    traced = replace(experiment, model=with_attention_backend(experiment.model, attention_kernel(experiment)))
+def as_traced(experiment: Experiment, device: Device | None) -> Experiment:
+    """Share of a replica group, for CUDA with the CPU's flash kernel in place of CUDA's flash and cuDNN kernels, since
+    it saves the same tensors; also in a list of saved operators that names the one that the run takes."""
+    traced = share_of_group(experiment)
+    if device_type(traced.cluster) != "cuda":
+        return traced
+    traced = replace(traced, model=with_attention_backend(traced.model, attention_kernel(traced)))
     kernel = None if device is None else with_run_kernels(device, experiment).kernel
     if kernel not in ("flash", "cudnn"):
         return traced
     own = re.compile(rf"aten\._scaled_dot_product_{kernel}_attention(?:\.default)?(?=/|$)")
-    checkpointing = experiment.activation_checkpoint
+    checkpointing = traced.activation_checkpoint
     save = [own.sub("aten._scaled_dot_product_flash_attention_for_cpu", entry) for entry in checkpointing.save]
     return replace(traced, activation_checkpoint=replace(checkpointing, save=save))

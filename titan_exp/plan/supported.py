@@ -74,12 +74,8 @@ def with_run_kernels(device: Device, experiment: Experiment) -> Device:
     if kernel == "auto":
         hopper, kernel = device.capability is not None and device.capability >= HOPPER, _auto_backend(experiment)
         kernel = "flash" if kernel == "cudnn" and not hopper else kernel
-    return replace(
-        device,
-        recipe=experiment.quantization.recipe,
-        kernel=kernel,
-        head_dim=device.head_dim if attention is None else attention.qk_dim,
-    )
+    head_dim = device.head_dim if attention is None else attention.qk_dim
+    return replace(device, recipe=experiment.quantization.recipe, kernel=kernel, head_dim=head_dim)
 
 
 def _auto_backend(experiment: Experiment) -> str:

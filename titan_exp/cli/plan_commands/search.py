@@ -61,7 +61,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
     searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.planner_processes import start_forkserver
-    from titan_exp.plan.search.layouts import fixed_keys, search_space
+    from titan_exp.plan.search.layouts import fixed_keys, search_space, train_command
     from titan_exp.plan.supported import check_supported, with_run_kernels
 
     experiment = to_experiment(cfg)
@@ -96,10 +96,11 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
         raise UserError(_explain_no_fit(result, device, gpus))
     tokens = None if options.tokens is None else int(options.tokens)
     more = {} if tokens is None else {"training.steps": steps_for(experiment.training, tokens)}
+    commands = [train_command(row.candidate, typed, more) for row in result.rows]
     if options.json:
-        print(json.dumps(search_json(result, space, typed, more, tokens), indent=2))
+        print(json.dumps(search_json(result, space, commands, tokens), indent=2))
     else:
-        print_search(result, space, device, typed=typed, more=more, tokens=tokens)
+        print_search(result, space, device, commands, tokens)
     return 0
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
@@ -24,7 +24,6 @@ import numpy as np
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import room_of
@@ -33,7 +32,7 @@ from titan_exp.plan.extrapolate.sample import trace_samples
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.planner_processes import start_forkserver, start_worker
-from titan_exp.plan.predict import on_cpu
+from titan_exp.plan.predict import as_traced
 from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.plan.search.layout_cost import LayoutCost, planned_cost
@@ -58,11 +57,9 @@ class Evaluated(NamedTuple):
     """Sampled or planned layout."""
 
     candidate: Candidate
-    """Layout."""
     profile: Profile | None = None
     """Profile of its samples, if it has any."""
     cost: LayoutCost | None = None
-    """Cost if it is planned."""
     unknown: str = ""
     """Reason that it cannot be extrapolated, or empty."""
 
@@ -88,7 +85,6 @@ class SearchResult:
     unknown: list[tuple[str, int]]
     """Layouts that cannot be extrapolated, counted by reason."""
     seconds: float
-    """Duration of the search."""
     stopped: bool = False
     """True if Ctrl-C or the time limit ended the search: rows are the fastest so far, and `slower` may be faster."""
 
@@ -107,6 +103,7 @@ class LayoutSearch:
         supported = [each for each, reason in zip(space.candidates, reasons, strict=True) if reason is None]
         self._candidates = [replace(each, number=number) for number, each in enumerate(supported)]
         self._room = np.array([room_of(each.layout, each.spec, device) for each in self._candidates])
+        self._numbers = {each.base: each.number for each in self._candidates}
         self._open = np.ones(len(supported), dtype=bool)
         self._sampled = set[int]()
         self._costs: dict[Key, LayoutCost] = {}
@@ -115,10 +112,6 @@ class LayoutSearch:
     @cached_property
     def _estimates(self) -> Estimates:
         return Estimates(self._candidates, self._device)
-
-    @cached_property
-    def _numbers(self) -> dict[Key, int]:
-        return {each.base: each.number for each in self._candidates}
 
     def run(self, seconds: float | None = None) -> SearchResult:
         """Run the search, for up to `seconds`; Ctrl-C ends it early, too. Raises UserError if an option of a layout is
@@ -140,19 +133,13 @@ class LayoutSearch:
             pool.shutdown(cancel_futures=True)
         rows, costs = self._fastest()[: self._limit], list(self._costs.values())
         front = [all(row.reserved < faster.reserved for faster in rows[:place]) for place, row in enumerate(rows)]
-        floor = int((self._open & (self._estimates.least_bytes > self._room)).sum()) if self._candidates else 0
-        return SearchResult(
-            rows,
-            front,
+        smallest, too_large = (
             min(costs, key=lambda cost: cost.reserved, default=None),
-            len(costs),
             sum(not cost.fits for cost in costs),
-            floor,
-            int(self._open.sum()) - floor,
-            self._unknown.most_common(),
-            time.perf_counter() - began,
-            stopped,
         )
+        floor = int((self._open & (self._estimates.least_bytes > self._room)).sum()) if self._candidates else 0
+        left_out = too_large, floor, int(self._open.sum()) - floor, self._unknown.most_common()
+        return SearchResult(rows, front, smallest, len(costs), *left_out, time.perf_counter() - began, stopped)
 
     def _search(self, pool: ProcessPoolExecutor, cores: int) -> None:
         seeds, known = self._seeds(), -1
@@ -167,26 +154,18 @@ class LayoutSearch:
     def _seeds(self) -> list[Candidate]:
         """Layouts sampled first: simple ones of every mode of activation checkpointing, with and without a pipeline and
         tensor parallelism in a node."""
-        seeds: dict[Key, Candidate] = {}
+        simplest: dict[tuple[str, bool, bool], dict[int, Candidate]] = defaultdict(dict)
+        for each in sorted(self._candidates, key=_simplicity):
+            of_kind = simplest[each.mode, each.parallelism.pp > 1, each.parallelism.tp > 1]
+            of_kind.setdefault(each.layout.micro_batch_size, each)
+        seeds = list[Candidate]()
         modes = list(dict.fromkeys(each.mode for each in self._candidates))[::-1]  # the least memory first
         for mode, pipeline, split in product(modes, (True, False), (False, True)):
-            group = [
-                each
-                for each in self._candidates
-                if (each.mode, each.parallelism.pp > 1, each.parallelism.tp > 1) == (mode, pipeline, split)
-            ]
-            sizes = sorted({each.layout.micro_batch_size for each in group})
+            sizes = sorted(by_size := simplest[mode, pipeline, split])
             # Two sizes of micro-batches separate bytes of experts' weights from those of tokens.
-            two = bool(group) and group[0].experts is not None and not split
-            for size in {*sizes[:1], *sizes[-1:]} if two else {*sizes[:1]}:
-                alike = [each for each in group if each.layout.micro_batch_size == size]
-                simplest = min(alike, key=_simplicity)
-                seeds.setdefault(simplest.base, simplest)
-        return list(seeds.values())
-
-    def _evaluate(self, pool: ProcessPoolExecutor, candidates: Iterable[Candidate]) -> None:
-        for future in as_completed([pool.submit(_plan, candidate, self._device) for candidate in candidates]):
-            self._add(future)
+            two = self._candidates[0].experts is not None and not split
+            seeds += [by_size[size] for size in ({*sizes[:1], *sizes[-1:]} if two else sizes[:1])]
+        return seeds
 
     def _begin(self, pool: ProcessPoolExecutor, candidate: Candidate) -> Future[Evaluated]:
         """Begin to plan an enumerated layout, or to sample it if its estimate is from a layout that is far."""
@@ -220,14 +199,14 @@ class LayoutSearch:
         running: dict[Future[Evaluated], int] = {}
         shown = False
         while True:
+            found = len(self._fastest())
             # Layouts with better estimates may suffice: wait for their plans before planning slower ones.
-            while len(running) < cores and (seeds or not (running and self._enough(len(running)))):
+            while len(running) < cores and (seeds or not running or not found + len(running) >= self._limit > found):
                 candidate = None if seeds and shown else self._next(running.values(), near=bool(seeds))
                 shown = shown or candidate is not None
-                if candidate is None and seeds:
-                    candidate = seeds.pop(0)
-                if candidate is None:
+                if candidate is None and not seeds:
                     break
+                candidate = candidate or seeds.pop(0)
                 running[self._begin(pool, candidate)] = candidate.number
             if not running:
                 return
@@ -235,19 +214,13 @@ class LayoutSearch:
                 del running[future]
                 self._add(future)
 
-    def _enough(self, waiting: int) -> bool:
-        """True if the rows would be complete if every pending layout fit."""
-        found = len(self._fastest())
-        return found + waiting >= self._limit > found
-
     def _next(self, running: Iterable[int], *, near: bool = False) -> Candidate | None:
         """Layout with the best estimate that may still enter the rows, or None; without those of which a running plan
         tells more than the finished ones, and with `near` only of those whose estimates are near."""
         if not self._candidates:
             return None
         estimates, allowed = self._estimates, self._open & ~self._estimates.awaiting(running)
-        if near:
-            allowed = allowed & estimates.near
+        allowed &= estimates.near | (not near)
         rows = self._fastest()
         slowest = rows[self._limit - 1].step_seconds if len(rows) >= self._limit else math.inf
         allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)
@@ -266,7 +239,8 @@ class LayoutSearch:
         while starts := [cost for cost in self._starts() if cost.candidate.identity not in self._expanded]:
             self._expanded |= {cost.candidate.identity for cost in starts}
             near = {moved.identity: moved for start in starts for moved in self._near(start)}
-            self._evaluate(pool, near.values())
+            for future in as_completed([pool.submit(_plan, moved, self._device) for moved in near.values()]):
+                self._add(future)
 
     def _starts(self) -> list[LayoutCost]:
         best = self._fastest()[:1]
@@ -338,9 +312,8 @@ def _start_worker() -> None:
 
 def _sample(candidate: Candidate, device: Device) -> Evaluated:
     """Profile of a layout that is not planned."""
-    experiment = on_cpu(share_of_group(candidate.experiment), device)
     with no_garbage_collection(), suppress(ExtrapolationError):
-        samples = trace_samples(experiment, cuda=device_type(experiment.cluster) == "cuda")
+        samples = trace_samples(as_traced(candidate.experiment, device), cuda=True)
         return Evaluated(candidate, profile_of(candidate, samples))
     return Evaluated(candidate)
 

@@ -1,10 +1,9 @@
 """Output of `titan-exp plan search`: table of layouts, reasons for pruned layouts, and commands; or JSON."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,46 +12,32 @@ from titan_exp.config.groups import batch_ramp
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_table import groups_of, print_lines, print_unwrapped
+from titan_exp.plan.plan_table import groups_of, print_lines, print_unwrapped, table_of
 from titan_exp.plan.search.layout_cost import LayoutCost, short_key
-from titan_exp.plan.search.layouts import SearchSpace, train_command
+from titan_exp.plan.search.layouts import SearchSpace
 from titan_exp.plan.search.search import SearchResult
 from titan_exp.tracking.number_format import GIB
 
 
 def print_search(
-    result: SearchResult,
-    space: SearchSpace,
-    device: Device,
-    *,
-    typed: Sequence[str],
-    more: Mapping[str, Any],
-    tokens: int | None,
+    result: SearchResult, space: SearchSpace, device: Device, commands: Sequence[str], tokens: int | None
 ) -> None:
-    """Print a search result on a terminal, with GPU-hours if the run's number of tokens is known.
-
-    Commands repeat the `typed` overrides and add `more` keys.
-    """
+    """Print a search result on a terminal, with the command of each row, and GPU-hours if the run's number of tokens is
+    known."""
     console, first = Console(), result.rows[0].candidate
     training = first.experiment.training
-    console.print(
-        f"{first.experiment.model.name} on {groups_of(first.experiment)}{first.layout.world_size} x {device.name}: "
-        f"{training.global_batch_size} sequences of {training.seq_len} tokens per step",
-        highlight=False,
-    )
+    devices = f"{groups_of(first.experiment)}{first.layout.world_size} x {device.name}"
+    step = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
+    console.print(f"{first.experiment.model.name} on {devices}: {step}", highlight=False)
     print_unwrapped(console, _table(result, tokens))
-    commands = (train_command(row.candidate, typed, more) for row in result.rows)
     print_lines(console, [*_left_out(result, space), "\nTo launch them:"])
     print_lines(console, (f"{number:>3}  {command}" for number, command in enumerate(commands, 1)))
-    console.print(
-        f"\n{result.planned} layouts planned in {result.seconds:.0f} s",
-        style="dim",
-        highlight=False,
-    )
+    took = f"\n{result.planned} layouts planned in {result.seconds:.0f} s"
+    console.print(took, style="dim", highlight=False)
 
 
 def search_json(
-    result: SearchResult, space: SearchSpace, typed: Sequence[str], more: Mapping[str, Any], tokens: int | None
+    result: SearchResult, space: SearchSpace, commands: Sequence[str], tokens: int | None
 ) -> dict[str, Any]:
     """Search result as JSON values in bytes and seconds."""
     return {
@@ -69,9 +54,9 @@ def search_json(
                 "on_front": front,
                 "gpu_hours": None if tokens is None else gpu_hours(row, tokens),
                 "days": None if tokens is None else days(row, tokens),
-                "command": train_command(row.candidate, typed, more),
+                "command": command,
             }
-            for row, front in zip(result.rows, result.front, strict=True)
+            for row, front, command in zip(result.rows, result.front, commands, strict=True)
         ],
         "tried": space.tried,
         "left_out": {
@@ -108,7 +93,7 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
     columns: list[tuple[str, Iterable[object]]] = [
         ("", range(1, len(rows) + 1)),
         ("tokens/s/GPU", (f"{row.tokens_per_second:,.0f}" for row in rows)),
-        ("GiB", map(_size, rows)),
+        ("GiB", (f"{row.reserved / GIB:.1f}{'~' if row.retries else ''}" for row in rows)),
         ("", ("*" if front else "" for front in result.front)),
         *((key.removeprefix("dp_"), [getattr(each.parallelism, key) for each in layouts]) for key in degrees),
         ("schedule", (each.parallelism.pp_schedule if each.parallelism.pp > 1 else "" for each in layouts)),
@@ -120,29 +105,16 @@ def _table(result: SearchResult, tokens: int | None) -> Table:
     if tokens:
         columns.append(("GPU-hours", (f"{gpu_hours(row, tokens):,.0f}" for row in rows)))
         columns.append(("days", (f"{days(row, tokens):,.1f}" for row in rows)))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, _ in columns:
-        justify = "left" if name in ("schedule", "recompute", "more", "") else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
-    for cells in zip(*(column for _, column in columns), strict=True):
-        table.add_row(*map(str, cells))
-    return table
-
-
-def _size(row: LayoutCost) -> str:
-    return f"{row.reserved / GIB:.1f}{'~' if row.retries else ''}"
-
-
-def _rooms(result: SearchResult) -> str:
-    rooms = sorted({f"{row.room / GIB:.1f}" for row in result.rows})
-    return f"{' to '.join(dict.fromkeys((rooms[0], rooms[-1])))} GiB"
+    headings, cells = zip(*columns, strict=True)
+    return table_of(headings, zip(*cells, strict=True), {"", "schedule", "recompute", "more"})
 
 
 def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
-    broken = sum(count for count, _ in space.left_out)
+    broken, rooms = sum(count for count, _ in space.left_out), sorted({f"{row.room / GIB:.1f}" for row in result.rows})
+    room = " to ".join(dict.fromkeys((rooms[0], rooms[-1])))
     return [
         "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are reserved by torch's "
-        f"allocator, for which {_rooms(result)} of the device are left beside CUDA's context and NCCL's buffers.",
+        f"allocator, for which {room} GiB of the device are left beside CUDA's context and NCCL's buffers.",
         *["~ with the allocator under pressure, which waits for the GPU."] * any(row.retries for row in result.rows),
         f"{broken:,} of {space.tried:,} layouts break a rule" + (":" if broken else "."),
         *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in space.left_out[:4]),

@@ -31,9 +31,7 @@ class Observation:
     """Finished run with its prediction and measurements."""
 
     label: str
-    """Name of the run."""
     prediction: Prediction
-    """Prediction for `device`."""
     device: Device
     """Device of the run with current constants."""
     step_seconds: float

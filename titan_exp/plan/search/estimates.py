@@ -23,8 +23,6 @@ from titan_exp.plan.trace.segments import CategoryBytes
 
 OF_WEIGHTS = ("parameters", "gradients", "optimizer", "gathered parameters", "communication")
 """Categories of memory in proportion to a block's parameters."""
-
-
 NEAR = 2.0
 """Distance up to which estimates are good enough to plan a layout: a doubled degree."""
 
@@ -69,12 +67,11 @@ class Estimates:
     def add(self, profile: Profile, cost: LayoutCost | None) -> None:
         """Use a sampled layout for those to which it is the nearest; `cost` is its planned one, if it is planned."""
         self._compare(profile)
-        number = profile.candidate.number
+        own, number = profile.candidate, profile.candidate.number
         far = self._columns.distances(number)
         nearer = np.flatnonzero(far <= self._far)
         self._far[nearer] = far[nearer]
-        kind = profile.candidate.mode, profile.candidate.parallelism.pp > 1
-        of_weights = self._of_weights.get(kind, np.zeros(len(CATEGORIES) + 1))
+        of_weights = self._of_weights.get((own.mode, own.parallelism.pp > 1), np.zeros(len(CATEGORIES) + 1))
         scaled = _Scaled(profile, self._columns.rows(np.append(nearer, number)), of_weights, self._device)
         seconds, held = scaled.seconds, scaled.bytes
         self.seconds[nearer] = seconds[:-1] * (1 if cost is None else cost.step_seconds / seconds[-1])

@@ -82,8 +82,7 @@ class LayoutColumns:
         """Columns of layouts, in order."""
         loads, sizes, rows = dict[object, list[float]](), dict[object, tuple[float, float]](), list[list[float]]()
         for candidate in candidates:
-            own, training = candidate.parallelism, candidate.experiment.training
-            size = training.micro_batch_size
+            own, size = candidate.parallelism, candidate.experiment.training.micro_batch_size
             key = size, own.dp_replicate * own.dp_shard, own.cp, own.pp, own.pp_schedule
             if key not in loads:
                 loads[key] = _load(candidate)

@@ -19,15 +19,11 @@ class LayoutCost:
     """Planned cost of a layout."""
 
     candidate: Candidate
-    """The layout."""
     step_seconds: float
-    """Step time."""
     bubble: float
-    """Pipeline bubble as a share of the step."""
     peak_bytes: int
     """Peak of allocated tensors on the fullest rank."""
     peak_rank: int
-    """Pipeline rank of the peak."""
     peak_where: str
     """Phase of the peak, e.g. `forward, block 3`."""
     room: int
@@ -57,10 +53,13 @@ class LayoutCost:
 def planned_cost(candidate: Candidate, device: Device) -> tuple[LayoutCost, Samples | None]:
     """Cost of a layout, and the samples from which it is extrapolated. Raises ExtrapolationError if it cannot be."""
     room, degree = room_of(candidate.layout, candidate.spec, device), candidate.parallelism.pp
-    plan = predict(candidate.experiment, device, extreme_ranks(degree), cores=1, falls_back=False)
+    # The fullest and the slowest rank are among them: those between the second and the last keep fewer micro-batches in
+    # flight than the second, and have no more layers.
+    extremes = {0, min(1, degree - 1), degree - 1}
+    plan = predict(candidate.experiment, device, extremes, cores=1, falls_back=False)
     ranks = plan.ranks
     if len(ranks) < degree and (1 - NEARLY_FULL) * room < max(rank.bytes for rank in ranks) <= room:
-        others = set(range(degree)) - set(extreme_ranks(degree))
+        others = set(range(degree)) - extremes
         ranks += predict(candidate.experiment, device, others, cores=1, falls_back=False).ranks
     largest = max(ranks, key=lambda rank: rank.bytes)
     assert plan.step_seconds is not None, "the device's rates are known"
@@ -69,14 +68,6 @@ def planned_cost(candidate: Candidate, device: Device) -> tuple[LayoutCost, Samp
     where = largest.pipeline_rank, peak.where, room
     cost = LayoutCost(candidate, plan.step_seconds, plan.bubble, peak.bytes, *where, largest.bytes, retries)
     return cost, plan.samples
-
-
-def extreme_ranks(degree: int) -> list[int]:
-    """Pipeline ranks that include the fullest and the slowest.
-
-    Ranks between the second and the last keep fewer micro-batches in flight than the second, and have no more layers.
-    """
-    return sorted({0, min(1, degree - 1), degree - 1})
 
 
 def short_key(key: str) -> str:

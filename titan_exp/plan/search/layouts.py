@@ -1,14 +1,14 @@
 """Search space of layouts: valid combinations of searched keys on a number of GPUs. Imports no torch."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from operator import attrgetter
 from shlex import quote
-from typing import Any, TypeVar
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, Violation, shown
@@ -23,8 +23,6 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.plan.search.layout_checks import LayoutChecks
 from titan_exp.rules import EVERY_RULE
 from titan_exp.rules.rule import Rule, find_violations
-
-T = TypeVar("T")
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 """Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
@@ -64,9 +62,7 @@ class Candidate:
     number: int
     """Index in the search space."""
     experiment: Experiment
-    """Run with this layout."""
     spec: ModelSpec | None
-    """Spec of its model."""
     refined: tuple[tuple[str, Any], ...] = ()
     """Values of `REFINED` keys, and a recipe, that the typed run does not have."""
 
@@ -98,8 +94,7 @@ class Candidate:
     @property
     def values(self) -> dict[str, Any]:
         """Values of searched keys that make the typed run this one."""
-        idle = {SCHEDULE} if self.parallelism.pp == 1 else set[str]()
-        idle |= {EP, ETP} if self.experts is None else set[str]()
+        idle = [*([SCHEDULE] if self.parallelism.pp == 1 else []), *([EP, ETP] if self.experts is None else [])]
         values = {key: value for key, value in zip(KEYS, self.base, strict=True) if key not in idle}
         return values | dict(self.refined)
 
@@ -139,8 +134,8 @@ class SearchSpace:
 
     def moved(self, candidate: Candidate, experiment: Experiment, recipe: str | None = None) -> Candidate:
         """Candidate near another one; `recipe` is a new one."""
-        before, after = (dict(zip(REFINED, _values_of(REFINED, each), strict=True)) for each in (self.base, experiment))
-        refined = {key: value for key, value in after.items() if value != before[key]}
+        typed = zip(REFINED, _values_of(REFINED, experiment), _values_of(REFINED, self.base), strict=True)
+        refined = {key: value for key, value, before in typed if value != before}
         recipe = recipe or dict(candidate.refined).get(RECIPE)
         return Candidate(-1, experiment, candidate.spec, (*refined.items(), *([(RECIPE, recipe)] if recipe else [])))
 
@@ -162,29 +157,25 @@ def search_space(
 ) -> SearchSpace:
     """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values. Raises UserError with the
     most frequent violations if every layout breaks a rule."""
-    candidates, tried, spec = list[Candidate](), 0, model_spec(experiment.model)
-    broken: Counter[str] = Counter()
-    examples: dict[str, Violation] = {}
+    candidates, broken, spec = list[Candidate](), defaultdict[str, list[Violation]](list), model_spec(experiment.model)
     checks = LayoutChecks([partial(_first_violation, rule) for rule in EVERY_RULE], KEYS)
     for layout in _enumerate(experiment, gpus, fixed):
-        tried += 1
-        wrong = checks.first(layout)
-        if wrong is None:
+        if (wrong := checks.first(layout)) is None:
             candidates.append(Candidate(len(candidates), layout, spec))
-            continue
-        broken[wrong.field] += 1
-        examples.setdefault(wrong.field, wrong)
-    left_out = [(count, examples[field]) for field, count in broken.most_common()]
+        else:
+            broken[wrong.field].append(wrong)
+    left_out = [(len(alike), alike[0]) for alike in sorted(broken.values(), key=len, reverse=True)]
+    tried = len(candidates) + sum(count for count, _ in left_out)
     if not tried:
         given = [key for key in sorted(fixed) if key.partition(".")[2] in DEGREES]
-        degrees = " ".join(f"{key}={getattr(experiment.parallelism, key.partition('.')[2])}" for key in given)
+        degrees = " ".join(f"{key}={attrgetter(key)(experiment)}" for key in given)
         raise UserError(
             f"plan search: {degrees} does not divide {gpus} GPUs. Use another --gpus, or leave a degree out, which "
             "searches it."
         )
     if not candidates:
-        examples_of_most = [example for _, example in left_out[:3]]
-        raise UserError(f"plan search: each of {tried} layouts on {gpus} GPUs breaks a rule.", examples_of_most)
+        most = [example for _, example in left_out[:3]]
+        raise UserError(f"plan search: each of {tried} layouts on {gpus} GPUs breaks a rule.", most)
     return SearchSpace(candidates, tried, left_out, frozenset(fixed), recipes or {})
 
 
@@ -202,16 +193,12 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
 def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
     experiment = resolve_kernels(experiment)
     parallelism, training, checkpointing = experiment.parallelism, experiment.training, experiment.activation_checkpoint
-
-    def choices(key: str, own: T, values: Sequence[T]) -> Sequence[T]:
-        return [own] if key in fixed else values
-
+    modes = [checkpointing.mode] if "activation_checkpoint.mode" in fixed else MODES
     for degrees in _degrees(parallelism, gpus, fixed):
-        own = parallelism.pp_schedule
-        schedules = choices(SCHEDULE, own, SCHEDULES) if degrees["pp"] > 1 else [own]
+        schedules = [parallelism.pp_schedule] if SCHEDULE in fixed or degrees["pp"] == 1 else SCHEDULES
         rows = math.gcd(*training.batch_sizes) // (degrees["dp_replicate"] * degrees["dp_shard"])
-        sizes = choices("training.micro_batch_size", training.micro_batch_size, micro_batches(rows))
-        modes = choices("activation_checkpoint.mode", checkpointing.mode, MODES)
+        typed = "training.micro_batch_size" in fixed
+        sizes = [training.micro_batch_size] if typed else micro_batches(rows)
         kinds = [
             replace(parallelism, **degrees, pp_schedule=schedule, ep=ep, etp=etp)
             for schedule, (ep, etp) in product(schedules, expert_degrees(experiment, degrees, fixed))

@@ -1,6 +1,7 @@
 """Moves of a local search: to layouts that differ in a single key, or in a prime factor of two degrees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, TypeVar
@@ -39,6 +40,11 @@ RESHARDED = ("always", "all_but_last", "never")
 CP_METHODS = ("ring", "allgather", "ulysses")
 """Values of parallelism.cp_method."""
 
+IDLE_AFTER = {"activation_checkpoint.mode": ("every", "budget"), "parallelism.pp_schedule": ("pp_layers_per_stage",)}
+"""Keys of the same group that a new value of a key makes meaningless."""
+_RECOMPUTED = {"none": 0, "full": 2}
+"""Rank of modes by the share of recomputed work; some of the others, 1, do not compare."""
+
 Move = tuple[int, Experiment, str | None]
 """Direction, moved run and new recipe. The direction is 1 for more memory and no more time, -1 for the opposite, 0 if
 neither is known."""
@@ -52,11 +58,10 @@ def moves(candidate: Candidate, space: SearchSpace, device: Device) -> Iterator[
 
 
 def _is_supported(experiment: Experiment, device: Device) -> bool:
-    try:
+    with suppress(UserError):
         check_supported(experiment, device)
-    except UserError:
-        return False
-    return unsupported_reason(experiment) is None
+        return unsupported_reason(experiment) is None
+    return False
 
 
 def _degrees(candidate: Candidate, space: SearchSpace) -> Iterator[Move]:
@@ -75,79 +80,60 @@ def _degrees(candidate: Candidate, space: SearchSpace) -> Iterator[Move]:
 
 
 def _keys(candidate: Candidate, space: SearchSpace) -> Iterator[Move]:
-    """Other values of single keys."""
+    """Other values of single keys. Keys without meaning after a move get their typed values."""
     experiment = candidate.experiment
-    for direction, group, values in _values(candidate, space):
-        if not space.fixed & {f"{group}.{key}" for key in values}:
-            yield direction, replace(experiment, **{group: replace(getattr(experiment, group), **values)}), None
+    for key, values in _values(candidate).items():
+        group, _, name = key.partition(".")
+        idle = [other for other in IDLE_AFTER.get(key, ()) if f"{group}.{other}" not in space.fixed]
+        typed = {other: getattr(getattr(space.base, group), other) for other in idle}
+        for direction, value in values if key not in space.fixed else ():
+            changed = replace(getattr(experiment, group), **typed, **{name: value})
+            yield direction, replace(experiment, **{group: changed}), None
     for name, quantization in space.recipes.items():
         if quantization.recipe != experiment.quantization.recipe and RECIPE not in space.fixed:
             yield 0, resolve_kernels(replace(experiment, quantization=quantization)), name
 
 
-def _values(candidate: Candidate, space: SearchSpace) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Directions, groups and changed values of moves in one key."""
-    experiment, own, layout = candidate.experiment, candidate.parallelism, candidate.layout
-
-    def defaults(group: str, *keys: str) -> dict[str, Any]:
-        """Typed values of keys without meaning after a move."""
-        return {key: getattr(getattr(space.base, group), key) for key in keys if f"{group}.{key}" not in space.fixed}
-
-    for size in micro_batches(layout.common_share):
-        if size != layout.micro_batch_size:
-            yield 0, "training", {"micro_batch_size": size}
-    for direction, values in _recomputation(experiment):
-        reset = defaults("activation_checkpoint", "every", "budget") if "mode" in values else {}
-        yield direction, "activation_checkpoint", {**reset, **values}
-    for direction, tokens in _loss_chunks(layout):
-        yield direction, "training", {"loss_chunk_tokens": tokens}
-    for schedule in SCHEDULES if own.pp > 1 else ():
-        if schedule != own.pp_schedule:
-            yield 0, "parallelism", {"pp_schedule": schedule, **defaults("parallelism", "pp_layers_per_stage")}
-    for layers in _interleaved(layout) if own.pp > 1 and own.pp_layers is None else ():
-        yield 0, "parallelism", {"pp_layers_per_stage": layers}
-    if candidate.shards > 1:
-        for direction, policy in _beside(layout.reshard_policy, RESHARDED):
-            yield direction, "parallelism", {"reshard_after_forward": policy}
-    for method in CP_METHODS if own.cp > 1 else ():
-        if method != own.cp_method:
-            yield 0, "parallelism", {"cp_method": method}
+def _values(candidate: Candidate) -> dict[str, Iterable[tuple[int, Any]]]:
+    """Directions and new values of moves, by key."""
+    own, layout, compiled = candidate.parallelism, candidate.layout, candidate.experiment.compile
+    checkpointing = candidate.experiment.activation_checkpoint
+    modes = ["none", "selective", "every_n", "full", *(["budget"] if compiled.compiles("blocks") else [])]
+    rank = _RECOMPUTED.get(candidate.mode, 1)
+    next_every = [(step, checkpointing.every + step) for step in (-1, 1)] if candidate.mode == "every_n" else []
+    has_budget = candidate.mode == "budget" or checkpointing.automatic is not None
+    budgets = sorted({*BUDGETS, checkpointing.budget}) if has_budget else [checkpointing.budget]
+    policies = RESHARDED if candidate.shards > 1 else (layout.reshard_policy,)
     # Symmetric memory reaches over the links of a node.
-    if experiment.compile.enabled and 1 < own.tp <= layout.node_size:
-        yield 0, "parallelism", {"async_tp": not own.async_tp}
-    yield 0, "compile", {"enabled": not experiment.compile.enabled}
+    may_be_async = compiled.enabled and 1 < own.tp <= layout.node_size
+    return {
+        "training.micro_batch_size": _others(layout.micro_batch_size, micro_batches(layout.common_share)),
+        "activation_checkpoint.mode": [
+            (rank - _RECOMPUTED.get(mode, 1), mode) for mode in modes if mode != candidate.mode
+        ],
+        "activation_checkpoint.every": [(step, every) for step, every in next_every if 1 < every <= MAX_EVERY],
+        "activation_checkpoint.budget": _beside(checkpointing.budget, budgets),
+        "training.loss_chunk_tokens": _loss_chunks(layout),
+        "parallelism.pp_schedule": _others(own.pp_schedule, SCHEDULES) if own.pp > 1 else (),
+        "parallelism.pp_layers_per_stage": _interleaved(layout) if own.pp > 1 and own.pp_layers is None else (),
+        "parallelism.reshard_after_forward": _beside(layout.reshard_policy, policies),
+        "parallelism.cp_method": _others(own.cp_method, CP_METHODS) if own.cp > 1 else (),
+        "parallelism.async_tp": [(0, not own.async_tp)] if may_be_async else (),
+        "compile.enabled": [(0, not compiled.enabled)],
+    }
 
 
-def _beside(value: T, values: Sequence[T]) -> list[tuple[int, T]]:
+def _others(own: T, values: Iterable[T]) -> list[tuple[int, T]]:
+    return [(0, value) for value in values if value != own]
+
+
+def _beside(own: T, values: Sequence[T]) -> list[tuple[int, T]]:
     """Values before and after one, with -1 and 1."""
-    at = values.index(value)
+    at = values.index(own)
     return [(place - at, values[place]) for place in (at - 1, at + 1) if 0 <= place < len(values)]
 
 
-def _recomputation(experiment: Experiment) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Other recomputation with the direction of the move: another mode, or the next value of its number."""
-    own = experiment.activation_checkpoint
-    modes = ["none", "selective", "every_n", "full"]
-    if experiment.compile.compiles("blocks"):
-        modes.append("budget")
-    for mode in modes:
-        if mode != own.mode:
-            yield _recomputed(own.mode) - _recomputed(mode), {"mode": mode}
-    if own.mode == "every_n":
-        for every in (own.every - 1, own.every + 1):
-            if 1 < every <= MAX_EVERY:
-                yield every - own.every, {"every": every}
-    if own.mode == "budget" or own.automatic is not None:
-        for direction, budget in _beside(own.budget, sorted({*BUDGETS, own.budget})):
-            yield direction, {"budget": budget}
-
-
-def _recomputed(mode: str) -> int:
-    """Rank of a mode by the share of recomputed work; some modes do not compare."""
-    return {"none": 0, "full": 2}.get(mode, 1)
-
-
-def _interleaved(layout: ResolvedLayout) -> Iterator[int]:
+def _interleaved(layout: ResolvedLayout) -> Iterator[tuple[int, int]]:
     """Layers of a stage with the next smaller and larger number of stages on each pipeline rank."""
     own, held = layout.parallelism, layout.layers
     if own.pp == layout.stage_count or own.pp_schedule not in SCHEDULES:
@@ -155,7 +141,7 @@ def _interleaved(layout: ResolvedLayout) -> Iterator[int]:
     held += own.pp_first_stage_less + own.pp_last_stage_less
     counts = {-(-held // layers): layers for layers in range(held // own.pp, 0, -1)}
     valid = sorted(count for count in {*counts, layout.stage_count} if count % own.pp == 0 and count > own.pp)
-    yield from (counts[count] for _, count in _beside(layout.stage_count, valid))
+    yield from ((0, counts[count]) for _, count in _beside(layout.stage_count, valid))
 
 
 def _loss_chunks(layout: ResolvedLayout) -> Iterator[tuple[int, int | str]]:
@@ -164,6 +150,6 @@ def _loss_chunks(layout: ResolvedLayout) -> Iterator[tuple[int, int | str]]:
     if layout.loss_chunk_tokens is None:
         return
     chunk = min(tokens, layout.loss_chunk_tokens)
-    fewer, more = [chunk // 2] * (chunk >= 2 * LEAST_CHUNK), [min(2 * chunk, tokens)] * (chunk < tokens)
-    for other in (*fewer, *more):
-        yield other - chunk, "auto" if other == min(tokens, LOSS_CHUNK_TOKENS) else other
+    for other in (chunk // 2, min(2 * chunk, tokens)):
+        if other > chunk or LEAST_CHUNK <= other < chunk:
+            yield other - chunk, "auto" if other == min(tokens, LOSS_CHUNK_TOKENS) else other

@@ -104,13 +104,8 @@ def _middle_block(sample: Sample, way: str, micro: int) -> Totals:
     stage = WHOLE if WHOLE in sample.layers else MIDDLE
     first = sample.edge + (sample.distinct if stage == WHOLE else 0)
     blocks = range(first, first + sample.period)
-    return join_segments(
-        [
-            sample.joined(stage, micro, f"{kind} block", kind + SUM, block=block)
-            for kind in way
-            for block in (blocks if kind == "F" else reversed(blocks))
-        ],
-    )
+    passed = [(kind, block) for kind in way for block in (blocks if kind == "F" else reversed(blocks))]
+    return join_segments([sample.joined(stage, micro, f"{kind} block", kind + SUM, block=at) for kind, at in passed])
 
 
 def _outside(sample: Sample, micro: int) -> Iterator[str]:

@@ -1,10 +1,12 @@
 """HTML page of a plan, self-contained: no network, no other file, no library.
 
-Sentences are text; the scripts in `page/` draw the rest from embedded numbers.
+Sentences are in its template; the scripts in `page/` draw the rest from embedded numbers.
 """
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from titan_exp.plan.visualize import glossary
 from titan_exp.plan.visualize.schedule import schedule_data
 from titan_exp.plan.visualize.shards import RankShards, read_shards
 from titan_exp.tracking.html import render_page
+from titan_exp.tracking.number_format import format_items
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
 """Files of `page/` in the order of inclusion."""
@@ -43,7 +46,7 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
         degrees=degrees,
         facts=list(glossary.facts(plan, memory_check)),
         command=command,
-        sentences=[*glossary.layout_sentences(plan), glossary.settings(plan)],
+        items=format_items,
         axes=dict(sorted(glossary.AXES.items(), key=lambda entry: degrees[entry[0]] == 1)),
     )
 
@@ -86,16 +89,14 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     text = 0 if spec is None or spec.latents is None else spec.latents.text_tokens
     within = parallelism.ulysses_degree
     across = parallelism.cp // within
-    shards = [
-        ShardedSequence(
-            SequenceShard(across, rank // within, zigzag=causal, cuts=cuts),
-            SequenceShard(within, rank % within, zigzag=False),
-        )
-        for rank in range(parallelism.cp)
-    ]
     # Text and image tokens are divided each.
     streams = [stream for stream in (whole[:, :text], whole[:, text:]) if stream.numel()]
-    return [_pieces(torch.cat([shard.take(stream)[0] for stream in streams]).tolist()) for shard in shards]
+    found = []
+    for rank in range(parallelism.cp):
+        outer = SequenceShard(across, rank // within, zigzag=causal, cuts=cuts)
+        shard = ShardedSequence(outer, SequenceShard(within, rank % within, zigzag=False))
+        found.append(_pieces(torch.cat([shard.take(stream)[0] for stream in streams]).tolist()))
+    return found
 
 
 def _batch(layout: ResolvedLayout) -> dict[str, Any]:
@@ -113,10 +114,7 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
         "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in shards.weights],
-        "messages": [
-            {"axis": axis, "kind": kind, "bytes": size, "calls": trace.costs.calls[axis, kind]}
-            for (axis, kind), size in sorted(trace.costs.messages.items(), key=lambda item: -item[1])
-        ],
+        "messages": sorted(rank.messages, key=itemgetter("bytes"), reverse=True),
         "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),
         "peak": {"bytes": trace.peak.bytes, "of": trace.peak.by_category, "where": trace.peak.where},
@@ -152,10 +150,6 @@ def _downsample(moments: list[Moment], most: int) -> list[Moment]:
 
 def _pieces(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of every run of consecutive numbers."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
+    runs = groupby(enumerate(numbers), key=lambda place: place[1] - place[0])
+    pieces = ([number for _, number in run] for _, run in runs)
+    return [(piece[0], piece[-1]) for piece in pieces]

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.layout.schedule_timeline import COST, timeline
+from titan_exp.config.layout.schedule_timeline import COST, Timeline, timeline
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.time.roofline import schedule_and_bubble
 
@@ -31,14 +31,15 @@ class PipelineSchedule:
     passes: int
     """Passes through the pipeline per step."""
 
-    def stage_seconds(self, plan: Plan) -> list[float]:
-        """Seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
-        if plan.step_seconds is None:
-            return [1.0] * len(self.placement)
-        # Stages of a rank are equal.
-        pass_seconds = plan.step_seconds * (1 - plan.bubble) / self.passes
-        units = [sum(COST[action.kind] for action in order) for order in self.orders]
-        return [pass_seconds / units[rank] for rank in self.placement]
+    def timeline(self, plan: Plan) -> tuple[Timeline, list[float]]:
+        """Timeline of a pass, and seconds of a forward pass of each stage; 1 if the rates of the device are unknown."""
+        costs = [1.0] * len(self.placement)
+        if plan.step_seconds is not None:
+            # Stages of a rank are equal.
+            pass_seconds = plan.step_seconds * (1 - plan.bubble) / self.passes
+            units = [sum(COST[action.kind] for action in order) for order in self.orders]
+            costs = [pass_seconds / units[rank] for rank in self.placement]
+        return timeline(self.orders, costs), costs
 
 
 def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
@@ -57,8 +58,7 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
     Every stage takes equally long, so that the last action ends with the plan's step.
     """
     schedule = schedule_of(plan.layout)
-    costs = schedule.stage_seconds(plan)
-    line = timeline(schedule.orders, costs)
+    line, costs = schedule.timeline(plan)
     return {
         "cost": COST,
         "placement": schedule.placement,
@@ -96,9 +96,8 @@ def trace_json(plan: Plan) -> str:
 
 def _events(plan: Plan) -> Iterator[dict[str, Any]]:
     schedule, scale = schedule_of(plan.layout), UNIT_US if plan.step_seconds is None else 1e6
-    seconds = schedule.stage_seconds(plan)
-    end = timeline(schedule.orders, seconds).end
-    whole = max(end.values())
+    line, seconds = schedule.timeline(plan)
+    whole = max(line.end.values())
     for rank, order in enumerate(schedule.orders):
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}}
         for turn in range(schedule.passes):
@@ -110,7 +109,7 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
                     "tid": 0,
                     "cat": name,
                     "name": f"{name}, micro-batch {action.microbatch}",
-                    "ts": round((turn * whole + end[action] - took) * scale, 3),
+                    "ts": round((turn * whole + line.end[action] - took) * scale, 3),
                     "dur": round(took * scale, 3),
                     "args": {"stage": action.stage, "micro-batch": action.microbatch, "pass": turn},
                 }

@@ -18,7 +18,6 @@ class ShardedWeight:
     """Weight of one stage, listed once for all of its blocks."""
 
     stage: int
-    """Stage of the weight."""
     name: str
     """Name of the weight, within its block."""
     layers: tuple[int, ...]
@@ -26,7 +25,6 @@ class ShardedWeight:
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     itemsize: int
-    """Bytes of an element."""
     cuts: tuple[tuple[str, int], ...]
     """Mesh axes that divide the weight, each with its dim, in the order of division: one piece per rank of the axis,
     with sizes rounded up, so that the last may be smaller or empty."""
@@ -43,7 +41,6 @@ class RankShards:
     sharding: dict[str, tuple[str, ...]]
     """Mesh axes behind every axis that divides weights, outermost first."""
     weights: tuple[ShardedWeight, ...]
-    """Weights of this rank's stages."""
 
 
 def read_shards(rank: FakeRank) -> RankShards:
@@ -54,12 +51,9 @@ def read_shards(rank: FakeRank) -> RankShards:
     )
     folded = {"fsdp": tuple(axis.name for axis in AXES if axis.shards_parameters)}
     experts = {} if mesh.experts is None else _degrees(mesh.experts)
-    return RankShards(
-        _degrees(mesh.world),
-        experts,
-        {axis: folded.get(axis, (axis,)) for axis in (*_degrees(mesh.sharding), *experts)},
-        tuple(weight for number, module in stages for weight in _weights(number, module)),
-    )
+    sharding = {axis: folded.get(axis, (axis,)) for axis in (*_degrees(mesh.sharding), *experts)}
+    weights = tuple(weight for number, module in stages for weight in _weights(number, module))
+    return RankShards(_degrees(mesh.world), experts, sharding, weights)
 
 
 def _degrees(mesh: DeviceMesh) -> dict[str, int]:

@@ -137,8 +137,9 @@ def _parametrization(experiment: Experiment) -> Iterator[Violation]:
     wrong = [key for key, scale in scales.items() if not isinstance(scale, ParameterScale)]
     unknown = [key for key in scales if spec is not None and key not in spec.shapes]
     if wrong or unknown:
-        reason = f"the model has no parameter {unknown[0]}" if unknown else ""
-        reason = f"the value of {wrong[0]} is no ParameterScale" if wrong else reason
+        reason = (
+            f"the value of {wrong[0]} is no ParameterScale" if wrong else f"the model has no parameter {unknown[0]}"
+        )
         remedy = "return a ParameterScale by full parameter name, as in spec.shapes"
         yield Violation("parametrization.name", name, reason, remedy)
 

@@ -29,13 +29,13 @@ def traced(layers: int, shortcut: bool) -> None:
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
-    from titan_exp.plan.predict import on_cpu
+    from titan_exp.plan.predict import as_traced
     from titan_exp.plan.trace.fake_world import fake_rank
     from titan_exp.plan.trace.trace_step import trace_step
 
     words = [*SMALL, f"model.layers={layers}", "parallelism.dp_shard=64", "activation_checkpoint=full"]
     words += ["training.global_batch_size=256", "training.micro_batch_size=1"]
-    experiment = on_cpu(to_experiment(compose(words)), None)
+    experiment = as_traced(to_experiment(compose(words)), None)
     began = time.process_time()
     if shortcut:
         TraceExtrapolator(experiment, cuda=True).trace(0)

@@ -7,15 +7,18 @@ from concurrent.futures import wait
 import pytest
 
 from titan_exp.plan import planner_processes
-from titan_exp.plan.cuda.caching_allocator import MIB, Event, Reserved, steady_reserved
+from titan_exp.plan.cuda.caching_allocator import MIB, Events, Reserved, steady_reserved
 from titan_exp.plan.planner_processes import PlannerProcesses
 
 
-def events(rank: int) -> tuple[list[Event], list[Event]]:
+def events(rank: int) -> tuple[Events, Events]:
     """Setup and step of a rank that keeps one storage, and allocates more with a higher rank."""
-    sizes = [(1 + rank) * 30 * MIB, 700, 4 * MIB]
-    step = [event for at, size in enumerate(sizes, 2) for event in (Event(at, size, 0), Event(at, 0, 0))]
-    return [Event(1, 64 * MIB, 0)], step
+    setup, step = Events(), Events()
+    setup.add(1, 64 * MIB, 0)
+    for at, size in enumerate([(1 + rank) * 30 * MIB, 700, 4 * MIB], 2):
+        step.add(at, size, 0)
+        step.add(at, 0, 0)
+    return setup, step
 
 
 def replayed_here(ranks: int) -> list[Reserved]:

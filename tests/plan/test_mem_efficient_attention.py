@@ -91,11 +91,13 @@ def test_the_bound_is_close(width: int, half: bool):
 def test_deterministic_flash_attention_adds_up_copies_of_the_query_gradient():
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     two, five = (torch.empty(batch, 32, 256, 128, device="meta") for batch in (2, 5))
-    usual = [fake_kernels.workspace(call, (heads, heads, heads)) for heads in (two, five)]
+    usual = [fake_kernels.workspaces(call, (heads, heads, heads)) for heads in (two, five)]
     with fake_kernels.deterministic_attention(132):
-        found = [fake_kernels.workspace(call, (heads, heads, heads)) for heads in (two, five)]
+        found = [fake_kernels.workspaces(call, (heads, heads, heads)) for heads in (two, five)]
     # 132 multiprocessors for 64 heads, three copies; for 160 heads, one.
-    assert found == [usual[0] + 2 * (2 * 32 * 256 * 128 * 4), usual[1]]
+    (sums, dq, *shared), one = usual
+    assert found == [[sums, 3 * dq, *shared], one]
+    assert dq == 2 * 32 * 256 * 128 * 4
 
 
 def test_workspace_of_a_call():

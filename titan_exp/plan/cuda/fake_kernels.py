@@ -84,8 +84,8 @@ def deterministic_attention(multiprocessors: int | None) -> Iterator[None]:
         _MULTIPROCESSORS.reset(token)
 
 
-def workspace(operator: Any, args: tuple[Any, ...]) -> int:
-    """Workspace bytes of a call's CUDA kernel beyond the CPU kernel's."""
+def workspaces(operator: Any, args: tuple[Any, ...]) -> list[int]:
+    """Workspaces of a call's CUDA kernel beyond the CPU kernel's, in bytes, in the order of their allocation."""
     if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         query, key = args[1], args[2]
         batch, heads, rows, width = query.shape
@@ -93,11 +93,11 @@ def workspace(operator: Any, args: tuple[Any, ...]) -> int:
         # The deterministic kernel adds up dQ in a fixed order, from one copy per wave of thread blocks.
         multiprocessors = _MULTIPROCESSORS.get()
         copies = 1 if multiprocessors is None else -(-multiprocessors // (batch * heads))
-        # fp32 accumulators of dQ and of each row; dK and dV per query head of a group.
-        sums = batch * heads * rows * (copies * wide + 1) * 4
-        shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
-        return sums + shared
-    return workspace_bytes(operator, args)
+        # fp32 accumulators of each row and of dQ; dK and dV per query head of a group.
+        sums = batch * heads * rows * 4
+        shared = 0 if key.shape[1] == heads else batch * heads * key.shape[2] * width * query.element_size()
+        return [sums, sums * copies * wide, shared, shared]
+    return [workspace_bytes(operator, args)]
 
 
 def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
@@ -120,14 +120,18 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | 
 
 
 class _Norm(torch.autograd.Function):
-    """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the kernels."""
+    """Fused RMSNorm: saves its input and one fp32 value per row. Its operators move as many bytes as the kernels.
+
+    Both kernels first copy an input that is not contiguous, such as the queries among projected heads.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        y = x.contiguous().clone()
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return x.clone()
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
-        return gradients[0] + x, None if weight is None else weight.clone()
+        return gradients[0].contiguous() + x.contiguous(), None if weight is None else weight.clone()

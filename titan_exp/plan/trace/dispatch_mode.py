@@ -77,7 +77,7 @@ class OpCosts:
 class CostMode(TorchDispatchMode):
     """Records memory, FLOPs and messages of every operator.
 
-    `workspace` returns the bytes that a call allocates and frees beyond its tensors; `matmul_workspace` is allocated by
+    `workspaces` returns sizes that a call allocates and frees beyond its tensors; `matmul_workspace` is allocated by
     the matmul library's first call in each thread and kept.
     """
 
@@ -85,12 +85,12 @@ class CostMode(TorchDispatchMode):
         self,
         tracker: MemoryTracker,
         mesh: Mesh,
-        workspace: Callable[[Any, tuple[Any, ...]], int] | None = None,
+        workspaces: Callable[[Any, tuple[Any, ...]], Sequence[int]] | None = None,
         matmul_workspace: int = 0,
     ) -> None:
         super().__init__()
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
-        self.tracker, self.costs, self._workspace = tracker, OpCosts(), workspace
+        self.tracker, self.costs, self._workspaces = tracker, OpCosts(), workspaces
         self._axes, self._paused = axes_by_group(mesh), 0
         self._sole_owner: tuple[int, ...] | None = None
         self._filled = 1.0
@@ -182,13 +182,14 @@ class CostMode(TorchDispatchMode):
         return out
 
     def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
-        size = decomposed_workspace(func, args) + (0 if self._workspace is None else self._workspace(func, args))
-        self._allocate_within(size)
+        kernel = () if self._workspaces is None else self._workspaces(func, args)
+        self._allocate_within(decomposed_workspace(func, args), *kernel)
 
-    def _allocate_within(self, size: int) -> None:
-        """Record memory that is freed before the operator returns."""
-        if size:
-            self.tracker.free(self.tracker.allocate(size, self.tracker.category))
+    def _allocate_within(self, *sizes: int) -> None:
+        """Record memory that is freed before the operator returns, the last first."""
+        blocks = [self.tracker.allocate(size, self.tracker.category) for size in sizes if size]
+        for block in reversed(blocks):
+            self.tracker.free(block)
 
     def _first_matmul(self, func: Any) -> None:
         """Record the workspace that the matmul library allocates on its first call in a thread and keeps."""

@@ -13,7 +13,7 @@ from titan_exp.parallel.activation_checkpoint import saved_calls
 from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import GRAPH, MIN_BLOCK, Events
 from titan_exp.plan.cuda.cpu_offload import GPU
-from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspaces
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
@@ -104,7 +104,7 @@ def trace_step(
     with (
         no_garbage_collection(),
         track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()),
-        CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as mode,
+        CostMode(tracker, state.mesh, workspaces if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda else nullcontext(),
         reset_dynamo() if offloaded else nullcontext(),

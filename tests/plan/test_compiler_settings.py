@@ -1,5 +1,6 @@
 """Settings of the compiler are the process's: a planned run leaves none to the next."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.plan.layouts import experiment_of
@@ -38,3 +39,71 @@ def settings() -> dict[str, Any]:
         inductor: ("emulate_precision_casts", "_micro_pipeline_tp"),
     }
     return {name: getattr(config, name) for config, these in names.items() for name in these}
+
+
+def test_parts_are_compiled_as_for_a_gpu():
+    [((cpu, gpu), joined)] = run_ranks(1, compiled_operators)
+    # A budget's partitioner takes an attention whose FLOPs it cannot count for free, and computes it again.
+    assert (cpu.count(ATTENTION), gpu.count(ATTENTION)) == (2, 1)
+    # The compiler knows torch's grouped matmul, not the loop over experts.
+    assert "titan_exp.grouped_rows" in cpu
+    assert not any(name.startswith("titan_exp.grouped") for name in gpu)
+    assert gpu.count("aten._grouped_mm") >= 3
+    # A concatenation has no buffer of its own if it is only read by pointwise operators.
+    assert [names.count("aten.empty_strided") for names in joined] == [2, 1]
+
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+def compiled_operators() -> list[list[list[str]]]:
+    """Operators of a compiled attention with experts within a budget, and of a concatenation, on a CPU and as for a
+    GPU."""
+    from contextlib import nullcontext
+
+    import torch
+    import torch._functorch.config as functorch
+    import torch.nn.functional as F
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from titan_exp.ops.moe.grouped_mm import grouped_linear
+    from titan_exp.plan.trace.inductor import compile_as_for_cuda, skip_inductor_kernels
+
+    class Names(TorchDispatchMode):
+        found: list[str]
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.found.append(str(func._overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    def block(heads: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        x = heads.exp()
+        out = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2).flatten(0, 1)
+        return grouped_linear(out.sin(), weight, ends).cos()
+
+    def experts() -> None:
+        heads = torch.empty(1, 2, 128, 32, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(block)(heads, weight, torch.empty(4, dtype=torch.int32)).sum().backward()
+
+    def joined() -> None:
+        torch.compile(lambda x: torch.cat((x.sin(), x.cos()), dim=-1).exp())(torch.empty(64, 64))
+
+    def operators(step: Callable[[], None], *, cuda: bool) -> list[str]:
+        names, device = Names(), torch.device("cpu")
+        names.found = []
+        with (
+            torch._subclasses.FakeTensorMode(),
+            skip_inductor_kernels(lambda _: None, device),
+            compile_as_for_cuda(beside=False) if cuda else nullcontext(),
+            functorch.patch(activation_memory_budget=0.5),
+            names,
+        ):
+            step()
+        return names.found
+
+    return [[operators(step, cuda=cuda) for cuda in (False, True)] for step in (experts, joined)]

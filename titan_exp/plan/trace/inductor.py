@@ -6,13 +6,16 @@ decisions, for a CPU. On CUDA fusion may differ; the partition into forward and 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 
@@ -87,6 +90,39 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         finally:
             DTYPE_TO_CPP.clear()
             DTYPE_TO_CPP.update(types)
+
+
+@contextmanager
+def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
+    """Compile for a GPU in the `with` block: dynamo takes CUDA's branches, the partitioner takes flash attention of the
+    CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will, and concatenations are fused.
+
+    `beside` is True if host tensors exist in addition to those of the fake GPU.
+    """
+    import torch._inductor.config as inductor
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._functorch import partitioners
+
+    aten, known = torch.ops.aten, partitioners.get_default_op_list()
+    on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+    kept = type(known.compute_intensive_ops)([*known.compute_intensive_ops, on_cpu])
+
+    def is_cuda(variable: Any, _: object) -> ConstantVariable:
+        return ConstantVariable.create(not beside or variable.device == GPU)
+
+    replacements = (
+        (TensorVariable, "method_attr_is_cuda", is_cuda),
+        (partitioners, "get_default_op_list", lambda: replace(known, compute_intensive_ops=kept)),
+    )
+    counted = dict(flop_registry)
+    try:
+        flop_registry[on_cpu] = counted[aten._scaled_dot_product_flash_attention]
+        with replaced_attributes(*replacements), inductor.patch(force_pointwise_cat=True):
+            yield
+    finally:
+        flop_registry.clear()
+        flop_registry.update(counted)
 
 
 def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:

@@ -18,7 +18,7 @@ from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
-from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
+from titan_exp.plan.trace.inductor import compile_as_for_cuda, reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.outer_step import OuterStep
@@ -109,6 +109,7 @@ def trace_step(
         efficient_kernel(state.model.parts) if cuda else nullcontext(),
         reset_dynamo() if offloaded else nullcontext(),
         skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
+        compile_as_for_cuda(beside=offloaded) if inductor and cuda else nullcontext(),
         observe_steps(SegmentObserver(tracker)),
     ):
         for tensor in preallocated:

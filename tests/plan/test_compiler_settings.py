@@ -42,7 +42,7 @@ def settings() -> dict[str, Any]:
 
 
 def test_parts_are_compiled_as_for_a_gpu():
-    [((cpu, gpu), joined)] = run_ranks(1, compiled_operators)
+    [((cpu, gpu), joined, shared)] = run_ranks(1, compiled_operators)
     # A budget's partitioner takes an attention whose FLOPs it cannot count for free, and computes it again.
     assert (cpu.count(ATTENTION), gpu.count(ATTENTION)) == (2, 1)
     # The compiler knows torch's grouped matmul, not the loop over experts.
@@ -51,14 +51,16 @@ def test_parts_are_compiled_as_for_a_gpu():
     assert gpu.count("aten._grouped_mm") >= 3
     # A concatenation has no buffer of its own if it is only read by pointwise operators.
     assert [names.count("aten.empty_strided") for names in joined] == [2, 1]
+    # Nor has a sigmoid that is read for its maximum, and again to be divided by it, as float8 does.
+    assert [names.count("aten.empty_strided") for names in shared] == [3, 2]
 
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 def compiled_operators() -> list[list[list[str]]]:
-    """Operators of a compiled attention with experts within a budget, and of a concatenation, on a CPU and as for a
-    GPU."""
+    """Operators of a compiled attention with experts within a budget, of a concatenation, and of a sigmoid, on a CPU
+    and as for a GPU."""
     from contextlib import nullcontext
 
     import torch
@@ -93,6 +95,12 @@ def compiled_operators() -> list[list[list[str]]]:
     def joined() -> None:
         torch.compile(lambda x: torch.cat((x.sin(), x.cos()), dim=-1).exp())(torch.empty(64, 64))
 
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x / x.amax()).half()
+
+    def shared() -> None:
+        torch.compile(lambda x: scaled(x.sigmoid()))(torch.empty(64, 64))
+
     def operators(step: Callable[[], None], *, cuda: bool) -> list[str]:
         names, device = Names(), torch.device("cpu")
         names.found = []
@@ -106,4 +114,4 @@ def compiled_operators() -> list[list[list[str]]]:
             step()
         return names.found
 
-    return [[operators(step, cuda=cuda) for cuda in (False, True)] for step in (experts, joined)]
+    return [[operators(step, cuda=cuda) for cuda in (False, True)] for step in (experts, joined, shared)]

@@ -95,12 +95,11 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
 @contextmanager
 def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
     """Compile for a GPU in the `with` block: dynamo takes CUDA's branches, the partitioner takes flash attention of the
-    CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will, and concatenations and activation
-    functions have no buffers that they need on a CPU alone.
+    CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will, and activation functions have no
+    buffers that they need on a CPU alone.
 
     `beside` is True if host tensors exist in addition to those of the fake GPU.
     """
-    import torch._inductor.config as inductor
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import partitioners
@@ -121,7 +120,7 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
     counted = dict(flop_registry)
     try:
         flop_registry[on_cpu] = counted[aten._scaled_dot_product_flash_attention]
-        with replaced_attributes(*replacements), inductor.patch(force_pointwise_cat=True):
+        with replaced_attributes(*replacements):
             yield
     finally:
         flop_registry.clear()

@@ -244,7 +244,7 @@ def table_of(
     """Table of rows; columns of `words` are aligned on the left, others, of numbers, on the right."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in words else "right")
+        table.add_column(heading, justify="left" if heading in words else "right", no_wrap=heading not in words)
     for row in rows:
         table.add_row(*map(str, row))
     return table

@@ -1,5 +1,6 @@
 """Settings of the compiler are the process's: a planned run leaves none to the next."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.plan.layouts import experiment_of
@@ -41,20 +42,23 @@ def settings() -> dict[str, Any]:
 
 
 def test_parts_are_compiled_as_for_a_gpu():
-    [(cpu, gpu)] = run_ranks(1, compiled_operators)
+    [((cpu, gpu), shared)] = run_ranks(1, compiled_operators)
     # A budget's partitioner takes an attention whose FLOPs it cannot count for free, and computes it again.
     assert (cpu.count(ATTENTION), gpu.count(ATTENTION)) == (2, 1)
     # The compiler knows torch's grouped matmul, not the loop over experts.
     assert "titan_exp.grouped_rows" in cpu
     assert not any(name.startswith("titan_exp.grouped") for name in gpu)
     assert gpu.count("aten._grouped_mm") >= 3
+    # A sigmoid has no buffer where it is read for its maximum, and again to be divided by it, as float8 does.
+    assert [names.count("aten.empty_strided") for names in shared] == [3, 2]
 
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-def compiled_operators() -> list[list[str]]:
-    """Operators of a compiled attention with experts within a budget, on a CPU and as for a GPU."""
+def compiled_operators() -> list[list[list[str]]]:
+    """Operators of a compiled attention with experts within a budget, and of a sigmoid, on a CPU and as for a
+    GPU."""
     from contextlib import nullcontext
 
     import torch
@@ -81,7 +85,18 @@ def compiled_operators() -> list[list[str]]:
         out = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2).flatten(0, 1)
         return grouped_linear(out.sin(), weight, ends).cos()
 
-    def operators(*, cuda: bool) -> list[str]:
+    def experts() -> None:
+        heads = torch.empty(1, 2, 128, 32, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(block)(heads, weight, torch.empty(4, dtype=torch.int32)).sum().backward()
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x / x.amax()).half()
+
+    def shared() -> None:
+        torch.compile(lambda x: scaled(x.sigmoid()))(torch.empty(64, 64))
+
+    def operators(step: Callable[[], None], *, cuda: bool) -> list[str]:
         names, device = Names(), torch.device("cpu")
         names.found = []
         with (
@@ -91,9 +106,7 @@ def compiled_operators() -> list[list[str]]:
             functorch.patch(activation_memory_budget=0.5),
             names,
         ):
-            heads = torch.empty(1, 2, 128, 32, dtype=torch.bfloat16, requires_grad=True)
-            weight = torch.empty(4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
-            torch.compile(block)(heads, weight, torch.empty(4, dtype=torch.int32)).sum().backward()
+            step()
         return names.found
 
-    return [operators(cuda=cuda) for cuda in (False, True)]
+    return [[operators(step, cuda=cuda) for cuda in (False, True)] for step in (experts, shared)]

@@ -94,14 +94,16 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
 
 @contextmanager
 def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
-    """Compile for a GPU in the `with` block: dynamo takes CUDA's branches, and the partitioner takes flash attention of
-    the CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will.
+    """Compile for a GPU in the `with` block: dynamo takes CUDA's branches, the partitioner takes flash attention of the
+    CPU for a GPU's, which it counts the FLOPs of, and does not recompute at will, and activation functions have no
+    buffers that they need on a CPU alone.
 
     `beside` is True if host tensors exist in addition to those of the fake GPU.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import partitioners
+    from torch._inductor import ir
 
     aten, known = torch.ops.aten, partitioners.get_default_op_list()
     on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
@@ -112,6 +114,7 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
 
     replacements = (
         (TensorVariable, "method_attr_is_cuda", is_cuda),
+        (ir, "is_cpu", lambda _: False),  # there, exponentials and sigmoids that several operators read get buffers
         (partitioners, "get_default_op_list", lambda: replace(known, compute_intensive_ops=kept)),
     )
     counted = dict(flop_registry)

@@ -24,7 +24,7 @@ def test_torch_knows_them():
 @pytest.mark.parametrize("backend", FLASH_PACKAGES)
 def test_a_cpu_has_none(backend: str):
     with pytest.raises(UserError, match="runs on GPUs, and this is a CPU"):
-        choose_backend(backend, torch.device("cpu"), head_dim=64, bf16=True, documents=False)
+        choose_backend(backend, torch.device("cpu"), head_dims=[64], bf16=True, documents=False)
 
 
 def test_a_gpu_may_be_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch):
@@ -43,18 +43,29 @@ def test_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "bf16", "chosen"), [(128, True, "flash"), (192, True, "flash"), (288, True, "efficient")]
+    ("head_dims", "bf16", "chosen"),
+    [
+        ([128], True, "flash"),
+        ([192], True, "flash"),
+        ([288], True, "efficient"),
+        ([64, 288], True, "efficient"),
+        ([64, 292], True, "math"),
+        ([], True, "flash"),
+        ([], False, "efficient"),
+    ],
 )
-def test_auto_takes_a_kernel_for_heads_so_wide(monkeypatch: pytest.MonkeyPatch, head_dim: int, bf16: bool, chosen: str):
+def test_auto_takes_a_kernel_for_heads_of_every_layer(
+    monkeypatch: pytest.MonkeyPatch, head_dims: list[int], bf16: bool, chosen: str
+):
     give_gpu(monkeypatch, (8, 0))
-    assert choose_backend("auto", GPU, head_dim=head_dim, bf16=bf16, documents=False) == chosen
+    assert choose_backend("auto", GPU, head_dims=head_dims, bf16=bf16, documents=False) == chosen
 
 
 def test_deterministic_runs_on_hopper_take_flash(monkeypatch: pytest.MonkeyPatch):
     give_gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     chosen = [
-        choose_backend("auto", GPU, head_dim=128, bf16=True, documents=documents, deterministic=deterministic)
+        choose_backend("auto", GPU, head_dims=[128], bf16=True, documents=documents, deterministic=deterministic)
         for documents, deterministic in ((False, False), (False, True), (True, True))
     ]
     assert chosen == ["cudnn", "flash", "efficient"]
@@ -73,7 +84,7 @@ def test_they_are_torchs_flash_kernel_to_rounding(backend: str):
     found = {}
     for name in ("flash", backend):
         inputs = [tensor.clone().requires_grad_() for tensor in heads]
-        core = CausalAttention(choose_backend(name, GPU, head_dim=128, bf16=True, documents=False))
+        core = CausalAttention(choose_backend(name, GPU, head_dims=[128], bf16=True, documents=False))
         output = core(*inputs)
         found[name] = [output.detach(), *torch.autograd.grad(output.square().sum(), inputs)]
     activate("auto", GPU)
@@ -84,5 +95,5 @@ def test_they_are_torchs_flash_kernel_to_rounding(backend: str):
 @pytest.mark.parametrize(("parts", "chosen"), [(False, "flex"), (True, "efficient")])
 def test_auto_takes_block_masks_for_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, parts: bool, chosen: str):
     give_gpu(monkeypatch, (9, 0))
-    how = {"head_dim": 64, "bf16": True, "documents": False, "masked": True}
+    how = {"head_dims": [64], "bf16": True, "documents": False, "masked": True}
     assert choose_backend("auto", GPU, **how, parts=parts) == chosen

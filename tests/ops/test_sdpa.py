@@ -101,8 +101,8 @@ def test_document_mask_gradients_stay_within_the_document():
 
 def test_backend_is_what_was_asked_for_or_the_devices_best():
     cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu, head_dim=64, bf16=True, documents=True) == "flash"
-    assert choose_backend("math", cpu, head_dim=64, bf16=False, documents=False) == "math"
+    assert choose_backend("auto", cpu, head_dims=[64], bf16=True, documents=True) == "flash"
+    assert choose_backend("math", cpu, head_dims=[64], bf16=False, documents=False) == "math"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_backend_is_what_was_asked_for_or_the_devices_best():
 )
 def test_documents_take_a_kernel_for_the_width_of_a_head(head_dim: int, bf16: bool, kernel: str):
     """The efficient kernel reads 16 bytes at a time."""
-    assert choose_backend("auto", torch.device("cuda"), head_dim=head_dim, bf16=bf16, documents=True) == kernel
+    assert choose_backend("auto", torch.device("cuda"), head_dims=[head_dim], bf16=bf16, documents=True) == kernel
 
 
 def test_the_gradient_of_narrower_values_lies_as_kernels_read_it():
@@ -170,7 +170,7 @@ def test_deterministic_attention_gives_the_same_bits_on_cuda(documents: bool, kv
     device = torch.device("cuda")
     torch.use_deterministic_algorithms(True)
     try:
-        backend = choose_backend("auto", device, head_dim=64, bf16=True, documents=documents, deterministic=True)
+        backend = choose_backend("auto", device, head_dims=[64], bf16=True, documents=documents, deterministic=True)
         core = CausalAttention(backend)
         q, k, v = (torch.randn(2, n, 1024, 64, device="cuda", dtype=torch.bfloat16) for n in (4, kv_heads, kv_heads))
         ids = (torch.arange(1024, device="cuda") // 300).expand(2, -1)
@@ -191,6 +191,6 @@ def test_deterministic_attention_gives_the_same_bits_on_cuda(documents: bool, kv
 def test_cuda_has_a_kernel_for_whatever_auto_chooses(bf16, documents):
     device = torch.device("cuda")
     q, k, v = (head.to(device, torch.bfloat16 if bf16 else torch.float32) for head in heads())
-    core = CausalAttention(choose_backend("auto", device, head_dim=16, bf16=bf16, documents=documents))
+    core = CausalAttention(choose_backend("auto", device, head_dims=[16], bf16=bf16, documents=documents))
     core(q.requires_grad_(), k, v, core.mask(DOCUMENTS.to(device) if documents else None)).sum().backward()
     assert q.grad is not None

@@ -58,12 +58,11 @@ def choose_attention_backend(
     context-parallel ranks exchange keys and values, `deterministic` that the same bits are needed on every run.
     """
     spec = model_spec(config)
-    head_dim = spec.attention.qk_dim if spec is not None and spec.attention is not None else 64
     requested = "auto" if auto or spec is None else spec.attention_backend
     return choose_backend(
         requested,
         device,
-        head_dim=head_dim,
+        head_dims=[] if spec is None else [head_dim for _, head_dim in spec.head_dims],
         bf16=bf16,
         documents=documents,
         masked=spec is not None and (spec.has_sinks or spec.is_masked(seq_len)),

@@ -82,7 +82,7 @@ def _auto_backend(experiment: Experiment) -> str:
     """Attention backend that `auto` chooses on CUDA, cuDNN on older GPUs too."""
     spec, parallelism, training = model_spec(experiment.model), experiment.parallelism, experiment.training
     return auto_backend(
-        None if spec is None or spec.attention is None else spec.attention.qk_dim,
+        [] if spec is None else [head_dim for _, head_dim in spec.head_dims],
         bf16=training.mixed_precision == "bf16",
         documents=experiment.data.document_mask,
         masked=spec is not None and (spec.has_sinks or spec.is_masked(training.seq_len)),

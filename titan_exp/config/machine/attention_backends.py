@@ -1,6 +1,7 @@
 """Attention kernels on GPUs: supported head sizes and packages, without querying a device."""
 
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,21 +55,22 @@ CUDNN_EVERYWHERE = HeadSizes(128, 8)
 
 
 def auto_backend(
-    head_dim: int | None, *, bf16: bool, documents: bool, masked: bool, parts: bool, deterministic: bool
+    head_dims: Collection[int], *, bf16: bool, documents: bool, masked: bool, parts: bool, deterministic: bool
 ) -> str:
     """Kernel that `auto` is on CUDA: `flex`, `efficient`, `math`, `flash`, or `cudnn`, which older GPUs replace by
     `flash`.
 
     `masked` says that a layer has sinks, or a window or chunks shorter than the sequence; `parts` that attention is
     merged by LSE, which excludes cuDNN and FlexAttention; torch refuses cuDNN's backward pass for `deterministic` runs.
-    A `head_dim` of None fits any kernel.
+    All layers take the same kernel, which supports each of their `head_dims`.
     """
     if masked:
         return "efficient" if parts else "flex"
-    if documents or not bf16 or not (head_dim is None or HEAD_SIZES["flash"].takes(head_dim)):
-        return "efficient" if head_dim is None or head_dim % efficient_multiple(bf16=bf16) == 0 else "math"
-    wide = head_dim is not None and not CUDNN_EVERYWHERE.takes(head_dim)
-    return "flash" if parts or deterministic or wide else "cudnn"
+    if documents or not bf16 or not all(map(HEAD_SIZES["flash"].takes, head_dims)):
+        multiple = efficient_multiple(bf16=bf16)
+        return "math" if any(head_dim % multiple for head_dim in head_dims) else "efficient"
+    everywhere = all(map(CUDNN_EVERYWHERE.takes, head_dims))
+    return "cudnn" if everywhere and not parts and not deterministic else "flash"
 
 
 @dataclass(frozen=True)

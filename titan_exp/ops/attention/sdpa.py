@@ -4,6 +4,7 @@ Kernels with grouped-query support read shared keys and values without repeating
 a window or chunks by tiles of query rows, each with the keys that one of its rows sees.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ def choose_backend(
     requested: str,
     device: torch.device,
     *,
-    head_dim: int,
+    head_dims: Collection[int],
     bf16: bool,
     documents: bool,
     masked: bool = False,
@@ -58,7 +59,7 @@ def choose_backend(
     if device.type != "cuda":
         return "flash"
     chosen = auto_backend(
-        head_dim, bf16=bf16, documents=documents, masked=masked, parts=parts, deterministic=deterministic
+        head_dims, bf16=bf16, documents=documents, masked=masked, parts=parts, deterministic=deterministic
     )
     if chosen == "cudnn":
         hopper = torch.cuda.get_device_capability(device) >= (9, 0)

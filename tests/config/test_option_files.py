@@ -51,6 +51,35 @@ def test_an_option_file_is_one_error(
     assert len(error.splitlines()) == 3, "a headline, the violation and its remedy"
 
 
+def test_keys_of_an_own_config_are_those_of_no_shipped_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path / "own_package" / "sgd.py", OWN_SGD.encode())
+    option, words = tmp_path / "optimizer" / "own.yaml", ["train", "--config-dir", str(tmp_path), "optimizer=own"]
+    write(option, b"name: own_package.sgd\nlr: 1e-2\n")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "so weight_decay and decay_vectors are missing\n    give each a value in the file" in error
+    option.write_text("name: own_package.sgd\nlr: 1e-2\nweight_decay: 0.0\ndecay_vectors: false\n")
+    assert main([*words, "optimizer.momentum=0.5"]) == 2
+    assert "add it with a plus: +optimizer.momentum=0.5; or" in capsys.readouterr().err
+    assert main([*words, "--cfg", "job", "+optimizer.momentum=0.5"]) == 0
+
+
+OWN_SGD = """
+from dataclasses import dataclass
+from titan_exp.config.groups.optimizer import OptimizerConfig
+
+@dataclass(frozen=True)
+class Config(OptimizerConfig):
+    momentum: float = 0.9
+
+def build(parameters, config):
+    raise NotImplementedError
+"""
+
+
 def test_a_sweep_names_the_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write(tmp_path / "optimizer" / "broken.yaml", b"lr: 1\n")
     words = ["-m", "--dry-run", "--config-dir", str(tmp_path), "optimizer=broken", "training.steps=1,2"]

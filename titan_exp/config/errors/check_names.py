@@ -17,7 +17,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.hydra.option_files import check_option_file
 from titan_exp.config.schema.config_diff import flatten
-from titan_exp.config.schema.schema import annotation_of, is_list, value_keys
+from titan_exp.config.schema.schema import annotation_of, is_list, own_keys, value_keys
 
 _FAILS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 """Exceptions of Hydra for an option that cannot be composed."""
@@ -129,6 +129,10 @@ class NameCheck:
             if isinstance(node, dict) and (offer := did_you_mean(name, [str(other) for other in node])):
                 remedy = f"{offer} Otherwise {remedy}"
             yield Violation(key, value, "these keyword arguments do not have it yet", remedy)
+            return
+        if name in own_keys(parent, node):
+            reason = f"{parent}={self.chosen[parent]} leaves it at its default"
+            yield Violation(key, value, reason, f"add it with a plus: +{key}={value}; or list it in the option's file")
             return
         meant = other_names(key)
         if not parents and not meant and isinstance(override.value(), str) and (groups := nearest(key, self.names)):

@@ -11,7 +11,7 @@ from titan_exp.config.hydra.compose import CONF_DIR
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.config.schema.component import config_class
-from titan_exp.config.schema.schema import hints, optional_fields
+from titan_exp.config.schema.schema import hints, optional_fields, own_keys
 
 GLOBAL = "# @package _global_"
 """First line of a file whose keys are written with their groups."""
@@ -32,7 +32,9 @@ def check_option_file(groups: Groups, group: str, option: str, tree: Mapping[str
     except UserError as error:
         problem = str(error)
     if problem:
-        yield Violation(f"{group}={option}", "", problem, file_remedy(groups, group))
+        own = own_keys(group, (tree or {}).get(group))
+        remedy = "give each a value in the file, in a line `key: value`" if own else file_remedy(groups, group)
+        yield Violation(f"{group}={option}", "", problem, remedy)
 
 
 def file_remedy(groups: Groups, group: str) -> str:

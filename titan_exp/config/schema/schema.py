@@ -6,12 +6,14 @@ import inspect
 import textwrap
 import types
 import typing
+from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.component import config_classes
+from titan_exp.config.schema.component import config_class, config_classes
 
 
 @cache
@@ -96,6 +98,15 @@ def optional_fields(kind: Any) -> set[str]:
         for field in dataclasses.fields(kind)
         if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
     }
+
+
+def own_keys(group: str, values: object) -> Collection[str]:
+    """Keys of a config group with these values, if a `Config` of the user's own types it; else none."""
+    try:
+        kind = config_class(group, values)
+    except (UserError, KeyError):
+        return ()  # reported where the configuration is read
+    return () if kind.__module__.startswith("titan_exp.") else hints(kind)
 
 
 def group_in_mapping(annotation: Any) -> Any:

@@ -3,6 +3,8 @@
 The composed configurations are the same; `tests/test_fast_hydra.py` compares them.
 """
 
+import copy
+import functools
 import os
 import pickle
 from collections import defaultdict
@@ -10,16 +12,62 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal import defaults_list as hydra_defaults
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.default_element import GroupDefault
+from hydra.core.object_type import ObjectType
 from omegaconf import OmegaConf
+from omegaconf import base as omegaconf_base
 from omegaconf.base import Metadata
+
+LOAD, MERGE = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
+"""Hydra's own functions."""
 
 
 def install() -> None:
-    """Parse every YAML file once, copy metadata without reflection, index choices only for interpolated defaults."""
+    """Parse every file and interpolation once and merge every list of files once, copy metadata without reflection,
+    index choices only for interpolated defaults."""
+    ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list = _remembered()
+    omegaconf_base.parse = functools.cache(omegaconf_base.parse)
     OmegaConf.load = staticmethod(_Parsed(OmegaConf.load))
     Metadata.__deepcopy__ = _copy_metadata  # type: ignore[attr-defined]
     hydra_defaults._create_interpolation_map = _Choices(hydra_defaults._create_interpolation_map)
+
+
+def _remembered() -> tuple[Any, Any]:
+    """Hydra's loading and merging of option files with caches by places and states of files."""
+    loaded_once, merged_once = dict[Any, Any](), dict[Any, bytes]()
+
+    def load(repository: ConfigRepository, config_path: str) -> Any:
+        source = repository._find_object_source(config_path, ObjectType.CONFIG)
+        key = None if source is None else _state(f"{source.scheme()}://{source.path}", config_path)
+        if key is None:
+            return LOAD(repository, config_path)
+        if key not in loaded_once:
+            loaded_once[key] = LOAD(repository, config_path)
+        return loaded_once[key]
+
+    def merge(loader: ConfigLoaderImpl, defaults: Any, repo: Any) -> Any:
+        places = [(repo.load_config(entry.config_path), entry) for entry in defaults]
+        states = [_state(loaded.path, entry.config_path) for loaded, entry in places if loaded is not None]
+        key = (*((entry.package, entry.primary) for entry in defaults), *states)
+        if key in merged_once:
+            return pickle.loads(merged_once[key])
+        repo.cache = copy.deepcopy(repo.cache)  # merging changes them
+        merged = MERGE(loader, defaults, repo)
+        if None not in states:
+            merged_once[key] = pickle.dumps(merged)
+        return merged
+
+    return load, merge
+
+
+def _state(folder: str, name: str) -> tuple[Any, ...] | None:
+    """Place of an option with inode, time and size of its file; None if it is in a package that may change."""
+    if not folder.startswith("file://"):
+        return None if folder.startswith("pkg://") and folder != "pkg://hydra.conf" else (folder, name)
+    status = os.stat(Path(folder.removeprefix("file://"), f"{name.removesuffix('.yaml')}.yaml"))
+    return folder, name, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class _Parsed:

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal import defaults_list
-from omegaconf import DictConfig, OmegaConf
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from omegaconf import DictConfig, OmegaConf, base
 from omegaconf.base import Metadata
+from omegaconf.grammar_parser import parse
 
+from tests import fast_hydra
 from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
 from titan_exp.config.hydra.resolvers import register_resolvers
 
@@ -39,6 +43,9 @@ def test_compositions_are_those_of_hydra_alone(overrides: list[str], tmp_path: P
     choices: Any = defaults_list._create_interpolation_map
     monkeypatch.setattr(OmegaConf, "load", staticmethod(load.load))
     monkeypatch.setattr(defaults_list, "_create_interpolation_map", choices.index)
+    monkeypatch.setattr(ConfigRepository, "load_config", fast_hydra.LOAD)
+    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", fast_hydra.MERGE)
+    monkeypatch.setattr(base, "parse", parse)
     monkeypatch.delattr(Metadata, "__deepcopy__")
     assert found == [composed(folder, overrides)] * 2
 
@@ -50,6 +57,18 @@ def composed(folder: Path, overrides: list[str]) -> str:
             return OmegaConf.to_yaml(compose(CONFIG_NAME, overrides, return_hydra_config=True))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+
+
+def test_a_changed_option_is_composed_again(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("defaults: [group: one, _self_]\nb: ${group.a}")
+    (tmp_path / "group").mkdir()
+    for value in (1, 10):
+        (tmp_path / "group" / "one.yaml").write_text(f"a: {value}")
+        for _ in range(2):
+            with initialize_config_dir(str(tmp_path), **HYDRA_VERSION):
+                found = compose(CONFIG_NAME)
+            assert found == {"group": {"a": value}, "b": value}
+            found.group.a = 5
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path):

@@ -1,11 +1,15 @@
 """Best-effort sink: disabled with a warning after its first failure; the run continues."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.sink import ImageSink, Row, Sink
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class BestEffortSink:

@@ -1,9 +1,12 @@
 """Metric sink interface, common to metrics.jsonl, the console, W&B and TensorBoard."""
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Value = float | int | None
 """A number, or None if unknown."""

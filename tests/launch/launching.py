@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from tests import fast_hydra
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,6 +108,7 @@ def main(overrides: list[str]) -> int:
     from titan_exp.launch.local.run import run
     from titan_exp.launch.run_plan import plan_run
 
+    fast_hydra.install()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return run(plan_run(to_experiment(compose(overrides)), overrides)).exit_code

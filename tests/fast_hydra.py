@@ -16,18 +16,21 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf import base as omegaconf_base
 from omegaconf.base import Metadata
 
 LOAD, MERGE = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
+PARSE = OverridesParser.parse_rule
 """Hydra's own functions."""
 
 
 def install() -> None:
-    """Parse every file and interpolation once and merge every list of files once, copy metadata without reflection,
-    index choices only for interpolated defaults."""
+    """Parse every file, override and interpolation once, merge every list of files once, copy metadata without
+    reflection, index choices only for interpolated defaults."""
     ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list = _remembered()
+    OverridesParser.parse_rule = _parsed()
     omegaconf_base.parse = functools.cache(omegaconf_base.parse)
     OmegaConf.load = staticmethod(_Parsed(OmegaConf.load))
     Metadata.__deepcopy__ = _copy_metadata  # type: ignore[attr-defined]
@@ -60,6 +63,12 @@ def _remembered() -> tuple[Any, Any]:
         return merged
 
     return load, merge
+
+
+def _parsed() -> Any:
+    """Hydra's parser of overrides with a cache by text."""
+    once = functools.cache(lambda s, rule_name: pickle.dumps(PARSE(OverridesParser.create(), s, rule_name)))
+    return lambda self, s, rule_name: pickle.loads(once(s, rule_name))
 
 
 def _state(folder: str, name: str) -> tuple[Any, ...] | None:

@@ -1,6 +1,6 @@
 """Test helpers: an experiment from overrides, and a machine with a number of GPUs."""
 
-import copy
+import pickle
 from functools import cache
 
 import pytest
@@ -22,7 +22,7 @@ def experiment(*overrides: str) -> Experiment:
     Composing takes a tenth of a second, and there are hundreds of these.
     """
     options = tuple(override for override in overrides if "." not in override.partition("=")[0])
-    cfg = copy.deepcopy(composed(options))
+    cfg: DictConfig = pickle.loads(composed(options))  # five times as fast as deepcopy
     for override in OverridesParser.create().parse_overrides([text for text in overrides if text not in options]):
         key, value = override.key_or_group, override.value()
         if override.is_delete():
@@ -42,8 +42,8 @@ def llama(*overrides: str) -> Config:
 
 
 @cache
-def composed(options: tuple[str, ...]) -> DictConfig:
-    return compose(options)
+def composed(options: tuple[str, ...]) -> bytes:
+    return pickle.dumps(compose(options))
 
 
 def refused(*overrides: str) -> tuple[Violation, ...]:

@@ -52,6 +52,8 @@ class NameCheck:
         self._swept = [
             [*options, f"{override.key_or_group}={value}"] for override in swept for value in _values(override)
         ]
+        if not options:
+            return
         try:
             composed = self.groups.compose(options)
         except _FAILS:

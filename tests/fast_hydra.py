@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra._internal import defaults_list as hydra_defaults
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,7 +22,7 @@ from omegaconf import base as omegaconf_base
 from omegaconf.base import Metadata
 
 LOAD, MERGE = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
-PARSE = OverridesParser.parse_rule
+PARSE, CACHE = OverridesParser.parse_rule, CachingConfigRepository.__init__
 """Hydra's own functions."""
 
 
@@ -30,6 +30,7 @@ def install() -> None:
     """Parse every file, override and interpolation once, merge every list of files once, copy metadata without
     reflection, index choices only for interpolated defaults."""
     ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list = _remembered()
+    CachingConfigRepository.__init__ = _cache_of  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parsed()
     omegaconf_base.parse = functools.cache(omegaconf_base.parse)
     OmegaConf.load = staticmethod(_Parsed(OmegaConf.load))
@@ -63,6 +64,11 @@ def _remembered() -> tuple[Any, Any]:
         return merged
 
     return load, merge
+
+
+def _cache_of(cache: Any, delegate: Any) -> None:
+    """Copy of a repository whose list of sources may be replaced; they are not changed."""
+    cache.delegate, cache.cache = copy.copy(delegate), {}
 
 
 def _parsed() -> Any:

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, base
 from omegaconf.base import Metadata
@@ -46,6 +46,7 @@ def test_compositions_are_those_of_hydra_alone(overrides: list[str], tmp_path: P
     monkeypatch.setattr(defaults_list, "_create_interpolation_map", choices.index)
     monkeypatch.setattr(ConfigRepository, "load_config", fast_hydra.LOAD)
     monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", fast_hydra.MERGE)
+    monkeypatch.setattr(CachingConfigRepository, "__init__", fast_hydra.CACHE)
     monkeypatch.setattr(OverridesParser, "parse_rule", fast_hydra.PARSE)
     monkeypatch.setattr(base, "parse", parse)
     monkeypatch.delattr(Metadata, "__deepcopy__")

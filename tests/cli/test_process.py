@@ -29,12 +29,24 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize(
     "words",
-    ["--help", "--cfg job --resolve", "--info defaults model=llama3_8b", "-sc install=bash", "training.stesp=3"],
+    [
+        "train --help",
+        "train --cfg job --resolve",
+        "train --info defaults model=llama3_8b",
+        "train -sc install=bash",
+        "train training.stesp=3",
+        "status --help",
+    ],
 )
 def test_nothing_heavy_is_imported(words: str):
     heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
     code = f"import sys; from titan_exp.cli.main import main; main(); sys.exit(str({heavy}))"
-    assert run(code, "train", *words.split()).stderr.splitlines()[-1] == "[]"
+    assert run(code, *words.split()).stderr.splitlines()[-1] == "[]"
+
+
+def test_a_rank_composes_nothing():
+    code = "import sys, titan_exp.launch.local.submitit_rank; print({'hydra', 'torch', 'submitit'} & {*sys.modules})"
+    assert run(code).stdout == "set()\n"
 
 
 @pytest.mark.parametrize(

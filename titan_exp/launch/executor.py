@@ -4,13 +4,15 @@ An executor is `launch/KIND/executor.py` (`local`, `slurm`) or a user-defined cl
 or the import path of the class.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import LOCAL
@@ -18,8 +20,10 @@ from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.rank.rank_env import RankInfo
-from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from titan_exp.launch.run_plan import RunPlan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import open_huggingface
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -51,6 +50,8 @@ def _check_shape(config: ModelConfig, found: ModelConfig, folder: Path) -> None:
         if _spec_with(config, key, other).weights != wanted.weights
     ]
     if differing:
+        from titan_exp.config.hydra.presets import model_overrides
+
         fitting = " ".join(model_overrides(found))
         raise UserError(f"The weights in {folder} are of another model. They fit: {fitting}", differing)
 

@@ -1,9 +1,11 @@
 """Changes of code and data between a recorded start of a run and the present."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
@@ -14,9 +16,11 @@ from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
-from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
+
+if TYPE_CHECKING:
+    from titan_exp.launch.run_plan import RunPlan
 
 NAMES = 5
 """Maximum number of names of files, or of runs, in a message."""

@@ -36,6 +36,7 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
         "train -sc install=bash",
         "train training.stesp=3",
         "status --help",
+        "generate --help",
     ],
 )
 def test_nothing_heavy_is_imported(words: str):

@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 
+from titan_exp.inference.evaluate_usage import USAGE
+
+HELP_TEXT = f"{USAGE}\n"
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.config.command_line.options import HELP, take_options
+from titan_exp.config.command_line.options import take_options
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -29,6 +29,7 @@ from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.inference import expert_classes, loss_by_position
+from titan_exp.inference.evaluate_usage import USAGE
 from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization
 from titan_exp.inference.loss_by_position import LossByPosition, PositionLoss
 from titan_exp.inference.token_classes import TokenClassifier
@@ -54,22 +55,6 @@ from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources, evaluate_split
 
-USAGE = f"""\
-titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
-                   [training.micro_batch_size=N] [{ROPE}.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
-                   [paths.runs=FOLDER] [--averaged] [--experts] [--positions] [--json] [--trust]
-  for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
-
-  Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
-  document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
-  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
-  need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
-  A diffusion model is evaluated at eight fixed times, with and without its texts.
-  --averaged evaluates the averaged weights of a run with weight_average.
-  --experts also prints what each expert specialises in: which classes of tokens are routed to it. --positions also
-  prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or
-  data source of a run that another user launched."""
-
 TAKEN = ("data.", "training.", "model.attention", "model.context", f"{ROPE}.", "parallelism.")
 """Keys that an evaluation takes."""
 
@@ -90,9 +75,6 @@ def evaluate_command(
     `run_path` maps the name of a run, in a folder of runs (None is the default), to its folder. Raises UserError about
     invalid overrides, weights or data.
     """
-    if set(arguments) & set(HELP):
-        print(USAGE)
-        return 0
     options, rest = take_options(EvaluateOptions, arguments)
     runs = [Path(word.removeprefix(RUNS)).expanduser() for word in rest if word.startswith(RUNS)]
     rest = [word for word in rest if not word.startswith(RUNS)]

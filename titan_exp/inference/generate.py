@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, averaged_where_saved, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.command_line.options import HELP, options_help, parse_options
+from titan_exp.config.command_line.options import parse_options
 from titan_exp.config.command_line.verb_options import IMAGE_OPTIONS, TEXT_OPTIONS, GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
@@ -39,11 +39,6 @@ from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.load_model import describe, tokenizer_of, training_length
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 
-USAGE = """\
-titan-exp generate [RUN|FOLDER] [prompt=...]
-  for example: titan-exp generate runs/first/6c43198cf79b prompt="def " prompt="import " temperature=0
-               titan-exp generate runs/flux_laptop/0d5f6c8e2a91 prompt="blue heart" prompt="red apple" guidance=3"""
-
 
 def generate_command(
     arguments: Sequence[str],
@@ -55,9 +50,6 @@ def generate_command(
     `run_path` maps the name of a run, in a folder of runs, to its folder. Raises UserError about an invalid option or
     missing weights.
     """
-    if set(arguments) & set(HELP):
-        print(options_help(USAGE, GenerateOptions), end="")
-        return 0
     options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
     runs = Path(options.runs)

@@ -1,0 +1,19 @@
+"""Usage of `titan-exp evaluate`, apart from the evaluation, which imports torch."""
+
+from titan_exp.models.spec.rope import ROPE
+
+USAGE = f"""\
+titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
+                   [training.micro_batch_size=N] [{ROPE}.KEY=VALUE] [model.context=N] [parallelism.KEY=VALUE]
+                   [paths.runs=FOLDER] [--averaged] [--experts] [--positions] [--json] [--trust]
+  for example: titan-exp evaluate runs/first/6c43198cf79b data=text data.paths='[notes]' split=all
+
+  Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
+  document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
+  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
+  need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
+  A diffusion model is evaluated at eight fixed times, with and without its texts.
+  --averaged evaluates the averaged weights of a run with weight_average.
+  --experts also prints what each expert specialises in: which classes of tokens are routed to it. --positions also
+  prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them. --trust imports the model or
+  data source of a run that another user launched."""

@@ -53,7 +53,7 @@ def tokens_per_second(
 ) -> float:
     """Rate of forward and backward, the mask built once; `document` is the length of documents in tokens."""
     masked, bf16 = has_sinks or not pattern.is_causal, device.type == "cuda"
-    backend = choose_backend("auto", device, head_dim=HEAD_DIM, bf16=bf16, documents=bool(document), masked=masked)
+    backend = choose_backend("auto", device, head_dims=[HEAD_DIM], bf16=bf16, documents=bool(document), masked=masked)
     core, dtype = CausalAttention(backend, pattern=pattern), torch.bfloat16 if bf16 else torch.float32
     shapes = [(1, heads, seq, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]

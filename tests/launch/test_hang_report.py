@@ -1,13 +1,17 @@
 """Hang diagnosis from files without a hang, and limits by phase."""
 
+import contextlib
+import faulthandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.health.hang_report import HangDiagnosis, HangFiles, diagnose_hang, format_ranks
 from titan_exp.launch.health.stack_dump import COLLECTIVES, RankStack, _is_own_code
-from titan_exp.launch.health.watchdog import limit
+from titan_exp.launch.health.watchdog import Watchdog, limit
 from titan_exp.tracking.progress_tracker import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
 
@@ -82,6 +86,41 @@ def test_limit_by_phase() -> None:
     assert limit(60, ProgressSnapshot(9, STEP, 0, 50.0)) == 500  # ten times its median
     for phase in (FIRST_STEP, "the evaluation", "the checkpoint"):
         assert limit(60, ProgressSnapshot(9, phase, 0, 1.0)) == 180
+
+
+class GivenUp(Exception):
+    """A watchdog ends its process."""
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(400, False), (1300, True)])
+def test_hang_in_slow_steps_is_warned_of_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, ends: bool
+) -> None:
+    """Ten times a step of 120 s is more than both limits, of 5 and 15 minutes."""
+    now = 0.0
+    progress = ProgressTracker(lambda: now)
+    for step, now in ((1, 0.0), (2, 120.0)):  # noqa: B007
+        progress.step(step)
+    now += seconds
+
+    def give_up(reason: str) -> None:
+        raise GivenUp(reason)
+
+    def stop_after_this_poll() -> None:
+        watchdog.stop()
+
+    cluster = to_experiment(compose(["model=llama_debug"])).cluster
+    files = HangFiles(tmp_path, 1)
+    watchdog = Watchdog(cluster, files, rank=0, progress=progress, give_up=give_up, on_poll=stop_after_this_poll)
+    try:
+        with pytest.raises(GivenUp, match=r"^hung at step 3") if ends else contextlib.nullcontext():
+            watchdog.run()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        watchdog._stacks.close()
+    assert (
+        f"no progress for {seconds} s in the training step after step 2; after 1200 s the run is ended" in caplog.text
+    )
 
 
 def test_progress_counts_from_the_last_report() -> None:

@@ -30,8 +30,8 @@ class ClusterConfig:
     peak_tflops: PositiveFloat | None
     """Dense bf16 peak of one device in TFLOP/s, for MFU; null looks the device up and reports no MFU where unknown."""
     hang_warn_minutes: PositiveFloat | None = 5.0
-    """Minutes without a finished step after which a rank warns; the start, the first step, evaluating and saving have
-    three times that. null never warns."""
+    """Minutes without a finished step after which a rank warns, at least three times the median step; the start, the
+    first step, evaluating and saving have three times that. null never warns."""
     hang_kill_minutes: PositiveFloat | None = 15.0
     """Minutes, counted likewise, after which every rank writes its stacks and ends with exit code 86; at least ten
     times the median step. null never ends the run."""

@@ -25,6 +25,8 @@ OTHER_PHASE_FACTOR = 3.0
 """Limit multiplier for phases other than a regular step."""
 MEDIAN_FACTOR = 10.0
 """Minimum limit of a regular step, in multiples of the median step time."""
+WARN_MEDIAN_FACTOR = 3.0
+"""Minimum time before the warning in a regular step, likewise; below the limit, so that slow steps warn first."""
 NATIVE_GRACE = 5.0
 """Seconds past the limit before the C timer kills a rank that runs no Python."""
 RECORDER_ENTRIES = "2000"
@@ -78,6 +80,8 @@ class Watchdog(threading.Thread):
         while not self._stopped.is_set():
             self._on_poll()
             position = self._progress.snapshot()
+            # Before the end, also where this thread polls late.
+            self._warn_if_late(position)
             if self._kill is not None:
                 left = limit(self._kill, position) - position.seconds
                 if left <= 0 or self._is_declared(position):
@@ -86,7 +90,6 @@ class Watchdog(threading.Thread):
                 # Before the first rank to detect the hang has waited for the others' records.
                 last = left + min(NATIVE_GRACE, self._kill / 2)
                 faulthandler.dump_traceback_later(last, exit=True, file=self._stacks)
-            self._warn_if_late(position)
             self._stopped.wait(self._poll_interval)
 
     def _is_declared(self, position: ProgressSnapshot) -> bool:
@@ -95,7 +98,7 @@ class Watchdog(threading.Thread):
         return position.seconds > self._kill / 4 and self._files.is_declared()
 
     def _warn_if_late(self, position: ProgressSnapshot) -> None:
-        late = self._warn is not None and position.seconds > limit(self._warn, position)
+        late = self._warn is not None and position.seconds > limit(self._warn, position, WARN_MEDIAN_FACTOR)
         if late and not self._warned:
             consequence = "" if self._kill is None else (
                 f"; after {limit(self._kill, position):.0f} s the run is ended as hung (cluster.hang_kill_minutes)"
@@ -139,10 +142,10 @@ class Watchdog(threading.Thread):
         return f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline
 
 
-def limit(seconds: float, position: ProgressSnapshot) -> float:
+def limit(seconds: float, position: ProgressSnapshot, median_factor: float = MEDIAN_FACTOR) -> float:
     """Seconds without progress before action, by phase; `seconds` is the configured limit of a regular step."""
     if position.phase == STEP:
-        return max(seconds, MEDIAN_FACTOR * position.median_step_seconds)
+        return max(seconds, median_factor * position.median_step_seconds)
     return OTHER_PHASE_FACTOR * seconds
 
 

@@ -52,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 0 done, 2 for a UserError, else the run's own."""
     typed = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    code = 0
     try:
-        return _dispatch(typed)
+        code = _dispatch(typed)
+        print(end="", flush=True)  # Python's own flush at the exit prints its errors
+        return code
     except UserError as error:
         if with_traceback:
             raise
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader closed the pipe (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except (OSError, RuntimeError) as error:
         message = explain_os_error(error)
         if message is None or with_traceback:

@@ -47,6 +47,8 @@ def is_composition_error(error: Exception) -> bool:
     """
     if isinstance(error, UNREADABLE):
         return True
+    if isinstance(error, OSError) and error.filename is None:
+        return False  # of Hydra's output: a closed pipe, a full disk
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     ours = max((place for place, file in enumerate(files) if any(own in file for own in _OURS)), default=-1)
     return not isinstance(error, UserError) and any(file.startswith(_HYDRA) for file in files[ours + 1 :])

@@ -8,6 +8,7 @@ import torch
 from tests.config.composing import experiment
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention.max_logits import MaxLogits
+from titan_exp.parallel.qk_clip import _attentions
 
 HALVES = ["model=llama_debug", "model.kv_heads=4"]
 
@@ -21,6 +22,7 @@ def test_factors_multiply_the_logits_of_each_head(words: list[str]):
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2 if parameter.ndim > 1 else 1.0, generator=generator)
     attention: Any = model.get_submodule("blocks.0.attention")
+    assert dict(_attentions(model))["blocks.0.attention"] is attention
     heads = attention.spec.heads
     attention.core.max_logits = MaxLogits(heads, "0", torch.device("cpu"))
     tokens = torch.randint(config.vocab_size, (2, 32), generator=generator)

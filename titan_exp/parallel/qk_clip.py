@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025): after an update, queries and keys of a head with too large a logit are scaled down."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
 
 
-@runtime_checkable
 class ClippableAttention(Protocol):
     """Attention whose projections QK-Clip scales."""
 
@@ -87,7 +86,12 @@ class QKClip:
 
 
 def _attentions(module: nn.Module) -> list[tuple[str, ClippableAttention]]:
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, ClippableAttention)]
+    return [(name, part) for name, part in module.named_modules() if _is_clippable(part)]
+
+
+def _is_clippable(module: nn.Module) -> TypeGuard[ClippableAttention]:
+    # From Python 3.12 on, `isinstance` of a protocol does not find submodules, which are no attributes of the instance.
+    return all(hasattr(module, name) for name in ("spec", "core", "clip_factors"))
 
 
 def _track(name: str, attention: ClippableAttention, mesh: Mesh) -> int:

@@ -3,9 +3,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.config.composing import experiment as composed
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources.base import RandomAccessSource
+from titan_exp.data.sources.python_stdlib import build
 from titan_exp.data.validation_split import training_subset, unit_hash, validation_subset
 
 CONFIG = experiment().data
@@ -70,3 +72,8 @@ def test_an_empty_validation_split_is_refused_with_a_working_fraction():
 def test_an_empty_training_split_is_refused():
     with pytest.raises(UserError, match="none of the 1 documents to train on"):
         training_subset(Named("a"), 0.999999)
+
+
+def test_the_smoke_overlay_holds_out_files_of_this_python():
+    data = composed("+experiment=smoke").data
+    assert len(validation_subset(build(data), data.validation_fraction)) > 0

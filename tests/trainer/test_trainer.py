@@ -58,7 +58,7 @@ def test_the_first_loss_is_that_of_a_uniform_prediction(tmp_path):
 @pytest.mark.parametrize("layout", [["parallelism.dp_shard=2"], ["parallelism=hsdp"], ["training.micro_batch_size=3"]])
 def test_validation_loss_is_the_same_in_every_layout(tmp_path, layout):
     batch = "training.global_batch_size=12"
-    settings = ["training.steps=2", "training.evaluate_every=1", "data.validation_fraction=0.003", batch]
+    settings = ["training.steps=2", "training.evaluate_every=1", "data.validation_documents=2", batch]
     alone = train(tmp_path / "one", *settings).rows
     found = train(tmp_path / "many", *settings, *layout).rows
     assert alone[0]["validation_tokens"] > 1_000
@@ -69,7 +69,7 @@ def test_validation_loss_is_the_same_in_every_layout(tmp_path, layout):
 
 
 def test_evaluation_does_not_disturb_training(tmp_path):
-    held_out = "data.validation_fraction=0.003"
+    held_out = "data.validation_documents=2"
     _, without = run(tmp_path / "without", held_out)
     _, evaluated = run(tmp_path / "with", "training.evaluate_every=3", held_out)
     found = read_metrics(evaluated.metrics)

@@ -1,14 +1,16 @@
 """Factors of QK-Clip multiply the logits of each head by the head's own, and leave values alone."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.config.composing import experiment
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention.max_logits import MaxLogits
-from titan_exp.parallel.qk_clip import _attentions
+from titan_exp.parallel.qk_clip import QKClip, _attentions
 
 HALVES = ["model=llama_debug", "model.kv_heads=4"]
 
@@ -49,3 +51,9 @@ def test_a_key_of_one_query_head_takes_half_and_a_shared_one_nothing():
 
     assert rows(*HALVES).tolist() == [0.5, 0.5, 1]
     assert rows("model=llama_debug").tolist() == [0.25, 0.25, 1, 1]
+
+
+def test_a_model_without_attention_to_clip_is_refused():
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"qk_clip=100: no attention of Linear has .* or use optimizer.qk_clip=null"):
+        QKClip(torch.nn.Linear(2, 2), [], 100.0, mesh)

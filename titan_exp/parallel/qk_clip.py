@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.spec.model_spec import AttentionSpec
 from titan_exp.ops.attention.max_logits import MaxLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
@@ -39,12 +40,19 @@ class QKClip:
     """Limits the logits of every head to `limit`, by the largest of the step's global batch.
 
     `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention
-    modules give the factor of each row by `clip_factors`. One all-reduce of a number per head and layer.
+    modules give the factor of each row by `clip_factors`. One all-reduce of a number per head and layer. Raises
+    UserError if no module does.
     """
 
     def __init__(self, model: nn.Module, parts: list[nn.Module], limit: float, mesh: Mesh) -> None:
         self._limit, self._device = limit, mesh.device
         self._heads = {name: _track(name, module, mesh) for name, module in _attentions(model)}
+        if not self._heads:
+            raise UserError(
+                f"optimizer.qk_clip={limit:g}: no attention of {type(model).__name__} has `spec`, `core` and "
+                "`clip_factors`, by which heads are scaled, as titan_exp/models/blocks/transformer.py has. Add them, "
+                "or use optimizer.qk_clip=null."
+            )
         self._own = dict(attention for part in parts for attention in _attentions(part))
         for name, module in self._own.items():
             _track(name, module, mesh)

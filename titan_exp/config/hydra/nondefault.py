@@ -36,19 +36,21 @@ def nondefault_overrides(values: Mapping[str, Any]) -> list[str]:
     """
     wanted, defaults = flatten(values), _composed()
     plain = OmegaConf.create(_merged(_raw(defaults), _without_interpolations(values)))
-    options = [
-        f"{group}={name}" for group in values if (name := _nearest_option(group, defaults, wanted, plain)) is not None
-    ]
+    left = {group: len(list(_differing(_raw(defaults), group, wanted, plain))) for group in values}
+    near = _options(tuple((group, wanted.get(f"{group}.name")) for group in values if left[group]))
+    nearest = ((group, _nearest_option(group, left[group], near[group], wanted, plain)) for group in near)
+    options = [f"{group}={name}" for group, name in nearest if name is not None]
     composed = _composed(*options) if options else defaults
     keys = (differing for group in values for differing in _differing(_raw(composed), group, wanted, plain))
     return [*options, *(f"{key}={shown(value, _quoted)}" for key, value in keys)]
 
 
-def _nearest_option(group: str, defaults: DictConfig, wanted: Mapping[str, Any], plain: DictConfig) -> str | None:
-    """Option of a group that leaves the fewest keys to set; None for the default."""
-    left = len(list(_differing(_raw(defaults), group, wanted, plain)))
+def _nearest_option(
+    group: str, left: int, options: Mapping[str, Any], wanted: Mapping[str, Any], plain: DictConfig
+) -> str | None:
+    """Option of a group that leaves the fewest keys to set; None for the default, which leaves `left`."""
     best, found = (left, left), None
-    for name, option in _options(group, wanted.get(f"{group}.name")).items() if left else ():
+    for name, option in options.items():
         left = len(list(_differing({group: option}, group, wanted, plain)))
         if (1 + left, left) < best:
             best, found = (1 + left, left), name
@@ -126,17 +128,30 @@ def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
 
 
 @cache
-def _options(group: str, named: str | None) -> dict[str, Any]:
-    """Uninterpolated values of the options of a group by name, if any is called `named`, of none with another."""
+def _options(groups: tuple[tuple[str, str | None], ...]) -> dict[str, dict[str, Any]]:
+    """Uninterpolated values of the options of groups by name, if any is called as said, of none with another.
+
+    One composition of all, each in a place of its own, is as fast as one of a single option.
+    """
+    places = {f"{group}{number}": (group, option) for group, named in groups for number, option in _near(group, named)}
+    if not places:
+        return {group: {} for group, _ in groups}
+    with _lock, config_folder():
+        words = [f"+{group}@{place}={option}" for place, (group, option) in places.items()]
+        raw = _raw(hydra_compose(None, words))
+    found: dict[str, dict[str, Any]] = {group: {} for group, _ in groups}
+    for place, (group, option) in places.items():
+        found[group][option] = raw[place]
+    return found
+
+
+def _near(group: str, named: str | None) -> Iterator[tuple[int, str]]:
     texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
     names = {option: found[1] if (found := _NAME.search(text)) else None for option, text in texts.items()}
     near = {named, None} if named and named in names.values() else {*names.values()}
-    options = [option for option, text in texts.items() if "@package _global_" not in text and names[option] in near]
-    if not options:
-        return {}
-    with _lock, config_folder():
-        found = _raw(hydra_compose(None, [f"+{group}@option{place}={option}" for place, option in enumerate(options)]))
-    return {option: found[f"option{place}"] for place, option in enumerate(options)}
+    return enumerate(
+        option for option, text in texts.items() if "@package _global_" not in text and names[option] in near
+    )
 
 
 def _raw(cfg: DictConfig) -> dict[str, Any]:

@@ -129,29 +129,28 @@ def _pickled(options: tuple[str, ...], _: tuple[str, ...]) -> bytes:
 
 @cache
 def _options(groups: tuple[tuple[str, str | None], ...]) -> dict[str, dict[str, Any]]:
-    """Uninterpolated values of the options of groups by name, if any is called as said, of none with another.
+    """Uninterpolated values of the options of groups, by group and option; `groups` has the name that each group has
+    in the configuration.
 
     One composition of all, each in a place of its own, is as fast as one of a single option.
     """
-    places = {f"{group}{number}": (group, option) for group, named in groups for number, option in _near(group, named)}
-    if not places:
-        return {group: {} for group, _ in groups}
-    with _lock, config_folder():
-        words = [f"+{group}@{place}={option}" for place, (group, option) in places.items()]
-        raw = _raw(hydra_compose(None, words))
     found: dict[str, dict[str, Any]] = {group: {} for group, _ in groups}
-    for place, (group, option) in places.items():
-        found[group][option] = raw[place]
+    options = [(group, option) for group, name in groups for option in _options_named(group, name)]
+    if options:
+        with _lock, config_folder():
+            words = [f"+{group}@option{place}={option}" for place, (group, option) in enumerate(options)]
+            raw = _raw(hydra_compose(None, words))
+        for place, (group, option) in enumerate(options):
+            found[group][option] = raw[f"option{place}"]
     return found
 
 
-def _near(group: str, named: str | None) -> Iterator[tuple[int, str]]:
+def _options_named(group: str, name: str | None) -> list[str]:
+    """Options of a group without those that set another name, if any sets `name`."""
     texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
     names = {option: found[1] if (found := _NAME.search(text)) else None for option, text in texts.items()}
-    near = {named, None} if named and named in names.values() else {*names.values()}
-    return enumerate(
-        option for option, text in texts.items() if "@package _global_" not in text and names[option] in near
-    )
+    near = {name, None} if name and name in names.values() else {*names.values()}
+    return [option for option, text in texts.items() if "@package _global_" not in text and names[option] in near]
 
 
 def _raw(cfg: DictConfig) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class _Rank:
         """Storage of an action's result."""
         number, kind, micro = scheduled.action
         stage = self._stages[number]
-        sample = self._samples[number][stage.mode(-1 if kind == "F" else 0)]
+        sample = self._samples[number][stage.last_mode(kind)]
         source = StepPosition(step, stage.sampled, scheduled.sampled, kind + RESULT, None)
         if source not in sample.results:
             raise ExtrapolationError("an action has no result in the sample")

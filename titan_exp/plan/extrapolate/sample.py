@@ -171,13 +171,12 @@ class Sample:
     def action_parts(self, stage: StageShape, kind: str) -> Iterator[SampledPart]:
         """Parts of a stage's action in execution order."""
         places = range(len(stage.modes))
-        first, last = (0, -1) if kind == "F" else (-1, 0)
-        yield SampledPart(stage.mode(first), stage.sampled, None, f"{kind} before", None)
+        yield SampledPart(stage.mode(0 if kind == "F" else -1), stage.sampled, None, f"{kind} before", None)
         for place in places if kind == "F" else reversed(places):
             yield SampledPart(stage.modes[place], *self.block_like(stage, place), f"{kind} block", place)
-        yield SampledPart(stage.mode(last), stage.sampled, None, f"{kind} after", None)
+        yield SampledPart(stage.last_mode(kind), stage.sampled, None, f"{kind} after", None)
         if kind in "IW":
-            yield SampledPart(stage.mode(last), stage.sampled, -1, kind + SUM, -1)
+            yield SampledPart(stage.last_mode(kind), stage.sampled, -1, kind + SUM, -1)
             for place in places:
                 yield SampledPart(stage.modes[place], *self.block_like(stage, place), kind + SUM, place)
 

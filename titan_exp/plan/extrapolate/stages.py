@@ -67,6 +67,10 @@ class StageShape:
         """Index of a block's activation checkpointing mode; 0 for a stage without blocks."""
         return self.modes[place] if self.modes else 0
 
+    def last_mode(self, kind: str) -> int:
+        """Mode of the block that an action of a kind passes last."""
+        return self.mode(-1 if kind == "F" else 0)
+
     @property
     def sampled(self) -> int:
         """Stage number in a sample."""

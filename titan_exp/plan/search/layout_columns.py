@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -93,10 +94,11 @@ class LayoutColumns:
             rows.append([own.tp, own.cp, own.pp, own.ep, *ends, *loads[key]])
         groups, placed = list[npt.NDArray[np.int64]](), dict[str, list[ParallelismConfig]]()
         for axis, names in _GROUP_OF.items():
-            degrees = np.array([[getattr(each.parallelism, name) for name in names] for each in candidates])
-            _, first, group = np.unique(degrees, axis=0, return_index=True, return_inverse=True)
-            placed[axis] = [candidates[number].parallelism for number in first]
-            groups.append(group.reshape(-1))
+            # np.unique of rows ends in a TypeError if it is interrupted.
+            degrees = [attrgetter(*names)(each.parallelism) for each in candidates]
+            number_of = {own: number for number, own in enumerate(dict.fromkeys(degrees))}
+            placed[axis] = [candidates[degrees.index(own)].parallelism for own in number_of]
+            groups.append(np.array([number_of[own] for own in degrees]))
         table, kinds = np.array(rows, dtype=float), np.array([_kind(candidate) for candidate in candidates])
         columns, of_ranks = table[:, :-9].T, table[:, -9:].reshape(-1, 3, 3).transpose(1, 0, 2)
         values = [*columns, *of_ranks, kinds, np.stack(groups, axis=1), placed, candidates[0].layout.node_size]

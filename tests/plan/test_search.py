@@ -309,10 +309,12 @@ def test_the_smallest_layout_is_named_if_none_fits():
 
 INTERRUPTED = """
 import json, multiprocessing, os, signal, time
+from contextlib import suppress
 from tests.plan.test_search import composed
 from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.search.estimates import Estimates
 from titan_exp.plan.search.layouts import fixed_keys, search_space
-from titan_exp.plan.search.search import LayoutSearch
+from titan_exp.plan.search.search import LayoutSearch, interrupt_after
 
 # A shell starts commands in the background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -324,6 +326,9 @@ def interrupt(line):
 
 words = ["training.micro_batch_size=2", "parallelism.dp_replicate=1", "parallelism.cp=1", "activation_checkpoint=full"]
 space = search_space(composed(*words), 8, fixed_keys(words))
+for microseconds in range(5, 2000, 5):
+    with suppress(KeyboardInterrupt), interrupt_after(microseconds / 1e6):
+        Estimates(space.candidates, device_named("h100"))
 limits = [(interrupt, None), (len, 0.01)]
 found = [LayoutSearch(space, device_named("h100"), 10, show).run(seconds) for show, seconds in limits]
 left = [len(space.candidates) - result.planned - result.floor == result.slower > 0 for result in found]
@@ -333,7 +338,8 @@ print(json.dumps([rows, left, [result.stopped for result in found], len(multipro
 
 
 def test_an_interrupted_search_returns_the_best_so_far():
-    """Ctrl-C reaches the workers too; a time limit of 10 ms ends before the first trace."""
+    """Ctrl-C reaches the workers too; a time limit of 10 ms ends before the first trace; estimates may be interrupted
+    at any moment."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED],
         capture_output=True,

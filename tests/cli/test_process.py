@@ -37,6 +37,8 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
         "train training.stesp=3",
         "status --help",
         "generate --help",
+        "convert --help",
+        "doctor --coordinates --help",
     ],
 )
 def test_nothing_heavy_is_imported(words: str):

@@ -4,9 +4,15 @@
 import os
 from collections.abc import Sequence
 
+from titan_exp.config.command_line.options import HELP
+from titan_exp.doctor.usage import COORDINATES, MACHINE, NUMERICS
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
+    if set(argv) & set(HELP):
+        print(NUMERICS if "--numerics" in argv else COORDINATES if "--coordinates" in argv else MACHINE, end="")
+        return 0
     if "--numerics" in argv:
         from titan_exp.doctor.numerics_command import doctor_command
         from titan_exp.launch.state.run_lookup import run_path

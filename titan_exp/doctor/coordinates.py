@@ -32,10 +32,6 @@ from titan_exp.parallel.meta_init import (
 )
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
-LARGEST_SLOPE = 0.25
-"""Largest |slope| of log2 change against log2 width that passes. muP's slopes are 0 in the limit of large widths; the
-standard parametrization's are 0.5 to 1."""
-
 Sizes = Mapping[str, float]
 """Mean |x| by kind of layer."""
 

@@ -13,7 +13,6 @@ from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.command_line.options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -22,27 +21,16 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.doctor.coordinates import LARGEST_SLOPE, Coordinates, Sizes, measure_coordinates, slope
-from titan_exp.models.parametrization.example_widths import EXPERT_WIDTHS, LLAMA_WIDTHS, SMALL_LLAMA, WIDTH
+from titan_exp.doctor.coordinates import Coordinates, Sizes, measure_coordinates, slope
+from titan_exp.doctor.usage import COORDINATES, LARGEST_SLOPE, STEPS
+from titan_exp.models.parametrization.example_widths import LLAMA_WIDTHS, SMALL_LLAMA, WIDTH
 from titan_exp.rules import check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STEPS, SEEDS = 5, 2
-"""Optimizer steps, and seeds whose sizes are averaged."""
-
-USAGE = f"""\
-titan-exp doctor --coordinates [--output FILE.png] [key=value ...]
-  for example: titan-exp doctor --coordinates parametrization=mup
-  or: titan-exp doctor --coordinates parametrization=mup {" ".join(EXPERT_WIDTHS)}
-
-  The coordinate check of a parametrization: models of several widths take {STEPS} steps at optimizer.lr, without
-  warm-up and clipping, and the sizes of their activations are drawn against the width. It passes if the change of every
-  kind of layer since the initial weights grows or shrinks no faster than width^{LARGEST_SLOPE}; exit status 3 if not.
-  Lists with commas are the values at each width, all as long as that of {WIDTH}. Without one, a small Llama is
-  {LLAMA_WIDTHS[0].partition("=")[2]} wide.
-    --output FILE.png   picture, default coordinates.png"""
+SEEDS = 2
+"""Seeds whose sizes are averaged."""
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
@@ -51,9 +39,6 @@ def doctor_command(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an override is invalid, or the lists have different lengths.
     """
-    if set(arguments) & set(HELP):
-        print(USAGE)
-        return 0
     words = [argument for argument in arguments if argument != "--coordinates"]
     output = Path("coordinates.png")
     if "--output" in words[:-1]:
@@ -61,7 +46,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
         output = Path(words[place + 1])
         del words[place : place + 2]
     if any("=" not in word or word.startswith("-") for word in words) or output.suffix != ".png":
-        raise UserError(USAGE)
+        raise UserError(COORDINATES.rstrip())
     points = [to_experiment(compose(point)) for point in _points(words)]
     experiments = [_on_one_device(point) for point in points]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,7 +70,7 @@ def _points(words: Sequence[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
-        raise UserError(f"{error}\n{USAGE}") from error
+        raise UserError(f"{error}\n{COORDINATES.rstrip()}") from error
     if not any(override.is_sweep_override() for override in parsed):
         words = [*SMALL_LLAMA, *LLAMA_WIDTHS, *words]
         parsed = OverridesParser.create().parse_overrides(list(words))

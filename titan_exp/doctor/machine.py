@@ -14,7 +14,7 @@ from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.command_line.options import HELP, take_options
+from titan_exp.config.command_line.options import take_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
@@ -22,24 +22,10 @@ from titan_exp.doctor.compute import DTYPES, attention_rates, context_memory, co
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import SIZES, link_rates
 from titan_exp.doctor.measurement import Measurement
+from titan_exp.doctor.usage import MACHINE
 from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import require_usable_cuda
 from titan_exp.trainer.rank_call import RunOnRanks
-
-USAGE = """\
-titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
-  measures matmuls by precision, every attention backend forward and backward, copies, operator launches, collectives
-  between devices by size, memory beside tensors and the disk of the runs, and reports the scheduler. Results are
-  saved in .cache/doctor under paths.runs, where runs and the planner read them.
-    --seconds N   measuring time, default 60; starting processes takes extra time
-    --json        print only the saved results
-
-titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
-  reports the rounding error of a numeric recipe per layer; see titan-exp doctor --numerics --help.
-
-titan-exp doctor --coordinates parametrization=mup ...
-  draws the coordinate check of a parametrization; see titan-exp doctor --coordinates --help.
-"""
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.12, "launch": 0.03, "link": 0.2, "disk": 0.1}
 """Fraction of the measuring time by kind."""
@@ -59,12 +45,9 @@ class DoctorOptions:
 
 def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
     """Run `titan-exp doctor`; returns the exit code. Raises UserError about an invalid argument or a missing device."""
-    if set(arguments) & set(HELP):
-        print(USAGE, end="")
-        return 0
     options, overrides = take_options(DoctorOptions, arguments)
     if wrong := [word for word in overrides if "=" not in word]:
-        raise UserError(f"{wrong[0]}: unknown argument.\n{USAGE}")
+        raise UserError(f"{wrong[0]}: unknown argument.\n{MACHINE}")
     experiment = to_experiment(compose(overrides))
     if experiment.cluster.device == "cuda" and not torch.cuda.is_available():
         raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine")

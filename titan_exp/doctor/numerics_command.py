@@ -12,7 +12,6 @@ from rich.table import Table
 from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
-from titan_exp.config.command_line.options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
@@ -25,6 +24,7 @@ from titan_exp.config.schema.typed_config import load_group, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
+from titan_exp.doctor.usage import NUMERICS
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.parallel.meta_init import (
@@ -37,15 +37,6 @@ from titan_exp.parallel.meta_init import (
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
 
-USAGE = """\
-titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [--trust] [key=value ...]
-  for example: titan-exp doctor --numerics runs/first/6c43198cf79b quantization=float8_rowwise data=text
-
-  Runs the first training batch in fp32 and with the recipe, through the weights of a run (or any folder that generate
-  reads; the default is the model's initial weights), and lists the linear layers by their quantization error.
-  training.micro_batch_size is the number of sequences, default 4. --trust imports the model or data source of a run
-  that another user launched."""
-
 DEFAULT_SEQUENCES = 4
 """Sequences per batch if `training.micro_batch_size` is not given."""
 
@@ -55,14 +46,11 @@ def doctor_command(arguments: Sequence[str], run_path: Callable[[str], str] = st
 
     `run_path` maps the name of a run to its folder. Raises UserError about an invalid override or unreadable weights.
     """
-    if set(arguments) & set(HELP):
-        print(USAGE)
-        return 0
     paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
     flags = [argument for argument in arguments if argument.startswith("-")]
     trust = "--trust" in flags
     if {*flags} - {"--trust"} != {"--numerics"} or len(paths) > 1:
-        raise UserError(USAGE)
+        raise UserError(NUMERICS.rstrip())
     path = Path(run_path(paths[0])).expanduser() if paths else None
     source = None if path is None else open_checkpoint(path, trust=trust)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
@@ -126,7 +114,7 @@ def _compose_single_device(
             training = dataclasses.replace(training, seq_len=training_length(path, source))
         experiment = dataclasses.replace(experiment, model=source.model, data=data, training=training)
     if experiment.quantization.recipe == "none":
-        raise UserError(f"no recipe is given: quantization.recipe=none\n{USAGE}")
+        raise UserError(f"no recipe is given: quantization.recipe=none\n{NUMERICS.rstrip()}")
     rows = experiment.training.micro_batch_size or DEFAULT_SEQUENCES
     experiment = dataclasses.replace(
         experiment,

@@ -1,0 +1,105 @@
+"""Conversion of a checkpoint, apart from the verb's help, which imports no torch."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.filesize import decimal
+
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
+from titan_exp.config.command_line.verb_options import ConvertOptions
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.presets import model_overrides
+from titan_exp.config.machine.host_allocator import return_freed_memory
+from titan_exp.config.paths.remote_url import is_url
+from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
+from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
+from titan_exp.models.convert.hf_config import config_json, export_violations
+from titan_exp.models.convert.repository_fit import has_family, no_family, repository_lines
+from titan_exp.rules.data import tokenizer_file
+from titan_exp.tracking.byte_progress import byte_progress
+
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""Values of `dtype`."""
+
+OWN_NAMES = ("dcp", "torch")
+"""Formats that titan_exp trains from or writes for itself; converted to other tools by default."""
+
+
+def convert_command(options: ConvertOptions, run_path: Callable[[str], str]) -> None:
+    """Convert a checkpoint; `run_path` maps the name of a run to its folder.
+
+    Raises UserError about an option that does not fit the checkpoint.
+    """
+    with staged_upload(options.target) as target:
+        if target.exists():
+            raise UserError(f"{target} exists. Use another target, or remove it first.")
+        path = local_copy(run_path(options.source), step=options.step)
+        return_freed_memory(2**20)
+        source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
+        if source.format == "huggingface":
+            _require_family(options, source.path)
+        form = _format(options, source)
+        averaged = ", averaged weights" if source.averaged else ""
+        print(f"{source.path}: {source.model.name} ({source.format}{averaged})")
+        if source.format == "huggingface":
+            print("\n".join(repository_lines(config_json(source.path), source.model.name, source.model)))
+        with byte_progress(f"writing {form}") as progress:
+            written = export_weights(
+                source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
+            )
+        if source.tokenizer is None and form != "torch" and source.model.vocab_size:
+            print(f"no tokenizer was found beside the weights: copy its tokenizer.json into {options.target}")
+        following = _next(source, target, form)
+    print(f"{options.target}: {form}, {decimal(written)} of weights")
+    print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
+
+
+def _require_family(options: ConvertOptions, folder: Path) -> None:
+    """Raise UserError if only `transformers` has the folder's model, unless `model=huggingface` asks for its class."""
+    values = config_json(folder)
+    if options.model == "auto" and not has_family(values):
+        command = shlex.join(["titan-exp", "convert", options.source, options.target, "model=huggingface"])
+        raise UserError(
+            f"{folder}: {no_family(values)}\n  transformers has its class: {command} keeps the class's own names, for "
+            "training with model=huggingface, and converts back."
+        )
+
+
+def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
+    ends_in_pt = options.target.endswith((".pt", ".pth"))
+    if options.format == "auto":
+        if ends_in_pt or source.format not in OWN_NAMES:
+            return "torch" if ends_in_pt else "dcp"
+        formats = checkpoint_formats(source.model)
+        if "huggingface" in formats and not export_violations(source.model):
+            return "huggingface"
+        return "diffusers" if "diffusers" in formats and not diffusers_violations(source.model) else "safetensors"
+    if (options.format == "torch") != ends_in_pt:
+        kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
+        raise UserError(f"format={options.format} is {kind}. The target is {options.target}.")
+    return options.format
+
+
+def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
+    """Next command for the written checkpoint."""
+    tune = f"checkpoint_dir={target}, checkpoint_files="
+    loaders = {
+        "huggingface": lambda: f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})",
+        "diffusers": lambda: f"diffusers: {diffusers_class(source.model)}.from_pretrained({str(target)!r})",
+        "torch": lambda: f"torch: torch.load({str(target)!r}, weights_only=True)['model']",
+        "torchtune": lambda: f"torchtune: FullModelTorchTuneCheckpointer, {tune}[model.pt]",
+        "llama": lambda: f"torchtune: FullModelMetaCheckpointer, {tune}[consolidated.00.pth]",
+    }
+    if form in loaders:
+        return loaders[form]()
+    if form in ("safetensors", "bfl") or is_dotted(source.model.architecture):
+        return f"the model group is in {target / 'model.json'}"
+    overrides = model_overrides(source.model)
+    if tokenizer_file(str(target)).is_file():
+        overrides.append(f"data.tokenizer={target}")
+    return f"matching overrides: {' '.join(overrides)}"

@@ -95,8 +95,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Garbage collections of tests skip a million objects of the collected tests and of torch."""
     if not session.config.option.collectonly:
-        gc.collect()
-        gc.freeze()
+        _skip_what_lives()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """They skip what the tests of a file import, too: a plan collects three times."""
+    if nextitem is not None and item.path != nextitem.path:
+        _skip_what_lives()
+
+
+def _skip_what_lives() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def _shares_fixtures(item: pytest.Item) -> bool:

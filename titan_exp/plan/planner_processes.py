@@ -1,6 +1,7 @@
 """Processes beside this one for parts of a prediction, from a fork server that imports the planner. They end with this
 one, even when it is killed. Imports no torch, so that the server does while a command is composed."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -83,6 +84,8 @@ def start_forkserver() -> Any:
 
 def start_worker() -> None:
     """End this process when its parent ends, and leave Ctrl-C, which reaches all processes of a terminal, to it."""
+    # Collections would visit, and thereby copy, all objects of the server.
+    gc.freeze()
     make_killable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.data.stores import make
+from tests.parity.runs import PARAGRAPHS
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.cli.convert import run as convert_command
@@ -16,7 +17,8 @@ from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
-SETTINGS = ("checkpoint.mode=sync", "training.evaluate_every=10", "data.validation_documents=2")
+HELD_OUT = (*PARAGRAPHS, "data.validation_fraction=0.1", "data.validation_documents=40")
+SETTINGS = ("checkpoint.mode=sync", "training.evaluate_every=10", *HELD_OUT)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_an_export_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixtur
     expected = evaluated(capsys, trained)
     convert_command([str(trained), str(tmp_path / "export")])
     capsys.readouterr()
-    words = ("training.seq_len=64", "data.validation_documents=2")
+    words = ("training.seq_len=64", *HELD_OUT)
     assert evaluated(capsys, tmp_path / "export", *words)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 

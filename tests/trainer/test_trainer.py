@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.runs import SMALL, train
+from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL, train
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -58,7 +58,7 @@ def test_the_first_loss_is_that_of_a_uniform_prediction(tmp_path):
 @pytest.mark.parametrize("layout", [["parallelism.dp_shard=2"], ["parallelism=hsdp"], ["training.micro_batch_size=3"]])
 def test_validation_loss_is_the_same_in_every_layout(tmp_path, layout):
     batch = "training.global_batch_size=12"
-    settings = ["training.steps=2", "training.evaluate_every=1", "data.validation_documents=2", batch]
+    settings = ["training.steps=2", *PARAGRAPHS, *EVALUATE.split(), "training.evaluate_every=1", batch]
     alone = train(tmp_path / "one", *settings).rows
     found = train(tmp_path / "many", *settings, *layout).rows
     assert alone[0]["validation_tokens"] > 1_000
@@ -69,9 +69,9 @@ def test_validation_loss_is_the_same_in_every_layout(tmp_path, layout):
 
 
 def test_evaluation_does_not_disturb_training(tmp_path):
-    held_out = "data.validation_documents=2"
-    _, without = run(tmp_path / "without", held_out)
-    _, evaluated = run(tmp_path / "with", "training.evaluate_every=3", held_out)
+    held_out = [*PARAGRAPHS, *EVALUATE.split()]
+    _, without = run(tmp_path / "without", *held_out, "training.evaluate_every=0")
+    _, evaluated = run(tmp_path / "with", *held_out, "training.evaluate_every=3")
     found = read_metrics(evaluated.metrics)
     assert [row["loss"] for row in found] == [row["loss"] for row in read_metrics(without.metrics)]
     assert [row["step"] for row in found if "validation_loss" in row] == [3, 6, 9, 10]

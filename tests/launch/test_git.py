@@ -38,8 +38,12 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_clean_repository(repository: Path) -> None:
+@pytest.mark.parametrize("other_owner", ["0", "1"])
+def test_a_clean_repository(repository: Path, other_owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", other_owner)  # a checkout of another user, as git takes it
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     code, diff = read_code_version(repository / "package")
+    monkeypatch.undo()
     assert code.commit == git(repository, "rev-parse", "HEAD").strip()
     assert (code.branch, code.dirty, diff) == ("idea", False, "")
 

@@ -1,6 +1,7 @@
 """Run folder: published atomically, complete, without credentials."""
 
 import json
+import stat
 import subprocess
 import sys
 import threading
@@ -41,6 +42,7 @@ def test_all_violations_are_named_at_once(tmp_path: Path) -> None:
 def test_run_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    tmp_path.chmod(0o2775)  # a folder of a group's runs
     made = planned(tmp_path, "experiment.tags=['a: b',\"ü\"]", "training.steps=7")
     create_run_folder(made)
     folder = made.folder
@@ -64,6 +66,7 @@ def test_run_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert state is not None
     assert (state.state, state.attempt) == ("pending", 0)
     assert [path.name for path in folder.path.parent.iterdir()] == [made.run_id]
+    assert folder.path.stat().st_mode & stat.S_ISGID
     assert not any(TOKEN in path.read_text() for path in folder.path.iterdir())
 
 

@@ -172,7 +172,7 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{plan.run_id}.", dir=target.parent))
         try:
-            temporary.chmod(target.parent.stat().st_mode & 0o777)
+            temporary.chmod(target.parent.stat().st_mode & 0o2777)  # with setgid, files of all users have one group
             for name, text in _snapshot(plan, provenance).items():
                 write_atomically(temporary / name, text, durable=False)
             RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None), durable=False)

@@ -18,8 +18,8 @@ from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.launch.provenance.git import run_git
 from titan_exp.launch.provenance.user_modules import is_installed
 
-FOLDER = ".code"
-"""Folder of the snapshots, beside the runs."""
+FOLDER = f".code-{os.geteuid()}"
+"""Folder of this user's snapshots, beside the runs: jobs import no code that another user has placed there."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
 """Snapshot folders of a checkout; an installed package contains `conf`."""
 OWN_LIMIT = 10_000_000
@@ -82,24 +82,32 @@ def _keep(runs: Path, root: Path, names: Sequence[str]) -> Path:
     """Copy files to a content-addressed folder, published by a rename."""
     contents = {name: (root / name).read_bytes() for name in sorted(names)}
     target = runs / FOLDER / _digest(contents)
-    if target.is_dir():
-        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
     try:
-        temporary.chmod(target.parent.stat().st_mode & 0o777)
+        owner = temporary.stat().st_uid  # this user, as the file system names users
+        if _is_owned(target, owner):
+            return target
+        if target.exists():
+            target = target.with_name(f"{target.name}{temporary.name.removeprefix('.new')}")
+        temporary.chmod(target.parent.stat().st_mode & 0o2777)
         for name, content in contents.items():
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
             path.chmod((root / name).stat().st_mode & 0o777)
-        os.rename(temporary, target)
-    except BaseException:
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if not _is_owned(target, owner):  # else another process was first, with the same content
+                raise
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if target.is_dir():  # another process was first, with the same content
-            return target
-        raise
     return target
+
+
+def _is_owned(folder: Path, owner: int) -> bool:
+    return folder.is_dir() and folder.lstat().st_uid == owner
 
 
 def _digest(contents: Mapping[str, bytes]) -> str:

@@ -952,7 +952,10 @@ def test_our_kernels_take_triton(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.access", lambda place, mode: False)
-    assert only(f"paths.runs={tmp_path}/runs").field == "paths.runs"
+    typed = f"paths.runs={tmp_path}/runs"
+    found = violations(experiment(typed), lambda _: False)
+    assert [violation.field for violation in found] == ["paths.runs"]
+    assert broken(typed) == []  # a prediction writes nothing there
 
 
 def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):

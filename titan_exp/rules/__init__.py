@@ -79,18 +79,16 @@ LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in g
 """Rules that need a resolved layout."""
 
 EVERY_RULE = (*RULES, *LAYOUT_RULES, *BEGINNING_RULES)
-"""All rules, in the order of their violations."""
+"""All rules of a run that is not launched, in the order of their violations."""
+
+HasBegun = Callable[[Experiment], bool]
+"""True if a run, with a resolved layout, has a checkpoint to resume from."""
 
 
-def _never(_: Experiment) -> bool:
-    return False
-
-
-def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> Experiment:
+def check(experiment: Experiment, has_begun: HasBegun | None = None) -> Experiment:
     """Check an experiment against all rules and return it unchanged.
 
-    The layout may be unresolved. `has_begun`, called with a resolved one, is True if the run has a checkpoint to resume
-    from.
+    The layout may be unresolved. `has_begun` is None for a run that is not launched, as in a prediction.
 
     Raises:
         UserError: with every violation.
@@ -101,13 +99,14 @@ def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _nev
     return experiment
 
 
-def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> list[Violation]:
+def violations(experiment: Experiment, has_begun: HasBegun | None = None) -> list[Violation]:
     """All rule violations of an experiment on this machine."""
+    always = RULES if has_begun is None else (*paths.LAUNCH_RULES, *RULES)
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
-        return [*error.violations, *find_violations((*RULES, *BEGINNING_RULES), single)]
-    found = find_violations((*RULES, *LAYOUT_RULES), resolved)
+        return [*error.violations, *find_violations((*always, *BEGINNING_RULES), single)]
+    found = find_violations((*always, *LAYOUT_RULES), resolved)
     missing = find_violations(BEGINNING_RULES, resolved)
-    return [*found, *missing] if missing and not has_begun(resolved) else found
+    return found if missing and has_begun is not None and has_begun(resolved) else [*found, *missing]

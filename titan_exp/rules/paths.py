@@ -20,16 +20,26 @@ def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
         yield Violation("experiment.name", run.name, reason, f"experiment.name={cleaned}")
 
 
-def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
-    """The folder of runs exists or can be created."""
-    folder = Path(paths.runs).expanduser().absolute()
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+def runs_folder_is_a_folder(paths: PathsConfig) -> Iterator[Violation]:
+    """The folder of runs is a folder or does not exist."""
+    nearest = _nearest(paths)
     if not paths.runs:
         yield Violation("paths.runs", "''", "it is empty", "paths.runs=runs")
     elif not nearest.is_dir():
         yield Violation("paths.runs", paths.runs, f"{nearest} is a file", "the path of a folder")
-    elif not os.access(nearest, os.W_OK | os.X_OK):
+
+
+def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
+    """The folder of runs can be created or written to."""
+    nearest = _nearest(paths)
+    if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
         yield Violation("paths.runs", paths.runs, f"{nearest} cannot be written to", "a folder that you may write to")
 
 
-RULES = rules(name_is_a_folder_name, runs_folder_is_writable)
+def _nearest(paths: PathsConfig) -> Path:
+    folder = Path(paths.runs).expanduser().absolute()
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+RULES = rules(name_is_a_folder_name, runs_folder_is_a_folder)
+LAUNCH_RULES = rules(runs_folder_is_writable)

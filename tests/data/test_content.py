@@ -91,6 +91,12 @@ def test_without_a_cache_folder(corpus: Path, cache: Path, monkeypatch: pytest.M
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file")
     assert "40 files" in fingerprint(corpus)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home, as in a container
+    monkeypatch.chdir(corpus.parent)
+    before = {*corpus.parent.iterdir()}
+    assert "40 files" in fingerprint(corpus)
+    assert {*corpus.parent.iterdir()} == before
 
 
 @pytest.mark.parametrize("document", ["file", "paragraph"])

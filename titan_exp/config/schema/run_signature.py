@@ -10,6 +10,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from titan_exp.config.paths.user_folder import user_folder
+
 SIGNATURE_FILE = "config.sig"
 """File beside `config.yaml`: one line for every user who launched the run."""
 _KEY_BYTES = 32
@@ -43,9 +45,8 @@ def is_own(config: bytes, signatures: Path) -> bool:
 
 
 def key_path() -> Path:
-    """File of this user's key, in the state folder of the XDG standard."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(state) / "titan_exp" / "key"
+    """File of this user's key. Raises OSError if the user has no home."""
+    return user_folder("XDG_STATE_HOME", ".local/state") / "key"
 
 
 def _digest(key: bytes, config: bytes) -> str:
@@ -67,9 +68,9 @@ def _read_key() -> bytes | None:
 def _make_key() -> bytes | None:
     """Create this user's key unless another process was first; None if the folder is not writable or a file is in the
     way."""
-    path = key_path()
-    temporary = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
     try:
+        path = key_path()
+        temporary = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:

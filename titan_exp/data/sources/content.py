@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from titan_exp.config.paths.user_folder import user_folder
+
 WHOLE_BYTES, WHOLE_FILES = 256 * 2**20, 20_000
 """Maximum size and number of files of a corpus that is read completely; a larger one is sampled."""
 SAMPLES, SAMPLE_BYTES = 512, 2**16
@@ -51,20 +53,23 @@ class CorpusContent:
 
     def fingerprint(self) -> str:
         """Numbers of files and bytes, and the checksum."""
-        cached = _cache_folder() / self._stamp.hexdigest()
         with contextlib.suppress(OSError):
-            return cached.read_text(encoding="utf-8")
+            return self._cache_file().read_text(encoding="utf-8")
         settled = time.time() - self._changed > SETTLED
         kind = f"{SAMPLES} samples" if self.is_sampled else "content"
         count = f"{len(self._paths)} file{'s' * (len(self._paths) != 1)}"
         text = f"{count}, {self._ends[-1]} bytes, {kind} {self._checksum()}"
         if settled:
             with contextlib.suppress(OSError):  # no home folder, or a full disk
+                cached = self._cache_file()
                 cached.parent.mkdir(parents=True, exist_ok=True)
                 temporary = cached.with_suffix(f".{os.getpid()}.tmp")
                 temporary.write_text(text, encoding="utf-8")
                 os.replace(temporary, cached)
         return text
+
+    def _cache_file(self) -> Path:
+        return user_folder("XDG_CACHE_HOME", ".cache") / "corpora" / self._stamp.hexdigest()
 
     def _checksum(self) -> str:
         digest = blake2b(digest_size=16)
@@ -87,8 +92,3 @@ def _spaced(total: int) -> Sequence[int]:
     """Offsets of the samples; duplicates in a small corpus of many files are left out."""
     last = max(0, total - SAMPLE_BYTES)
     return sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)})
-
-
-def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "titan_exp" / "corpora"

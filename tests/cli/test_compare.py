@@ -22,6 +22,12 @@ def test_a_study_is_compared(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert out.endswith("page: runs/made/compare.html\n")
     assert (runs / "made/compare.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in (runs / "made").iterdir() if not path.is_dir()) == ["compare.html"]
+    (runs / "made/compare.html").unlink()
+    (runs / "made/compare.html").mkdir()  # stands in for another user's runs: the page cannot be written
+    assert main(["compare", "made"]) == 0
+    again = capsys.readouterr().out
+    assert again.startswith(out.partition("page: ")[0])
+    assert "page: not written. --html runs/made/compare.html" in again
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,17 @@ def run(argv: Sequence[str]) -> int:
         from titan_exp.compare.output.comparison_page import to_html
 
         # Written before the table, so that a closed pipe (`| head`) does not lose the page.
-        page = OutputFile("--html", options.html or selection.folder / PAGE, PAGE)
-        page.write(to_html(comparison))
+        try:
+            file = OutputFile("--html", options.html or selection.folder / PAGE, PAGE)
+            file.write(to_html(comparison))
+            page = str(file.path)
+        except UserError as error:
+            if options.html:
+                raise
+            page = f"not written. {error}"  # runs of another user, or on a read-only disk
     _print_or_write(comparison, options)
     if page is not None:
-        print(f"page: {page.path}", file=sys.stderr if True in options.formats.values() else sys.stdout)
+        print(f"page: {page}", file=sys.stderr if True in options.formats.values() else sys.stdout)
     if options.to_wandb:
         from titan_exp.compare.output.wandb_report import publish
 

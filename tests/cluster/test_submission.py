@@ -14,6 +14,7 @@ import pytest
 
 from tests.cluster.submitting import SMALL, Submitting, ends, last
 from titan_exp.cli.main import main
+from titan_exp.launch.slurm.submit import submissions_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 StandIn = Callable[[str], None]
@@ -217,7 +218,7 @@ def test_job_of_a_deleted_or_restarted_run_ends_at_once(cluster: Submitting, sta
     stand_in("succeed")
     hold = "cluster.sbatch_args=['--hold']"
     folder, job = cluster.submitted(hold)
-    log = cluster.runs / ".slurm" / (last(folder).token or "") / f"slurm-{job}.out"
+    log = submissions_folder(cluster.runs) / (last(folder).token or "") / f"slurm-{job}.out"
     shutil.rmtree(folder.path)
     cluster.slurm.run("scontrol", "release", job)
     assert cluster.slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"

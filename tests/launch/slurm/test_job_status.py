@@ -6,6 +6,8 @@ import pytest
 
 from titan_exp.launch.slurm import executor
 from titan_exp.launch.slurm.squeue import Job
+from titan_exp.launch.slurm.submit import is_being_submitted
+from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 UNSTARTED = "its job ended before the run was started; slurmd's log on its first node has the reason"
@@ -45,3 +47,15 @@ def test_jobs_of_replica_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (found.state, found.job_id) == ("running", "7,9")
     assert found.reason == "replica group 1 pending: Resources"
     assert found.jobs == {"7_0": "running", "9_1": "queued"}
+
+
+def test_users_of_one_folder_submit_without_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor, "SUBMITTER_LIMIT", 0.0)
+    with executor._submitting(tmp_path):
+        monkeypatch.setattr("os.geteuid", lambda: 4242)
+        with executor._submitting(tmp_path) as other, FileLock(other.path.with_name("sbatch.lock")) as sbatch:
+            sbatch.acquire("sbatch")
+            monkeypatch.undo()
+            token = other.path.parent / "abc"
+            token.symlink_to(".")
+            assert is_being_submitted(tmp_path, "abc_3"), "by whomever"

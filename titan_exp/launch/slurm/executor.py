@@ -22,13 +22,13 @@ from titan_exp.launch.slurm.groups.start import join_group
 from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous, srun_rank
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
-    FOLDER,
     Batch,
     MissingGroups,
     RejectedError,
     UncertainError,
     group_by_resources,
     is_being_submitted,
+    submissions_folder,
 )
 from titan_exp.launch.state.close_attempt import close_dead_attempts
 from titan_exp.launch.state.thread_map import thread_map
@@ -343,9 +343,10 @@ def _runs(plan: RunPlan) -> Path:
 
 
 def _submitting(runs: Path) -> FileLock:
-    """Lock for submissions to a folder of runs."""
-    (runs / FOLDER).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(runs / FOLDER / "lock")
+    """Lock for this user's submissions to a folder of runs."""
+    folder = submissions_folder(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
     try:
         lock.acquire("submission", timeout=SUBMITTER_LIMIT)
     except LockedError as error:

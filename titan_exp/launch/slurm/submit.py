@@ -26,8 +26,6 @@ from titan_exp.rules.sbatch_options import RESERVED
 from titan_exp.tracking.run_folder.file_lock import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
-FOLDER = ".slurm"
-"""Submission folder, in the folder of runs."""
 ARRAY_LIMIT = 1000
 """Runs per array; SLURM's MaxArraySize is 1001 by default."""
 OWN_VARIABLES = ("comment", "job-name", "signal", "requeue", "no-requeue", "array-inx")
@@ -87,7 +85,7 @@ class Batch:
         self._groups = missing.numbers if missing else tuple(range(groups)) if groups > 1 else None
         self.token = missing.token if missing else uuid.uuid4().hex[:12]
         """Token in the job comment."""
-        self.folder = runs / FOLDER / self.token
+        self.folder = submissions_folder(runs) / self.token
         """Submission folder; entries 0, 1, ... link to the run folders of an array."""
         single = len(plans) == 1
         first = plans[0]
@@ -160,9 +158,14 @@ class Batch:
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
 
 
+def submissions_folder(runs: Path) -> Path:
+    """Folder of this user's submissions, in a folder of runs that several users may share."""
+    return runs / f".slurm-{os.geteuid()}"
+
+
 def is_being_submitted(runs: Path, token: str) -> bool:
     """True if the submission's sbatch is still running."""
-    return is_held(runs / FOLDER / token.partition("_")[0] / "sbatch.lock")
+    return any(is_held(folder / token.partition("_")[0] / "sbatch.lock") for folder in runs.glob(".slurm-*"))
 
 
 class _Executor(SlurmExecutor):

@@ -106,6 +106,8 @@ def test_a_failed_run_is_started_again_and_a_done_one_is_not(tmp_path: Path) -> 
     assert "log_every: 7" in (path / "config.yaml").read_text()
     assert "log_every: 10" in (path / "logs/attempt-001/config.yaml").read_text()
 
+    (path / ".lock").unlink()
+    (path / ".lock").mkdir()  # stands in for the lock of another user
     code, out, _ = launch(tmp_path, "fail_once")
     assert code == 0
     assert "nothing was started" in out

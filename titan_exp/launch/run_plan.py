@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_exp.config.errors.os_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
@@ -127,7 +128,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"{error.filename or path}: cannot be written ({error.strerror or error}). "
-            "Free some space, or set paths.runs to a folder that you can write to."
+            f"{REMEDIES.get(error.errno or 0, 'Set paths.runs to a folder that you can write to')}."
         ) from error
 
 

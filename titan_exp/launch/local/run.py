@@ -46,22 +46,31 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
     process runs it."""
     console = console or RunConsole()
     create_run_folder(plan)
+    if (done := _if_done(plan, console)) is not None:  # needs no lock, which a run of another user refuses
+        return done
     with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
-        state = plan.folder.read_state()
-        if state is not None and state.state == "done":
-            summary = summarize(plan.folder)
-            console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
-            console.echo(
-                "This run is done, so nothing was started. To run it again, give another experiment.seed or "
-                "experiment.name, or remove its folder."
-            )
-            return RunOutcome(0, summary)
-        execution = _Execution(plan, _open_attempt(plan, state, console), console)
+        if (done := _if_done(plan, console)) is not None:
+            return done
+        execution = _Execution(plan, _open_attempt(plan, plan.folder.read_state(), console), console)
         result = execution.run()
     summary = replace(summarize(execution.folder), state=result.state)
     _report(replace(plan, folder=execution.folder), summary, result, console)
     stopped_by_signal = result.state == "preempted" and execution.interrupts.first is not None
     return RunOutcome(INTERRUPTED if stopped_by_signal else result.exit_code, summary)
+
+
+def _if_done(plan: RunPlan, console: RunConsole) -> RunOutcome | None:
+    """Outcome of a run that is done, reported; None of any other."""
+    state = plan.folder.read_state()
+    if state is None or state.state != "done":
+        return None
+    summary = summarize(plan.folder)
+    console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
+    console.echo(
+        "This run is done, so nothing was started. To run it again, give another experiment.seed or "
+        "experiment.name, or remove its folder."
+    )
+    return RunOutcome(0, summary)
 
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:

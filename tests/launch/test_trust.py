@@ -205,6 +205,12 @@ def test_signatures_of_several_users(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / user))
         assert is_own(b"a: 1\n", file) is own
         assert not is_own(b"a: 2\n", file)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home, as in a container
+    monkeypatch.chdir(tmp_path)
+    assert signed("a: 1\n", file) is None
+    assert not is_own(b"a: 1\n", file)
+    assert not Path("~").exists()
 
 
 def test_status_and_cancel_import_no_executor(
@@ -309,3 +315,21 @@ def test_downloads_are_foreign_unless_signed(tmp_path: Path, canary: Path):
     copied.with_name("config.sig").unlink()
     with pytest.raises(Untrusted):
         load_experiment(copied)
+
+
+def test_cancel_goes_on_after_the_run_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folders = [RunFolder(tmp_path / name) for name in ("theirs", "own")]
+    for folder in folders:
+        folder.path.mkdir()
+        folder.config.touch()
+        folder.add_attempt(world_size=1, hosts=())
+        folder.write_state(RunState("running", 3, 0.0, 1, None))
+    monkeypatch.setattr("os.access", lambda path, _: path != folders[0].path)
+    with folders[0].claim("launcher"), folders[1].claim("launcher"):
+        assert main(["cancel", *(str(folder.path) for folder in folders)]) == 2
+    done = capsys.readouterr()
+    assert f"not cancelled, as you may not write to {folders[0].path}" in done.err
+    assert "asked to save and stop" in done.out
+    assert [folder.stop_requested() for folder in folders] == [False, True]

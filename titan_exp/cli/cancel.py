@@ -1,6 +1,9 @@
 """Make runs save and stop, and start no further runs of a study."""
 
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
@@ -25,16 +28,30 @@ def run(argv: Sequence[str]) -> int:
     if not named:
         raise UserError("No run is named: titan-exp cancel NAME or RUN; titan-exp status lists runs.")
     entries = find_runs(named, runs)
-    stopped = 0
+    stopped, denied = 0, 0
     for word in named:
         study = find_study_folder(word, runs)
         if study is not None and (holder := study.holder()) is not None:
+            if not _is_writable(study.path, study.path.name):
+                denied += 1
+                continue
             study.request_stop("titan-exp cancel")
             stopped += 1
             print(f"{study.path.name}: no further run is started ({holder})")
     statuses = run_statuses([entry.folder for entry in entries])
     active = [entry for entry in entries if statuses[entry.folder.path].active]
-    cancel_runs([entry.folder for entry in active], {entry.folder.path.name: entry.label for entry in active}, print)
-    if not active and not stopped:
+    own = [entry for entry in active if _is_writable(entry.folder.path, entry.label)]
+    denied += len(active) - len(own)
+    cancel_runs([entry.folder for entry in own], {entry.folder.path.name: entry.label for entry in own}, print)
+    if not active and not stopped and not denied:
         print(f"No run is queued or running: {count_states([statuses[entry.folder.path].state for entry in entries])}.")
-    return UserError.exit_code if any(statuses[entry.folder.path].state == "unknown" for entry in active) else 0
+    unknown = any(statuses[entry.folder.path].state == "unknown" for entry in own)
+    return UserError.exit_code if unknown or denied else 0
+
+
+def _is_writable(folder: Path, label: str) -> bool:
+    """True if a stop request can be written; else a message of another user's folder."""
+    writable = os.access(folder, os.W_OK)
+    if not writable:
+        print(f"{label}: not cancelled, as you may not write to {folder}; ask its user", file=sys.stderr)
+    return writable

@@ -101,7 +101,11 @@ def test_retry_with_other_values_is_a_new_run_from_the_old_ones_state(tmp_path: 
     assert plan.experiment.checkpoint.continue_from == f"first/{parent.run_id}"
     assert (plan.experiment.training.steps, plan.layout.world_size) == (60, 2)
     assert plan.folder.path.parent == parent.folder.path.parent
-    assert main(["retry", "first", f"paths.runs={tmp_path}", "training.steps=60"]) == 0
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "first").rename(moved / "first")
+    assert main(["retry", "first", f"paths.runs={moved}", "training.steps=60"]) == 0
+    assert launched[-1].folder.path.parents[1] == moved
 
 
 def test_a_retried_child_begins_at_its_own_state(tmp_path: Path, launched: list[RunPlan]):

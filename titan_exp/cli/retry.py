@@ -38,6 +38,7 @@ def run(argv: Sequence[str]) -> int:
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
     if overrides:
+        overrides = [*(word for word in rest if word.startswith("paths.runs=")), *overrides]
         return _continue_with(require_one(find_runs(named, runs), " ".join(named)), overrides, trust)
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
@@ -49,7 +50,10 @@ def run(argv: Sequence[str]) -> int:
         print(f"{entry.label}: not retried, as it may be queued or running: {reason}", file=sys.stderr)
     if others:
         first = entries[0]
-        hint = f" titan-exp train --config-path {first.folder.path} continues it."
+        place = first.folder.path.parents[1]
+        # The run's own paths.runs may be relative to another folder.
+        elsewhere = f" paths.runs={place}" if place.is_absolute() else ""
+        hint = f" titan-exp train --config-path {first.folder.path}{elsewhere} continues it."
         if first.point is not None:
             hint = f" titan-exp sweep {first.group} starts and continues those."
         print(f"Left alone: {count_states(others)}.{hint if {'preempted', 'new'} & set(others) else ''}")

@@ -62,9 +62,12 @@ def test_a_run_leaves_a_folder_that_tells_everything(tmp_path):
     assert (folder.checkpoints / f"step-{STEPS:08d}").is_dir()
     assert f"training.steps={STEPS}" in folder.overrides.read_text()
 
+    (folder.path / "loss.png").unlink()
+    (folder.path / "loss.png").mkdir()  # stands in for the run of another user, where nothing can be drawn
     again = titan_exp("train", *TINY, f"training.steps={STEPS}", "tracking.log_every=2", folder=tmp_path)
     assert again.returncode == 0
     assert "nothing was started" in again.stdout
+    assert "loss.png" in again.stderr
     assert len(folder.read_attempts()) == 1
 
     text = titan_exp("generate", "prompt=def ", "tokens=20", folder=tmp_path)

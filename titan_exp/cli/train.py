@@ -1,5 +1,6 @@
 """Compose a run, check it, launch it; with -m, every combination of values."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,12 +53,20 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     code = executor.launch(gate_run(plan, RunConsole().echo))
     # A run fetched from checkpoint.remote, or of no steps, has no metrics.
     if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
-        from titan_exp.compare.output.run_plots import draw_run
-
-        for line in draw_run(plan.folder.path):
-            print(line)
-        _describe_experts(plan.experiment, plan.folder.path)
+        _report_result(plan.experiment, plan.folder.path)
     return code
+
+
+def _report_result(experiment: "Experiment", folder: Path) -> None:
+    """Draw the curves of a run that is done, and print what its experts learned."""
+    from titan_exp.compare.output.run_plots import draw_run
+
+    try:
+        for line in draw_run(folder):
+            print(line)
+        _describe_experts(experiment, folder)
+    except OSError as error:  # a run of another user, or a full disk
+        print(f"{error.filename or folder}: cannot be written ({error.strerror or error})", file=sys.stderr)
 
 
 def _describe_experts(experiment: "Experiment", folder: Path) -> None:

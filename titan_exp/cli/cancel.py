@@ -42,11 +42,12 @@ def run(argv: Sequence[str]) -> int:
     active = [entry for entry in entries if statuses[entry.folder.path].active]
     own = [entry for entry in active if _is_writable(entry.folder.path, entry.label)]
     denied += len(active) - len(own)
-    cancel_runs([entry.folder for entry in own], {entry.folder.path.name: entry.label for entry in own}, print)
+    labels = {entry.folder.path.name: entry.label for entry in own}
+    complete = cancel_runs([entry.folder for entry in own], labels, print)
     if not active and not stopped and not denied:
         print(f"No run is queued or running: {count_states([statuses[entry.folder.path].state for entry in entries])}.")
     unknown = any(statuses[entry.folder.path].state == "unknown" for entry in own)
-    return UserError.exit_code if unknown or denied else 0
+    return UserError.exit_code if unknown or denied or not complete else 0
 
 
 def _is_writable(folder: Path, label: str) -> bool:

@@ -25,6 +25,9 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from titan_exp.launch.run_plan import RunPlan
 
+NOT_CANCELLED = "not cancelled"
+"""Beginning of a message of `Executor.cancel` for a run that goes on."""
+
 
 @dataclass(frozen=True)
 class Submission:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from titan_exp.launch.slurm import executor
-from titan_exp.launch.slurm.squeue import Job
+from titan_exp.launch.slurm.squeue import Job, UnreachableError
 from titan_exp.launch.slurm.submit import is_being_submitted
+from titan_exp.launch.sweep.shipped_study import cancel_runs
 from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -59,3 +60,23 @@ def test_users_of_one_folder_submit_without_each_other(tmp_path: Path, monkeypat
             token = other.path.parent / "abc"
             token.symlink_to(".")
             assert is_being_submitted(tmp_path, "abc_3"), "by whomever"
+
+
+def test_cancel_of_jobs_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def denied(*_: str) -> str:
+        raise UnreachableError("Access/permission denied")
+
+    jobs = {"7": "RUNNING", "8": "PENDING"}
+    folders = {job: RunFolder(tmp_path / f"run{job}") for job in jobs}
+    for job, folder in folders.items():
+        folder.path.mkdir()
+        folder.add_attempt(world_size=1, hosts=(), launched_by="slurm", token=f"abc{job}", job_id=job)
+    monkeypatch.setattr(executor, "ask", denied)
+    monkeypatch.setattr(executor, "listed_jobs", lambda _: [Job(job, jobs[job], "None", f"abc{job}") for job in jobs])
+    assert not cancel_runs([*folders.values()], {}, print)
+    running, queued = capsys.readouterr().out.splitlines()
+    assert "job 7: asked to save and stop; cluster.stop_limit is not enforced: Access" in running
+    assert "not cancelled: Access" in queued
+    assert [folder.stop_requested() for folder in folders.values()] == [True, False]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Executor, JobStatus, Submission, SubmitOptions
+from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submission, SubmitOptions
 from titan_exp.launch.provenance.changes import report_changes
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
@@ -93,7 +93,7 @@ class SlurmExecutor(Executor):
         for folder in folders:
             status = statuses[folder.path]
             if status.state == "unknown":
-                lines[folder.path] = f"not cancelled: {CANNOT_ASK}: {status.reason}. Type it again when SLURM answers"
+                lines[folder.path] = f"{NOT_CANCELLED}: {CANNOT_ASK}: {status.reason}. Type it again when SLURM answers"
                 continue
             if status.state == "gone" or status.job_id is None:
                 lines[folder.path] = f"nothing done: {status.reason or status.state}"
@@ -111,8 +111,11 @@ class SlurmExecutor(Executor):
             [job for job in queued if job not in failures and queued[job].path not in active],
         )
         for job, folder in (queued | running).items():
-            done = "taken out of the queue" if job in queued else "asked to save and stop"
-            line = f"not cancelled: {failures[job]}" if job in failures else f"job {job}: {done}"
+            if job in running:  # the ranks read the request, signal or not
+                unsent = f"; cluster.stop_limit is not enforced: {failures[job]}" if job in failures else ""
+                line = f"job {job}: asked to save and stop{unsent}"
+            else:
+                line = f"{NOT_CANCELLED}: {failures[job]}" if job in failures else f"job {job}: taken out of the queue"
             lines[folder.path] = "; ".join(filter(None, [lines.get(folder.path), line]))
         return lines
 

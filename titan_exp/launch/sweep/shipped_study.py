@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import default_overrides
 from titan_exp.config.study.points import Point, baseline_of, chosen_size, keys_of, narrowed, study_points
 from titan_exp.config.study.study import Choice, Study
-from titan_exp.launch.executor import executor_for, last_executor
+from titan_exp.launch.executor import NOT_CANCELLED, executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun, removed_runs
@@ -152,16 +152,20 @@ class StudySweep:
         return [run for run in removed if now[self.folder.run(run).path].active]
 
 
-def cancel_runs(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[[str], None]) -> None:
-    """Cancel runs through their executors; prints each result under its label from `labels`, keyed by run id."""
+def cancel_runs(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[[str], None]) -> bool:
+    """Cancel runs through their executors; prints each result under its label from `labels`, keyed by run id. Returns
+    True if every run was cancelled."""
+    complete = True
     by_kind: dict[str, list[RunFolder]] = {}
     for folder in folders:
         by_kind.setdefault(last_executor(folder), []).append(folder)
     for kind, of_kind in by_kind.items():
         done = executor_for(kind).cancel(of_kind, reason="titan-exp cancel")
         for folder in of_kind:
-            label = labels.get(folder.path.name, folder.path.name)
-            echo(f"{label}: {done.get(folder.path, 'nothing was done')}")
+            line = done.get(folder.path, "nothing was done")
+            complete &= NOT_CANCELLED not in line
+            echo(f"{labels.get(folder.path.name, folder.path.name)}: {line}")
+    return complete
 
 
 def _study_run(entry: PlannedPoint, lists: Iterable[str]) -> StudyRun:

@@ -14,6 +14,14 @@ def test_a_guide_is_printed_as_it_is_where_there_is_no_terminal(capsys: pytest.C
     assert capsys.readouterr().out == guides()["sweeps-and-slurm"].read_text(encoding="utf-8")
 
 
+def test_characters_that_a_locale_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch):
+    screen = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["help", "diffusion"]) == 0
+    text = guides()["diffusion"].read_text(encoding="utf-8")
+    assert screen.buffer.getvalue() == text.encode("latin-1", "replace") != text.encode()
+
+
 def test_a_guide_is_formatted_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -43,7 +43,7 @@ def write_surroundings(folder: RunFolder) -> None:
 def succeed(path: str) -> None:
     folder = RunFolder(path)
     write_surroundings(folder)
-    print(f"hello from rank {rank()}", flush=True)
+    print(f"hello from rank {rank()} → its log", flush=True)
     if rank() == 0:
         names = [f"seen-{other}.json" for other in range(int(os.environ["WORLD_SIZE"]))]
         wait_until(lambda: all((folder.path / name).exists() for name in names))  # as collectives make it

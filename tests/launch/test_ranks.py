@@ -72,9 +72,12 @@ def test_every_replica_group_has_gpus_of_its_own(tmp_path, monkeypatch, mask, wo
 
 
 def test_output_of_rank_0_and_metrics_are_shown(tmp_path: Path) -> None:
-    code, out, _ = launch(tmp_path, "succeed", "parallelism.dp_shard=2", "training.steps=2")
+    words = ["parallelism.dp_shard=2", "training.steps=2"]
+    code, out, _ = launch(tmp_path, "succeed", *words, PYTHONIOENCODING="latin-1")
     assert code == 0
-    assert "hello from rank 0" in out
+    assert "hello from rank 0 ? its log" in out
+    (log,) = tmp_path.rglob("rank-00000.log")
+    assert "hello from rank 0 → its log" in log.read_text(encoding="utf-8")
     assert "hello from rank 1" not in out
     assert "step 1/2" in out
     assert "step 2/2" in out

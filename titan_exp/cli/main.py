@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from titan_exp.cli.help import guides
+from titan_exp.config.command_line.output_encoding import replace_unencodable
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.os_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     code = 0
+    replace_unencodable()
     try:
         code = _dispatch(typed)
         print(end="", flush=True)  # Python's own flush at the exit prints its errors

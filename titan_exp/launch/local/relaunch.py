@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from titan_exp.config.command_line.output_encoding import replace_unencodable
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_plan import RunPlan, plan_run
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     if not folder or rest not in ([], [PREDICTION_FLAG]):
         print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
         return UserError.exit_code
+    replace_unencodable("utf-8")
     prediction = sys.stdin.read() if rest else None
     try:
         return run(replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)).exit_code

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from titan_exp.config.command_line.output_encoding import replace_unencodable
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.cuda_allocator import allocator_environment
 from titan_exp.config.machine.host_allocator import return_freed_memory
@@ -71,6 +72,7 @@ def run_rank(folder: RunFolder, rank: RankInfo) -> int:
     """Run one rank that has joined its attempt; returns its exit code, or 0 for a saved stop if srun would kill
     peers."""
     return_freed_memory(MAPPED_BYTES)
+    replace_unencodable("utf-8")  # a log is UTF-8 in any locale
     code = _Rank(folder, rank).run()
     return DONE if rank.gang and code == STOPPED else code
 

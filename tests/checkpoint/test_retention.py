@@ -53,6 +53,27 @@ def test_remove_stale_removes_only_stale_files(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "step-00000010"]
 
 
+def test_files_of_another_user_stay_and_nothing_else(tmp_path, monkeypatch):
+    theirs = ("step-00000005.deleted", "step-00000010", "step-00000050.partial")
+    folder = folder_with(tmp_path, *theirs, "step-00000020", "step-00000030", "step-00000040")
+    delete = shutil.rmtree
+
+    def denied(path, ignore_errors=False):
+        if not Path(path).name.startswith(theirs):
+            delete(path, ignore_errors)
+        elif Path(path).exists() and not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", denied)
+    folder.remove_stale()
+    assert not folder.partial_path(50).exists()
+    with pytest.raises(PermissionError):
+        folder.apply_retention(1)
+    assert folder.complete_steps() == [40]
+    assert len(list(tmp_path.glob("*.deleted"))) == 3
+    folder.remove_stale()
+
+
 def test_retention_keeps_multiples_forever(tmp_path):
     folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 15, 20, 30, 35, 45, 55)))
     folder.apply_retention(2, every=10)

@@ -360,7 +360,7 @@ class Checkpointer:
             in_use = set() if self._uploader is None else self._uploader.steps_in_use()
             self.folder.apply_retention(self.config.keep, self.config.keep_every, in_use)
         except OSError as error:
-            get_logger().error("old checkpoints could not be deleted: %s", error)
+            get_logger().error("old checkpoints in %s could not be deleted: %s", self.folder.path, error)
 
     def _quarantine(self, damaged: Mapping[int, str], used: int) -> None:
         for step, damage in damaged.items():

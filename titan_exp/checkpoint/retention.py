@@ -51,18 +51,26 @@ class CheckpointFolder:
             os.rename(target, replaced)
         os.rename(partial, target)
         sync_folder(self.path)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def discard_partial(self, step: int) -> None:
         """Delete the files of a failed save, ignoring errors."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
-        """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, and `in_use`."""
+        """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, and `in_use`.
+
+        Raises the first OSError, after all others are deleted.
+        """
+        failure: OSError | None = None
         for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in in_use:
-                self._remove(self.path_of(step))
+                try:
+                    self._remove(self.path_of(step))
+                except OSError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def quarantine(self, step: int) -> Path:
         """Rename a damaged checkpoint to `step-….damaged`; returns the new path."""
@@ -73,7 +81,10 @@ class CheckpointFolder:
         return damaged
 
     def remove_stale(self) -> None:
-        """Delete stale files of interrupted saves and deletions, and restore checkpoints whose replacement failed."""
+        """Delete stale files of interrupted saves and deletions, and restore checkpoints whose replacement failed.
+
+        Files that cannot be deleted, as those of another user, stay, but not where a save writes.
+        """
         if not self.path.is_dir():
             return
         for entry in sorted(self.path.iterdir()):
@@ -81,8 +92,12 @@ class CheckpointFolder:
                 continue
             if entry.name.endswith(_REPLACED) and not (original := entry.with_suffix("")).exists():
                 os.rename(entry, original)
-            elif entry.name.endswith((".partial", ".deleted", _REPLACED)):
-                shutil.rmtree(entry)
+            elif entry.name.endswith((".deleted", _REPLACED)):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.endswith(".partial"):
+                deleted = entry.with_name(entry.name + ".deleted")
+                os.rename(entry, deleted)
+                shutil.rmtree(deleted, ignore_errors=True)
 
     def _remove(self, target: Path) -> None:
         # Rename first: a partially deleted checkpoint must not look complete.

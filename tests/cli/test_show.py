@@ -106,6 +106,10 @@ def test_commands_of_other_states(home: Path, capsys: pytest.CaptureFixture[str]
         purpose: command.replace("RUN", name) for purpose, command in expected.items()
     }
     assert ("rank 0: out of luck" in text) == (state == "failed")
+    if state != "failed":  # in its folder, from wherever it is typed
+        path = folder.path.absolute()
+        found = commands(shown(str(path), capsys=capsys))
+        assert found["start"] == f"train --config-path {path} paths.runs={path.parents[1]}"
 
 
 def test_parents_and_children(home: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """Restart failed and lost runs in their folders."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +51,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"{entry.label}: not retried, as it may be queued or running: {reason}", file=sys.stderr)
     if others:
         first = entries[0]
-        place = first.folder.path.parents[1]
-        # The run's own paths.runs may be relative to another folder.
-        elsewhere = f" paths.runs={place}" if place.is_absolute() else ""
-        hint = f" titan-exp train --config-path {first.folder.path}{elsewhere} continues it."
+        hint = f" titan-exp train {shlex.join(first.train_arguments)} continues it."
         if first.point is not None:
             hint = f" titan-exp sweep {first.group} starts and continues those."
         print(f"Left alone: {count_states(others)}.{hint if {'preempted', 'new'} & set(others) else ''}")

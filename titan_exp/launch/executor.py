@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titan_exp.launch.run_plan import RunPlan
 
 NOT_CANCELLED = "not cancelled"
-"""Beginning of a message of `Executor.cancel` for a run that goes on."""
+"""Beginning of a message of `Executor.cancel` for a run that it leaves running or queued."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,12 @@ class RunEntry:
     rungs: int = 0
     """Number of rungs of its study; 0 without successive halving."""
 
+    @property
+    def train_arguments(self) -> list[str]:
+        """Arguments of `titan-exp train` that continue the run, whose paths.runs may be relative to another folder."""
+        path = self.folder.path
+        return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
+
 
 def split_runs_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
     """Split `paths.runs=...` (or the user's default) from other arguments. Raises UserError if an argument sets another
@@ -39,7 +45,8 @@ def split_runs_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
     for word in argv:
         key, equals, value = word.partition("=")
         if key == "paths.runs" and equals:
-            runs = value
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"  # as Hydra reads it in train
+            runs = value[1:-1] if quoted else value
         elif equals and re.fullmatch(r"[\w.]+", key) and "/" not in key and not Path(word).exists():
             raise UserError(f"{word}: existing runs take no overrides but paths.runs=FOLDER.")
         else:

@@ -101,7 +101,7 @@ def _commands_for_state(summary: RunSummary, entry: RunEntry, name: str) -> list
         case "preempted" | "new" if entry.point is not None:
             return [_next("start", "titan-exp sweep", entry.group)]
         case "preempted" | "new":
-            return [_next("start", "titan-exp train --config-path", str(entry.folder.path))]
+            return [_next("start", "titan-exp train", *entry.train_arguments)]
     return []
 
 

@@ -1,6 +1,7 @@
 """How runs stand by their files, how they are named, and what is printed of them."""
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_runs_by_path_id_and_label(make, home: Path):
     }.items():
         with pytest.raises(UserError, match=says):
             find_runs([word], runs)
+
+
+def test_folders_of_other_users_that_are_closed_are_left_out(
+    make, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    make(0, "done")
+    closed = home / "runs" / "closed" / "0123456789ab"
+    closed.mkdir(parents=True)
+    (closed / "config.yaml").touch()
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: "closed" not in path.parts and access(path, mode))
+    assert main(["status"]) == 0
+    assert "1 run(s)" in capsys.readouterr().out
+    assert main(["status", "0123"]) == 2
 
 
 def test_a_name_becomes_a_folder_and_a_path_stays(make, home: Path):

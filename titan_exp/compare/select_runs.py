@@ -9,6 +9,7 @@ from titan_exp.compare.study_runs import StudyRecord, read_study_record
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_items
+from titan_exp.tracking.run_folder.readable_runs import is_readable_run, readable_runs
 
 SHORTEST_ID = 4
 """Minimum length of a run id prefix."""
@@ -55,17 +56,17 @@ def select(names: Sequence[str], runs: Path) -> Selection:
 def _folders(word: str, runs: Path) -> list[Path]:
     study = _study_folder(word, runs)
     if study is not None:
-        return _runs_in(study)
+        return readable_runs(study)
     for path in (Path(word).expanduser(), runs / word):
         if _is_run(path):
             return [path]
     if any(mark in word for mark in "*?["):
         matches = [*_glob(Path(), word), *_glob(runs, word)]
-        found = [run for match in matches for run in ([match] if _is_run(match) else _runs_in(match))]
+        found = [run for match in matches for run in ([match] if is_readable_run(match) else readable_runs(match))]
         if found:
             return found
     elif len(word) >= SHORTEST_ID and "/" not in word:
-        found = [path for path in _glob(runs, f"*/{word}*") if _is_run(path)]
+        found = [path for path in _glob(runs, f"*/{word}*") if is_readable_run(path)]
         if len({path.name for path in found}) > 1:
             matches = listed(sorted(path.name for path in found), "and")
             raise UserError(f"{word}: {matches} begin with it. Give more of the id.")
@@ -77,15 +78,9 @@ def _folders(word: str, runs: Path) -> list[Path]:
 def _study_folder(word: str, runs: Path) -> Path | None:
     """Folder of runs by name, below `paths.runs` or the current folder."""
     for path in (runs / word, Path(word).expanduser()):
-        if word and path.is_dir() and not _is_run(path) and _runs_in(path):
+        if word and path.is_dir() and not _is_run(path) and readable_runs(path):
             return path
     return None
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _is_run(path)]
 
 
 def _is_run(path: Path) -> bool:
@@ -150,7 +145,7 @@ def _name(parents: Sequence[Path], runs: Path) -> str:
 
 
 def _offer(runs: Path, word: str = "") -> str:
-    studies = [path.name for path in sorted(runs.glob("*")) if _runs_in(path)]
+    studies = [path.name for path in sorted(runs.glob("*")) if readable_runs(path)]
     if not studies:
         return f"{runs} contains no runs; paths.runs=FOLDER looks elsewhere."
     return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}; paths.runs=FOLDER looks elsewhere."

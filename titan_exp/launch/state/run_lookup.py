@@ -1,13 +1,14 @@
 """Run lookup by study, study/label, id prefix or path."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
+from titan_exp.tracking.run_folder.readable_runs import is_readable_run, readable_runs
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 NAMED = "Name a run by its path, the beginning of its id, or STUDY/LABEL; a study by its name."
@@ -100,7 +101,7 @@ def run_groups(runs: Path) -> list[str]:
     if not runs.is_dir():
         return []
     found = [
-        path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".") and any(_run_folders(path))
+        path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".") and any(readable_runs(path))
     ]
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
@@ -114,7 +115,9 @@ def _default_runs() -> str:
 
 
 def _all(runs: Path) -> list[RunEntry]:
-    found = [entry for name in run_groups(runs) for entry in _in_group(runs / name) if entry.folder.path.is_dir()]
+    found = [
+        entry for name in run_groups(runs) for entry in _in_group(runs / name) if is_readable_run(entry.folder.path)
+    ]
     return sorted(found, key=lambda entry: -_mtime(entry.folder))
 
 
@@ -134,7 +137,7 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
         offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
         raise UserError(f"{word}: {name} has no such run; {offer}")
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
-        found = [_entry(place) for place in runs.glob(f"*/{word}*") if (place / "config.yaml").is_file()]
+        found = [_entry(place) for place in runs.glob(f"*/{word}*") if is_readable_run(place)]
         if len(found) > 1:
             paths = listed([str(entry.folder.path) for entry in found[:4]], "and")
             raise UserError(f"{word} is the beginning of {len(found)} ids: {paths}")
@@ -168,14 +171,10 @@ def _in_group(path: Path) -> list[RunEntry]:
             folder = study.run(point)
             if folder.path.is_dir():
                 found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, removed=True))
-    others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in _run_folders(path)]
+    others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in readable_runs(path)]
     for entry in sorted(others, key=lambda entry: -_mtime(entry.folder)):
         found.setdefault(entry.folder.path, entry)
     return list(found.values())
-
-
-def _run_folders(path: Path) -> Iterable[Path]:
-    return (place for place in path.iterdir() if place.name[:1] != "." and (place / "config.yaml").is_file())
 
 
 def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:

@@ -86,7 +86,7 @@ def children(run_folder: Path) -> list[tuple[Path, Lineage]]:
     """Run folders beside a run, in any group, that were continued from it."""
     found = []
     for path in sorted(run_folder.absolute().parents[1].glob(f"*/[!.]*/{LINEAGE_FILE}")):
-        with suppress(UserError):  # damaged, which `show` of that run explains
+        with suppress(UserError, OSError):  # damaged, which `show` of that run explains, or closed to this user
             lineage = Lineage.read(path.parent)
             parent = None if lineage is None else lineage.parent_folder(path.parent)
             if lineage is not None and parent is not None and parent.resolve() == run_folder.resolve():

@@ -216,6 +216,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tokenize", "data=txt", "out=x"], "data=txt"),
         (["tokenize", "data.path=[a]", "out=x"], "did you mean data.paths?"),
         (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "no such file or folder"),
+        (["tokenize", "data=text", f"data.paths=[{__file__}]", f"out={'x' * 300}"], "Use a shorter name"),
         (["tokenize", "training.steps=5", "out=x"], "tokenize does not read it"),
         (["tokenize", "check=nowhere"], "no such folder"),
         (["tokenize", "check=nowhere", "out=x"], "leave out= out"),

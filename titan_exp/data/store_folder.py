@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_exp.config.errors.os_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.token_store_manifest import UNFINISHED
 
@@ -42,7 +43,9 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
             ) from error
         begun = (folder / UNFINISHED).is_dir()
         stays = f" Finished shards are kept in {folder}; type the same command to continue." if begun else ""
-        raise UserError(f"{error.filename or type(error).__name__}: {error.strerror or error}.{stays}") from error
+        remedy = f" {REMEDIES[error.errno]}." if error.errno in REMEDIES else ""
+        reason = error.strerror or error
+        raise UserError(f"{error.filename or type(error).__name__}: {reason}.{remedy}{stays}") from error
 
 
 def new_array(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:

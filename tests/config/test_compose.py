@@ -115,7 +115,7 @@ def examples() -> list[tuple[str, ...]]:
 def test_every_comment_gives_examples_that_compose():
     assert len(examples()) > 80
     troubles = []
-    for typed in examples():
+    for typed in dict.fromkeys(examples()):
         overrides = [word for text in typed for word in shlex.split(text)]
         try:
             experiment(*overrides)

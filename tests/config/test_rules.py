@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from titan_exp.config.schema.schema import annotation_of
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.transformer import transformer_layer, transformer_spec
 from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
+from titan_exp.rules.data import source_has_input
 from titan_exp.rules.layout.context_parallel import heads_divide, kernel_merges
 from titan_exp.rules.rule import Refuse, Values
 
@@ -1056,3 +1058,17 @@ def test_refusals_name_existing_keys_and_values():
     for refusal in [rule.check for rule in (*RULES, *LAYOUT_RULES) if isinstance(rule.check, Refuse)]:
         assert annotation_of(refusal.field) is not None, refusal
         assert "{" not in refusal.reason.format_map(values) + refusal.remedy.format_map(values), refusal
+
+
+def test_data_below_a_closed_folder_may_exist(tmp_path: Path):
+    closed, root = tmp_path / "closed", os.geteuid() == 0
+    closed.mkdir(mode=0)
+    data = replace(experiment().data, source="text", paths=(f"{closed}/mine/corpus.txt",))
+    if root:  # who may look into any folder
+        os.setresuid(65534, 65534, 0)
+    try:
+        (found,) = source_has_input(data)
+    finally:
+        if root:
+            os.setresuid(0, 0, 0)
+    assert "is closed to you" in found.remedy

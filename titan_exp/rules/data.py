@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,8 +136,10 @@ def _holds_files(pattern: str) -> bool:
 
 def _nearby(path: str) -> str:
     folder = Path(path).expanduser().absolute().parent
-    while not folder.exists():
+    while not os.path.exists(folder):  # False below a closed folder, where Path.exists raises
         folder = folder.parent
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"it may exist: {folder} is closed to you, so ask its owner"
     return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 

@@ -1,8 +1,12 @@
 """Replays of several ranks in processes give each rank the statistics of a replay in this one."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import wait
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +82,16 @@ def test_ranks_of_a_killed_process_are_replayed_here(monkeypatch: pytest.MonkeyP
         calls = [processes.replay(*events(rank), expandable=False, capacity=None) for rank in range(2)]
         found = [call.result() for call in calls]
     assert found == replayed_here(2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the signals that a process blocks are in /proc")
+def test_ctrl_c_does_not_interrupt_the_imports_of_the_server():
+    begin = (
+        "import os; from multiprocessing import forkserver; from titan_exp.plan.planner_processes import *; "
+        "start_forkserver(); server = forkserver._forkserver._forkserver_pid; "
+        "print(open(f'/proc/{server}/status').read()); os.kill(server, 9)"
+    )
+    command = [sys.executable, "-W", "ignore::ResourceWarning", "-c", begin]
+    status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    (blocked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))
+    assert blocked & 1 << signal.SIGINT - 1

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from functools import cached_property
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from threading import RLock, Thread
 from typing import Any, Generic, TypeVar
@@ -73,6 +73,8 @@ def start_forkserver() -> Any:
     """Start the server, unless it runs, and return the multiprocessing context that forks workers from it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titan_exp.plan.predict"])
+    # Unblocks signals when it starts.
+    resource_tracker.ensure_running()
     # Ctrl-C reaches all processes of a terminal, and is handled by this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

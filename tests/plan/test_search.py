@@ -5,6 +5,8 @@ import math
 import shlex
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from titan_exp.plan.search.layouts import (
     train_command,
 )
 from titan_exp.plan.search.moves import moves
+from titan_exp.plan.search.search import interrupt_after
 from titan_exp.rules import EVERY_RULE, violations
 from titan_exp.rules.rule import find_violations
 
@@ -355,6 +358,15 @@ def test_an_interrupted_search_returns_the_best_so_far():
     assert none == []
     assert left == stopped == [True, True]
     assert workers == 0
+
+
+def test_a_time_limit_that_a_finalizer_ignores_is_enforced_a_second_later():
+    began = time.perf_counter()
+    with suppress(KeyboardInterrupt), interrupt_after(0.01):
+        with suppress(KeyboardInterrupt):
+            time.sleep(30)
+        time.sleep(30)
+    assert time.perf_counter() - began < 10
 
 
 def test_cpus_are_refused():

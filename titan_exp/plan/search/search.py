@@ -295,7 +295,8 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
     before = None
     if seconds is not None:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # Again and again, since an interrupt in a finalizer is ignored.
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 HELD_OUT = (*PARAGRAPHS, "data.validation_fraction=0.1", "data.validation_documents=40")
-SETTINGS = ("checkpoint.mode=sync", "training.evaluate_every=10", *HELD_OUT)
+SETTINGS = ("checkpoint.mode=sync", "optimizer.lr=2e-2", "training.evaluate_every=10", *HELD_OUT)
 
 
 @pytest.fixture(scope="module")

@@ -93,11 +93,13 @@ class LayoutColumns:
             ends = candidate.shards, *sizes[degrees], _ends(candidate)
             rows.append([own.tp, own.cp, own.pp, own.ep, *ends, *loads[key]])
         groups, placed = list[npt.NDArray[np.int64]](), dict[str, list[ParallelismConfig]]()
+        parallelisms = [each.parallelism for each in candidates]
         for axis, names in _GROUP_OF.items():
             # np.unique of rows ends in a TypeError if it is interrupted.
-            degrees = [attrgetter(*names)(each.parallelism) for each in candidates]
-            number_of = {own: number for number, own in enumerate(dict.fromkeys(degrees))}
-            placed[axis] = [candidates[degrees.index(own)].parallelism for own in number_of]
+            degrees = [attrgetter(*names)(each) for each in parallelisms]
+            members = dict(zip(degrees, parallelisms, strict=True))
+            number_of = {own: number for number, own in enumerate(members)}
+            placed[axis] = list(members.values())
             groups.append(np.array([number_of[own] for own in degrees]))
         table, kinds = np.array(rows, dtype=float), np.array([_kind(candidate) for candidate in candidates])
         columns, of_ranks = table[:, :-9].T, table[:, -9:].reshape(-1, 3, 3).transpose(1, 0, 2)

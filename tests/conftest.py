@@ -99,7 +99,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """They skip what the tests of a file import, too: a plan collects three times."""
+    """Garbage collections skip what tests of other files imported, too: a plan collects three times."""
     if nextitem is not None and item.path != nextitem.path:
         _skip_what_lives()
 

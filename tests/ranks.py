@@ -19,7 +19,7 @@ PRELOAD = ["torch.distributed.checkpoint", "titan_exp.trainer.trainer", "tests.w
 """A rank would spend more time importing these than training."""
 
 
-def run_ranks(world: int, job: Callable[..., Any], *args: Any, limit: float = 200.0) -> list[Any]:
+def run_ranks(world: int, job: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:
     """Run `job(*args)` on `world` ranks and return what each of them returned.
 
     Raises AssertionError with the first traceback where a rank fails, and kills every rank where one fails or the

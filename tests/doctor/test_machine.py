@@ -97,7 +97,7 @@ def test_invalid_arguments_are_refused(words: list[str], said: str):
 
 def test_help_covers_both_commands(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--help"]) == 0
-    assert capsys.readouterr().out == MACHINE
+    assert capsys.readouterr().out == f"{MACHINE}\n"
     assert "--numerics" in MACHINE
 
 

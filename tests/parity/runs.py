@@ -69,7 +69,7 @@ class Curve:
     """Names of those that not all ranks agree about."""
 
 
-def train(path: Path, *overrides: str, timeout: float = 200.0, mutate: Callable[[], None] | None = None) -> Curve:
+def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[[], None] | None = None) -> Curve:
     """Train `SMALL` with overrides in the run folder `path`, on as many ranks as the layout asks for.
 
     `mutate` is called first on each rank, to break something on purpose.

@@ -11,7 +11,7 @@ from titan_exp.doctor.usage import COORDINATES, MACHINE, NUMERICS
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if set(argv) & set(HELP):
-        print(NUMERICS if "--numerics" in argv else COORDINATES if "--coordinates" in argv else MACHINE, end="")
+        print(NUMERICS if "--numerics" in argv else COORDINATES if "--coordinates" in argv else MACHINE)
         return 0
     if "--numerics" in argv:
         from titan_exp.doctor.numerics_command import doctor_command

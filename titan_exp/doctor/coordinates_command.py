@@ -46,7 +46,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
         output = Path(words[place + 1])
         del words[place : place + 2]
     if any("=" not in word or word.startswith("-") for word in words) or output.suffix != ".png":
-        raise UserError(COORDINATES.rstrip())
+        raise UserError(COORDINATES)
     points = [to_experiment(compose(point)) for point in _points(words)]
     experiments = [_on_one_device(point) for point in points]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,7 +70,7 @@ def _points(words: Sequence[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
-        raise UserError(f"{error}\n{COORDINATES.rstrip()}") from error
+        raise UserError(f"{error}\n{COORDINATES}") from error
     if not any(override.is_sweep_override() for override in parsed):
         words = [*SMALL_LLAMA, *LLAMA_WIDTHS, *words]
         parsed = OverridesParser.create().parse_overrides(list(words))

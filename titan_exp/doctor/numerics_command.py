@@ -50,7 +50,7 @@ def doctor_command(arguments: Sequence[str], run_path: Callable[[str], str] = st
     flags = [argument for argument in arguments if argument.startswith("-")]
     trust = "--trust" in flags
     if {*flags} - {"--trust"} != {"--numerics"} or len(paths) > 1:
-        raise UserError(NUMERICS.rstrip())
+        raise UserError(NUMERICS)
     path = Path(run_path(paths[0])).expanduser() if paths else None
     source = None if path is None else open_checkpoint(path, trust=trust)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
@@ -114,7 +114,7 @@ def _compose_single_device(
             training = dataclasses.replace(training, seq_len=training_length(path, source))
         experiment = dataclasses.replace(experiment, model=source.model, data=data, training=training)
     if experiment.quantization.recipe == "none":
-        raise UserError(f"no recipe is given: quantization.recipe=none\n{NUMERICS.rstrip()}")
+        raise UserError(f"no recipe is given: quantization.recipe=none\n{NUMERICS}")
     rows = experiment.training.micro_batch_size or DEFAULT_SEQUENCES
     experiment = dataclasses.replace(
         experiment,

@@ -20,8 +20,7 @@ titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
   reports the rounding error of a numeric recipe per layer; see titan-exp doctor --numerics --help.
 
 titan-exp doctor --coordinates parametrization=mup ...
-  draws the coordinate check of a parametrization; see titan-exp doctor --coordinates --help.
-"""
+  draws the coordinate check of a parametrization; see titan-exp doctor --coordinates --help."""
 
 NUMERICS = """\
 titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [--trust] [key=value ...]
@@ -30,8 +29,7 @@ titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE [--trust] [key=valu
   Runs the first training batch in fp32 and with the recipe, through the weights of a run (or any folder that generate
   reads; the default is the model's initial weights), and lists the linear layers by their quantization error.
   training.micro_batch_size is the number of sequences, default 4. --trust imports the model or data source of a run
-  that another user launched.
-"""
+  that another user launched."""
 
 COORDINATES = f"""\
 titan-exp doctor --coordinates [--output FILE.png] [key=value ...]
@@ -43,5 +41,4 @@ titan-exp doctor --coordinates [--output FILE.png] [key=value ...]
   kind of layer since the initial weights grows or shrinks no faster than width^{LARGEST_SLOPE}; exit status 3 if not.
   Lists with commas are the values at each width, all as long as that of {WIDTH}. Without one, a small Llama is
   {LLAMA_WIDTHS[0].partition("=")[2]} wide.
-    --output FILE.png   picture, default coordinates.png
-"""
+    --output FILE.png   picture, default coordinates.png"""

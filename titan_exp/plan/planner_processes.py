@@ -73,7 +73,7 @@ def start_forkserver() -> Any:
     """Start the server, unless it runs, and return the multiprocessing context that forks workers from it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titan_exp.plan.predict"])
-    # Unblocks signals when it starts.
+    # The tracker unblocks signals when it starts.
     resource_tracker.ensure_running()
     # Ctrl-C reaches all processes of a terminal, and is handled by this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -291,11 +291,11 @@ def _too_long(experiment: Experiment) -> str | None:
 
 @contextmanager
 def interrupt_after(seconds: float | None) -> Iterator[None]:
-    """Interrupt the `with` block as Ctrl-C does after `seconds`; None for no limit."""
+    """Interrupt the `with` block as Ctrl-C does after `seconds`, and each second from then on; None for no limit."""
     before = None
     if seconds is not None:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        # Again and again, since an interrupt in a finalizer is ignored.
+        # Repeated, since Python ignores an interrupt in a finalizer.
         signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield

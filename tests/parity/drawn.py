@@ -6,6 +6,7 @@ refused nor correct shows itself.
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.config.composing import experiment
@@ -36,42 +37,68 @@ DEGREES = {
     "pp": (1, 1, 2, 2, 3, 4),
 }
 
-EXPERIMENT = {
-    "model.heads": (4, 4, 6),
-    "model.kv_heads": (1, 2, 2, 3, 4, 6),
-    "model.ffn_dim": (96, 192, 256),
-    "model.vocab_size": (320, 257, 263),
-    "model.layers": (3, 4, 5, 6),
-    "model.tied_embeddings": ("false", "false", "true"),
+Keys = dict[str, tuple[object, ...]]
+
+STEPS: Keys = {
     "training.seq_len": (48, 64, 64, 96),
     "training.z_loss": (0.0, 1e-3),
     "training.global_batch_size": (8, 8, 12),
 }
 
-EXPERTS = {
+DECODER: Keys = {
+    "model.heads": (4, 4, 6),
+    "model.vocab_size": (320, 257, 263),
+    "model.layers": (3, 4, 5, 6),
+    "model.tied_embeddings": ("false", "false", "true"),
+}
+
+GROUPED: Keys = {"model.kv_heads": (1, 2, 2, 3, 4, 6), "model.head_dim": (16,)}
+
+DENSE: Keys = {"model.ffn_dim": (96, 192, 256)}
+
+EXPERTS: Keys = {
     "model.moe.experts": (4, 6, 8),
     "model.moe.active_experts": (1, 2, 3),
     "model.moe.ffn_dim": (64, 96, 128),
-    "model.moe.shared_experts": (0, 0, 1),
-    "model.moe.score": ("softmax", "sigmoid"),
     "model.moe.balance.loss": ("switch", "sequence", "global_batch"),
     "model.moe.balance.coefficient": (1e-3, 1e-2),
+}
+
+ROUTERS: Keys = {
+    "model.moe.shared_experts": (0, 0, 1),
+    "model.moe.score": ("softmax", "sigmoid"),
     "model.moe.router_bias": ("false", "true"),
     "model.moe.balance.bias_rate": (0.0, 1e-2),
     "model.moe.groups": (1, 1, 2),
     "model.moe.active_groups": (1, 1, 2),
     "model.moe.group_score": ("max", "top2_sum"),
 }
-"""Keys of a model with experts, instead of `model.ffn_dim`."""
 
-LATENT = {
+LATENT: Keys = {
     "model.q_lora_rank": ("null", 32, 48),
     "model.kv_lora_rank": (32, 48),
     "model.dense_layers": (0, 1, 2),
 }
-"""Keys of latent attention, instead of `model.kv_heads` and `model.head_dim`."""
 
-FAMILIES = ("llama_debug", "llama_debug", "qwen3_moe_debug", "deepseek_debug")
+FAMILIES: dict[str, Keys] = {
+    "llama_debug": DECODER | GROUPED | DENSE,
+    "qwen3_debug": DECODER | GROUPED | DENSE,
+    "qwen3_moe_debug": DECODER | GROUPED | EXPERTS | ROUTERS,
+    "deepseek_debug": DECODER | LATENT | EXPERTS | ROUTERS,
+    "gpt_oss_debug": DECODER | GROUPED | EXPERTS | {"model.window": (8, 16)},
+    "llama4_debug": DECODER
+    | GROUPED
+    | DENSE
+    | EXPERTS
+    | {"model.moe.active_experts": (1,), "model.chunk": (16, 24), "model.moe_every": (1, 2)},
+    "flux_debug": {
+        "model.heads": (2, 3, 4),
+        "model.layers": (2, 4, 6),
+        "model.double_layers": (1, 2),
+        "training.global_batch_size": (8, 8, 12),
+    },
+}
+"""Keys of each family's experiments."""
 
 EXPERT_DEGREES = (1, 2, 2, 3, 4, 8)
 
@@ -92,36 +119,33 @@ LAYOUT = {
 COMPILE = ("none", "none", "blocks", "all")
 
 
-def draw(chance: random.Random, most_ranks: int) -> Drawn:
-    """One layout on 2 to `most_ranks` processes that the rules accept; sizes and families are about equally likely."""
+def draw(chance: random.Random, most_ranks: int, images: Sequence[str] = ()) -> Drawn:
+    """One layout on 2 to `most_ranks` processes that the rules accept; sizes and families are about equally likely.
+
+    `images` are overrides of data for a family that learns images, which is left out without them.
+    """
     ranks = chance.choice([size for size in (2, 4, 8, 16) if size <= most_ranks])
-    family = chance.choice(FAMILIES)
+    family = chance.choice([name for name in FAMILIES if name != "flux_debug" or images])
     while True:
         degrees = {axis: chance.choice(values) for axis, values in DEGREES.items()}
         if not ranks // 2 < math.prod(degrees.values()) <= ranks:
             continue
-        drawn = _draw_keys(chance, family, degrees)
+        drawn = _draw_keys(chance, family, degrees, images)
         made = experiment(*SMALL[1:], *drawn.experiment, *drawn.layout)
         if not violations(made) and 1 < ResolvedLayout.of(resolve_layout(made, 1)).world_size <= most_ranks:
             return drawn
 
 
-def _draw_keys(chance: random.Random, family: str, degrees: dict[str, int]) -> Drawn:
+def _draw_keys(chance: random.Random, family: str, degrees: dict[str, int], images: Sequence[str]) -> Drawn:
     # Rounding grows from step to step with the learning rate, and with some of these shapes soon.
-    experts, latent = family != "llama_debug", family == "deepseek_debug"
-    shapes = dict[str, tuple[object, ...]](EXPERIMENT)
-    for more in (EXPERTS if experts else {}, LATENT if latent else {"model.head_dim": (16,)}):
-        shapes.update(more)
-    for absent in (["model.ffn_dim"] if experts else []) + (["model.kv_heads"] if latent else []):
-        del shapes[absent]
-    computed = [
-        f"model={family}",
-        "optimizer.lr=5e-4",
-        *_each(chance, shapes),
-        *(LINES if chance.random() < 0.3 else []),
-    ]
+    shapes = FAMILIES[family]
+    computed = [f"model={family}", *_each(chance, shapes)]
+    if family == "flux_debug":
+        computed += [f"model.dim={32 * int(computed[1].rpartition('=')[2])}", "optimizer.lr=1e-2", *images]
+    else:
+        computed += ["optimizer.lr=5e-4", *_each(chance, STEPS), *(LINES if chance.random() < 0.3 else [])]
     layout = [*(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()), *_each(chance, LAYOUT)]
-    if experts:
+    if "model.moe.experts" in shapes:
         layout.append(f"parallelism.ep={chance.choice(EXPERT_DEGREES)}")
         layout.append(f"parallelism.etp={chance.choice((1, degrees['tp'], degrees['tp']))}")
     layout.append(f"compile={chance.choice(COMPILE)}")
@@ -146,5 +170,5 @@ def _draw_pipeline(chance: random.Random, ranks: int) -> list[str]:
     return keys
 
 
-def _each(chance: random.Random, keys: dict[str, tuple[object, ...]]) -> list[str]:
+def _each(chance: random.Random, keys: Keys) -> list[str]:
     return [f"{key}={chance.choice(values)}" for key, values in keys.items()]

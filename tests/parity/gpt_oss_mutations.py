@@ -196,11 +196,20 @@ def gradients_of_the_routers_bias_are_one_ranks() -> None:
     )
 
 
+def sinks_and_biases_that_ranks_hold_whole_keep_their_own_gradients() -> None:
+    patch("titan_exp.parallel.tensor_parallel.apply.mark_partial", lambda _: lambda *_: None)
+
+
 ETP = "parallelism.tp=2 parallelism.etp=2"
 NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("limited", ETP, biases_of_all_channels_are_added_at_the_front),
     ("limited", ETP, every_rank_adds_the_whole_bias_of_the_down_projection),
     ("limited", ETP, gradients_of_the_routers_bias_are_one_ranks),
+    (
+        "few heads",
+        "parallelism.tp=2 parallelism.dp_shard=4 parallelism.sequence_parallel=false",
+        sinks_and_biases_that_ranks_hold_whole_keep_their_own_gradients,
+    ),
 ]
 """Experiment, layout and mutation."""
 

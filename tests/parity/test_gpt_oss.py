@@ -13,6 +13,8 @@ COMPILED = "compile=blocks compile.backend=aot_eager"
 EXPERIMENTS = {
     # Larger sinks and biases. With still larger weights the limits amplify rounding, in every layout.
     "plain": f"{GPT_OSS} model.init_std=0.05",
+    # Fewer heads, and biases of fewer numbers, than ranks divide.
+    "few heads": f"{GPT_OSS} model.init_std=0.05 model.heads=2 model.kv_heads=2 model.head_dim=6",
     "documents": " ".join([GPT_OSS, *LINES]),
     "limited": f"{GPT_OSS} model.swiglu_limit=0.1",
     # One step of AdamW, whose update is 100 times the gradient: later ones amplify the rounding of small gradients.
@@ -32,6 +34,7 @@ def one_device(tmp_path_factory):
     [
         pytest.param("plain", "parallelism.cp=2 parallelism.cp_method=ring parallelism.tp=2 parallelism.etp=2",
                      marks=pytest.mark.day),
+        pytest.param("few heads", "parallelism.tp=2 parallelism.dp_shard=4", marks=pytest.mark.day),
         *(
             pytest.param(experiment, layout, marks=pytest.mark.night)
             for experiment, layout in (
@@ -39,6 +42,8 @@ def one_device(tmp_path_factory):
                 ("plain", "parallelism.dp_replicate=2 training.micro_batch_size=2 activation_checkpoint=full"),
                 ("plain", "parallelism.tp=2 parallelism.sequence_parallel=false"),
                 ("plain", "parallelism.tp=4"),
+                ("plain", "parallelism.tp=4 parallelism.dp_shard=4 parallelism.sequence_parallel=false"),
+                ("few heads", f"parallelism.tp=2 parallelism.dp_shard=4 parallelism.etp=2 {COMPILED}"),
                 ("documents", "parallelism.cp=2 parallelism.cp_method=allgather"),
                 ("documents", "parallelism.cp=2 parallelism.cp_method=ulysses parallelism.dp_shard=2"),
                 ("limited gradients", "parallelism.cp=4 parallelism.cp_method=ring"),

@@ -114,6 +114,8 @@ class AttentionSinks(nn.Module):
     """Learned logit per query head, beside the keys."""
 
     tp_style = HeadSharded()
+    rows: slice | None = None
+    """This rank's heads, if it holds the logits of all; None if of its own."""
 
     def __init__(self, heads: int, std: float) -> None:
         super().__init__()
@@ -126,7 +128,8 @@ class AttentionSinks(nn.Module):
 
     def forward(self) -> Float[Tensor, " heads"]:
         """Logits of this rank's heads."""
-        return local_tensor(self.weight)
+        weight = local_tensor(self.weight)
+        return weight if self.rows is None else weight[self.rows]
 
 
 class Attention(nn.Module):

@@ -63,10 +63,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
     as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
     region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
+    shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)
     for name, module in list(model.named_modules()):
         if hasattr(module, "tp_plan"):
             for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method
-                _shard_linear(module, child, style, axis, region)
+                _shard_linear(module, child, style, axis, region, shards=shards)
         match getattr(module, "tp_style", None):
             case VocabEmbedding():
                 weight = _divided(module.get_parameter("weight"), axis, dim=0)
@@ -76,7 +77,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
                 model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
             case HeadSharded():
-                module.weight = _divided(module.get_parameter("weight"), axis, dim=0)
+                _shard_heads(module, axis, shards)
             case GatherTokens():
                 model.set_submodule(name, GatheredTokens(region))
             case ShardTokens() | GatherResult() | GatheredOrder() as style if sequence_parallel:
@@ -100,7 +101,7 @@ def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
             for key, parameter in dict(module.named_parameters(recurse=False)).items():
                 kept[f"{name}.{key}"] = module.rows
                 setattr(module, key, nn.Parameter(torch.cat([parameter.detach()[rows] for rows in module.rows])))
-            module.rows = None
+            module.rows = module.bias_rows = None
     return kept
 
 
@@ -148,7 +149,9 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
             gradient.copy_(summed.view_as(gradient))
 
 
-def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup) -> None:
+def _shard_linear(
+    block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup, *, shards: int
+) -> None:
     linear = block.get_submodule(name)
     assert isinstance(linear, Linear), "checked by the module requirements"
     weight, bias, linear_impl = linear.get_parameter("weight"), linear.bias, linear.linear_impl
@@ -171,15 +174,23 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
     assert style.divides(region.degree), "checked by the rules"
     if not style.is_replicated(region.degree):
         divided = _divided(weight, axis, dim=0)
-        part = None if bias is None else _divided(bias, axis, dim=0)
+        part, bias_rows = (None, None) if bias is None else _divided_vector(bias, axis, shards)
         if style.vector:
-            block.set_submodule(name, VectorParallelLinear(divided, region, part))
-            return
-        outputs = weight.shape[0] if style.gathers_output else None
-        block.set_submodule(
-            name,
-            ColumnParallelLinear(divided, region, linear_impl, bias=part, gathers=style.gathers, whole_outputs=outputs),
-        )
+            columns: nn.Module = VectorParallelLinear(divided, region, part, bias_rows)
+        else:
+            outputs = weight.shape[0] if style.gathers_output else None
+            columns = ColumnParallelLinear(
+                divided,
+                region,
+                linear_impl,
+                bias=part,
+                bias_rows=None if bias_rows is None else (bias_rows,),
+                gathers=style.gathers,
+                whole_outputs=outputs,
+            )
+        if bias_rows is not None:
+            mark_partial(columns, "bias")
+        block.set_submodule(name, columns)
         return
     assert style.common is not None, "only units with a split are replicated"
     unit = weight.shape[0] // style.units
@@ -187,7 +198,7 @@ def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, 
         rows = tuple(_gate_up_rows_of(region, unit, style.units, style.common))
     else:
         rows = tuple(_rows_of(region, unit, style.units, style.common))
-    shared = ColumnParallelLinear(weight, region, linear_impl, rows, bias=bias, gathers=style.gathers)
+    shared = ColumnParallelLinear(weight, region, linear_impl, rows, bias=bias, bias_rows=rows, gathers=style.gathers)
     mark_partial(shared)
     block.set_submodule(name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
@@ -223,6 +234,26 @@ def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common:
             start = max(first - group * common.pieces, 0)
             stop = min(end - group * common.pieces, common.pieces)
             yield slice(group * unit + half + start, group * unit + half + stop)
+
+
+def _shard_heads(module: nn.Module, axis: DeviceMesh, shards: int) -> None:
+    """Give a module of one number per head this rank's heads."""
+    weight, rows = _divided_vector(module.get_parameter("weight"), axis, shards)
+    module.weight, module.rows = weight, rows  # type: ignore[assignment]  # a plain attribute
+    if rows is not None:
+        mark_partial(module)
+
+
+def _divided_vector(vector: nn.Parameter, axis: DeviceMesh, shards: int) -> tuple[nn.Parameter, slice | None]:
+    """This rank's shard of a whole vector; or the whole vector and the rows that this rank uses.
+
+    FSDP cannot shard unevenly what is sharded already, and a vector has no other dim.
+    """
+    if vector.shape[0] % (axis.size() * shards) == 0:
+        return _divided(vector, axis, dim=0), None
+    rows, rest = divmod(vector.shape[0], axis.size())
+    assert rest == 0, "checked by the rules"
+    return vector, slice(axis.get_local_rank() * rows, (axis.get_local_rank() + 1) * rows)
 
 
 def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:

@@ -20,8 +20,9 @@ from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: whole tokens to this rank's outputs.
 
-    Weight and bias are sharded by rows, or whole with `rows`, the slices that this rank uses. `gathers` is False if the
-    input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each gets them all.
+    Weight and bias are sharded by rows, or whole with `rows` and `bias_rows`, the slices that this rank uses. `gathers`
+    is False if the input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each gets them
+    all.
     """
 
     def __init__(
@@ -32,19 +33,22 @@ class ColumnParallelLinear(nn.Module):
         rows: tuple[slice, ...] | None = None,
         *,
         bias: nn.Parameter | None = None,
+        bias_rows: tuple[slice, ...] | None = None,
         gathers: bool = True,
         whole_outputs: int | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.region, self.linear_impl, self.rows = weight, region, linear_impl, rows
-        self.bias, self.gathers, self.whole_outputs = bias, gathers, whole_outputs
+        self.bias, self.bias_rows = bias, bias_rows
+        self.gathers, self.whole_outputs = gathers, whole_outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
         weight, bias = local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
-            bias = None if bias is None else torch.cat([bias[rows] for rows in self.rows])
+        if bias is not None and self.bias_rows is not None:
+            bias = torch.cat([bias[rows] for rows in self.bias_rows])
         multiplied = (
             self.linear_impl.column_parallel(x, weight, self.region) if self.gathers else self.linear_impl(x, weight)
         )
@@ -53,15 +57,22 @@ class ColumnParallelLinear(nn.Module):
 
 
 class VectorParallelLinear(nn.Module):
-    """Column-parallel linear layer over a vector per sequence; every rank gets all outputs, for its own tokens."""
+    """Column-parallel linear layer over a vector per sequence; every rank gets all outputs, for its own tokens.
 
-    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, bias: nn.Parameter | None) -> None:
+    The bias is sharded like the weight, or whole with the rows that this rank uses.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, region: TensorParallelGroup, bias: nn.Parameter | None, bias_rows: slice | None
+    ) -> None:
         super().__init__()
-        self.weight, self.bias, self.region = weight, bias, region
+        self.weight, self.bias, self.region, self.bias_rows = weight, bias, region, bias_rows
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, inputs] to [batch, outputs of all ranks]."""
         bias = None if self.bias is None else local_tensor(self.bias)
+        if bias is not None and self.bias_rows is not None:
+            bias = bias[self.bias_rows]
         part = F.linear(self.region.share_vector(x), local_tensor(self.weight))
         return self.region.gather_vector(add_bias(part, bias))
 

@@ -80,30 +80,27 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
 
 
 def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """FSDP can shard every column-parallel weight evenly, by rows or else by columns, and its bias by rows."""
+    """FSDP can shard every column-parallel weight evenly, by rows or else by columns."""
     cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
-    shards = dp_shard * cp
-    rows = {"model.vocab_size": spec.vocab_size}
-    sharded = [linear for linear, style in _colwise(spec) if not style.is_replicated(tp)]
-    rows |= {f"the rows of {linear.name}": linear.outputs for linear in sharded}
-    biases = {f"the bias of {linear.name}": linear.outputs for linear in sharded if linear.bias}
-    by_columns = spec.dim % shards == 0
-    given = biases if by_columns else rows
-    uneven = listed([f"{name} ({count})" for name, count in given.items() if count % (tp * shards)], "and")
-    reason = f"with parallelism.tp={tp}, "
-    if by_columns:
-        reason += f"biases are sharded evenly: {shards} shards do not divide a rank's part of {uneven}"
-    else:
-        reason += "weights are sharded evenly, by rows or by columns: "
-        reason += f"{shards} shards divide neither {uneven} nor model.dim ({spec.dim})"
+    weights = {"model.vocab_size": (spec.vocab_size, spec.dim)}
+    weights |= {
+        f"the rows of {linear.name}": (linear.outputs, linear.inputs)
+        for linear, style in _colwise(spec)
+        if not style.is_replicated(tp)
+    }
 
-    def is_even(degree: int) -> bool:
+    def uneven(degree: int) -> dict[str, tuple[int, int]]:
         shards = degree * cp
-        by_columns = spec.dim % shards == 0 and all(count % (tp * shards) == 0 for count in biases.values())
-        return by_columns or all(count % (tp * shards) == 0 for count in rows.values())
+        return {name: (rows, of) for name, (rows, of) in weights.items() if rows % (tp * shards) and of % shards}
 
-    more = "" if is_even(1) else "a parallelism.cp that divides model.dim"
-    yield from check_number("parallelism.dp_shard", dp_shard, is_even, reason, largest=2 * dp_shard - 1, more=more)
+    named = listed([f"{name} ({rows}) nor its columns ({of})" for name, (rows, of) in uneven(dp_shard).items()], "and")
+    reason = f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: "
+    reason += f"{dp_shard * cp} shards divide neither {named}"
+    more = "a parallelism.cp that divides model.dim" if uneven(1) else ""
+    largest = 2 * dp_shard - 1
+    yield from check_number(
+        "parallelism.dp_shard", dp_shard, lambda n: not uneven(n), reason, largest=largest, more=more
+    )
 
 
 def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:

@@ -52,6 +52,14 @@ def test_one_rank():
     assert rank.trace.costs.flops == 6 * ROWS * LENGTH * (LAYERS * projections + VOCAB * DIM) + LAYERS * attention
 
 
+def test_sinks_and_biases_of_fewer_numbers_than_ranks():
+    one, many = (
+        predict(experiment_of(f"model=gpt_oss_debug {layout}"), None).ranks[0].trace.costs.flops
+        for layout in ("", "parallelism.tp=2 parallelism.dp_shard=4")
+    )
+    assert many == one // 8
+
+
 def test_sharded_experts_are_gathered():
     plan = plan_of("parallelism.dp_shard=2")
     assert plan.ranks[0].trace.persistent["parameters"] == FP32 * WEIGHTS // 2

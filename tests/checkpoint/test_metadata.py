@@ -4,9 +4,11 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from tests.checkpoint.saving import checkpointer, saved, trained
 from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, find_damage
 from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into
+from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 
@@ -75,6 +84,59 @@ def list_as_bytes(metadata: Metadata, key: str = "model.weight") -> None:
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
     place = next(place for index, place in metadata.storage_data.items() if index.fqn == key)
     metadata.storage_data[MetadataIndex(key)] = replace(place, relative_path="harm.pt", offset=0, length=len(HARM))
+
+
+class EarlyPickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def pickled_early(metadata: Metadata) -> bytes:
+    file = io.BytesIO()
+    EarlyPickler(file).dump(metadata)
+    return file.getvalue()
+
+
+def pickled_by_3_13(metadata: Metadata) -> bytes:
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.checkpoint_id = Path("/checkpoint")
+    found = pickle.dumps(metadata, protocol=2).replace(b"cpathlib._local\n", b"cpathlib\n")
+    assert b"cpathlib\nPosixPath\n" in found
+    return found.replace(b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n")
+
+
+@pytest.mark.parametrize("pickled", [pickled_early, pickled_by_3_13])
+def test_metadata_of_every_python_is_read(path: Path, pickled: Callable[[Metadata], bytes]):
+    (path / METADATA_FILE).write_bytes(pickled(SafeStorageReader(path).read_metadata()))
+    assert all(torch.equal(found, STATE[key]) for key, found in load(path).items())
+
+
+@pytest.mark.parametrize("words", [(torch.Size, "count"), (_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, 3)])
+def test_an_early_pickle_names_members_alone(path: Path, words: tuple[Any, Any]):
+    class Attribute:
+        def __reduce__(self) -> Any:
+            return (getattr, words)
+
+    (path / METADATA_FILE).write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(UserError, match="damaged"):
+        load(path)
+
+
+def test_written_metadata_is_the_same_under_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = list[bytes]()
+    for name in ("today", "early"):
+        if name == "early":
+            monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+            assert b"getattr" in pickle.dumps(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST)
+        dcp.save(dict(STATE), storage_writer=ChecksumWriter(tmp_path / name, single_file_per_rank=True))
+        found.append((tmp_path / name / METADATA_FILE).read_bytes())
+    # The save has a random identity and a folder.
+    assert found[0][:2] == b"\x80\x04"
+    today, early = ([opcode.name for opcode, *_ in pickletools.genops(each)] for each in found)
+    assert today == early
+    assert not any(word in each for word in (b"getattr", b"pathlib") for each in found)
 
 
 def test_an_untouched_checkpoint_is_loaded(path: Path):

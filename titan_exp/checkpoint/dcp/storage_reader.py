@@ -8,7 +8,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_metadata
 from titan_exp.config.errors.user_error import UserError
@@ -31,7 +36,6 @@ _ALLOWED_NAMES = {
     ("torch._utils", "_rebuild_device_mesh"),
     ("pathlib", "PosixPath"),
     ("pathlib", "Path"),
-    ("pathlib._local", "PosixPath"),
     ("collections", "OrderedDict"),
     ("builtins", "set"),
 }
@@ -41,12 +45,23 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.memory_format):
             return getattr(torch, global_name)
+        if module_name == "pathlib._local":  # the module of Python 3.13
+            module_name = "pathlib"
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _memory_format
         if (module_name, global_name) in _ALLOWED_NAMES:
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(
             f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata; "
             "the file is damaged or was tampered with"
         )
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """Member of torch's enum of memory formats, as which Python 3.11.0 to 3.11.3 pickled it: `getattr(enum, name)`."""
+    if kind is not _MEM_FORMAT_ENCODING or not isinstance(name, str):
+        raise pickle.UnpicklingError("the checkpoint's metadata asks for an attribute; the file is damaged")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class SafeStorageReader(dcp.FileSystemReader):
@@ -93,10 +108,15 @@ def unreadable_checkpoint(path: Path, error: dcp.CheckpointException, dropped: E
     return damaged_checkpoint(path, f"{type(cause).__name__}: {cause}")
 
 
+def tensor_entries(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Entry of every tensor in a checkpoint, by key."""
+    entries = SafeStorageReader(path).read_metadata().state_dict_metadata
+    return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Global shape of every tensor in a checkpoint, by key."""
-    entries = SafeStorageReader(path).read_metadata().state_dict_metadata
-    return {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {key: entry.size for key, entry in tensor_entries(path).items()}
 
 
 def min_file_sizes(path: Path) -> dict[str, int]:

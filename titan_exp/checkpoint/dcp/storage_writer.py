@@ -5,21 +5,26 @@ failure of it fails the save on every rank.
 """
 
 import multiprocessing
+import os
+import pickle
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
+from enum import Enum
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from titan_exp.checkpoint.dcp.checksums import FileChecksum, write_checksums
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below
 
 
@@ -45,12 +50,28 @@ class ChecksumWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write metadata and checksums (rank 0, after all ranks have written)."""
-        torch_results = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
-        super().finish(metadata, torch_results)
+        written = [result for rank in results for result in rank if not isinstance(result, tuple)]
+        metadata.storage_data = {result.index: result.storage_data for result in written}
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        path = Path(self.path) / METADATA_FILE
+        temporary = path.with_name(f"{METADATA_FILE}.tmp")
+        with self.fs.create_stream(temporary, "wb") as stream:
+            _MetadataPickler(stream, protocol=4).dump(metadata)
+            os.fsync(stream.fileno())
+        self.fs.rename(temporary, path)
         checksums: dict[str, FileChecksum] = {}
         for rank in results:
             checksums |= dict(result for result in rank if isinstance(result, tuple))
         write_checksums(Path(self.path), checksums | self._recording.checksums)
+
+
+class _MetadataPickler(pickle.Pickler):
+    """Writes the same bytes under every Python: up to 3.11.3, pickle names members of an enum by `getattr`, since 3.13
+    classes of paths have another module, and since 3.14 the default protocol is another."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented
 
 
 class PublishingWriter(ChecksumWriter):

@@ -15,7 +15,7 @@ class Run:
         torch.manual_seed(0)
         self.weight = torch.nn.Parameter(torch.randn(4, 3))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.5)
-        self.average = WeightAverage(self.optimizer, config, last_step=of)
+        self.average = WeightAverage(self.optimizer, config, steps=of)
         self.seen: list[Tensor] = []
         for step in range(1, steps + 1):
             self.step(step)
@@ -63,17 +63,27 @@ def test_the_average_is_in_use_and_the_weights_come_back_bitwise():
 
 
 @pytest.mark.parametrize(
-    ("saved", "step", "steps"),
+    ("saved", "step", "steps", "said"),
     [
-        ({"mode": "tail", "steps": 2}, 6, 2),
-        ({"mode": "tail", "steps": 2}, 4, 0),
-        ({"mode": "ema", "steps": 5}, 6, 0),
-        (None, 6, 0),
+        ({"mode": "tail", "steps": 2}, 6, 2, None),
+        ({"mode": "tail", "steps": 2}, 4, 0, None),
+        (
+            {"mode": "tail", "steps": 3},
+            6,
+            0,
+            "averages steps from 7 on instead of from 5: the checkpoint of step 6 has",
+        ),
+        ({"mode": "tail", "steps": 1}, 6, 1, "averages steps from 6 on instead of from 5"),
+        ({"mode": "ema", "steps": 5}, 6, 0, "has none"),
+        (None, 6, 0, "has none"),
+        (None, 4, 0, None),
     ],
-    ids=["the same", "an earlier tail", "another mode", "none"],
+    ids=["the same", "an earlier tail", "begun before", "begun late", "another mode", "none", "none yet"],
 )
-def test_an_average_continues_if_it_is_the_same(saved: dict | None, step: int, steps: int):
+def test_an_average_continues_if_it_is_the_same(saved: dict | None, step: int, steps: int, said: str | None):
     run = Run(WeightAverageConfig("tail", steps=3), 7)
-    run.average.restore(saved, step)
+    found = run.average.restore(saved, step)
+    assert (said or "") in (found or "")
+    assert (said is None) == (found is None)
     assert run.average.steps == steps
     assert (AVERAGE in run.optimizer.state[run.weight]) == bool(steps)

@@ -28,13 +28,13 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.memory_gate import gate_run
     from titan_exp.launch.provenance.changes import report_stale
-    from titan_exp.launch.related_runs import related_runs
+    from titan_exp.launch.related_runs import rate_after_decay, related_runs
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import plan_run
 
     experiment = to_experiment(cfg)
     plan = plan_run(experiment, overrides)
-    for sentence in idle_overrides(overrides, plan.experiment):
+    for sentence in (*idle_overrides(overrides, plan.experiment), *rate_after_decay(plan.experiment)):
         print(sentence)
     if experiment.data.preview is not None:
         from titan_exp.data.preview import preview

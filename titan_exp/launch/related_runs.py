@@ -1,18 +1,23 @@
 """Runs of the same experiment in another layout or with other steps, which a new run can continue."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.paths.checkpoint_paths import saved_state, step_of
 from titan_exp.config.schema.foreign_code import Trust
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
+from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.schema.import_path_keys import import_paths
-from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.config.schema.typed_config import load_experiment, read_values
 from titan_exp.launch.run_id import identity, run_id
+from titan_exp.optim.lr_schedule import LRSchedule
+from titan_exp.rules.continue_from import local_checkpoint
 
 AUTO = "auto"
 """Value of `checkpoint.continue_from` that takes the related run with the most steps."""
@@ -88,3 +93,27 @@ def _saved_runs(folder: Path, trust: Trust) -> Iterator[RelatedRun]:
             yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config, trust))
         except UserError:  # written by another version, or by another user with other code
             continue
+
+
+def rate_after_decay(experiment: Experiment) -> Iterator[str]:
+    """A sentence about the learning rate of a run that continues one on this machine after the begin of its decay, and
+    rises again."""
+    path = local_checkpoint(experiment.checkpoint, experiment.paths)
+    step = None if path is None else step_of(path)
+    if path is None or step is None:
+        return
+    with suppress(UserError, KeyError, TypeError, ValueError):
+        saved = read_values(path.parent.parent / "config.yaml")
+        values = saved["lr_schedule"]
+        if is_dotted(values["decay"]) or is_dotted(experiment.lr_schedule.decay):
+            return
+        steps, peak = saved["training"]["steps"], saved["optimizer"]["lr"]
+        before = LRSchedule(LRScheduleConfig(**values), peak=peak, steps=steps)(step)
+        training, peak = experiment.training, experiment.optimizer.lr
+        after = LRSchedule(experiment.lr_schedule, peak=peak, steps=training.steps)(step + 1)
+        if step > values["warmup_steps"] and step > steps - values["decay_steps"] and after > 1.05 * before:
+            yield (
+                f"the learning rate rises from {before:.3g} at step {step}, where "
+                f"{experiment.checkpoint.continue_from} has decayed it, to {after:.3g} at step {step + 1}, since this "
+                f"run has a schedule of {training.steps} steps"
+            )

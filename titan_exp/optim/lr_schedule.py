@@ -6,13 +6,15 @@ A pure function of the step: it has no state to checkpoint, and a changed config
 import math
 from collections.abc import Callable
 from itertools import pairwise
-
-import torch
+from typing import TYPE_CHECKING
 
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.schema.call_signature import Call, import_callable
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.secrets.variables import revealed
+
+if TYPE_CHECKING:
+    import torch
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -58,7 +60,7 @@ class LRSchedule:
         return decay, end - decay
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: "torch.optim.Optimizer", lr: float) -> None:
     """Set the learning rate of every parameter group, times the group's `lr_scale` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -18,11 +18,14 @@ AVERAGE = "weight_average"
 
 
 class WeightAverage:
-    """Average of the weights of an optimizer, updated at the end of its `step`. A run has `last_step` steps."""
+    """Average of the weights of an optimizer, updated at the end of its `step`.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: WeightAverageConfig, *, last_step: int) -> None:
+    The tail is that of a whole run of `steps` steps: pieces of it that end earlier average their part.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: WeightAverageConfig, *, steps: int) -> None:
         self._optimizer, self._config = optimizer, config
-        self._first = max(1, last_step - config.steps + 1) if config.mode == "tail" else 1
+        self._first = config.first_step(steps)
         self.steps = 0
         """Number of averaged steps."""
         self._share: float | None = 1.0
@@ -45,13 +48,24 @@ class WeightAverage:
         """State beside the tensors, for a checkpoint."""
         return {"mode": self._config.mode, "steps": self.steps}
 
-    def restore(self, saved: Mapping[str, Any] | None, step: int) -> None:
-        """Continue a checkpoint's average after `step`, unless it is of another mode, or of steps before the first."""
-        fits = saved is not None and saved["mode"] == self._config.mode and step >= self._first
-        self.steps = saved["steps"] if saved is not None and fits else 0
+    def restore(self, saved: Mapping[str, Any] | None, step: int) -> str | None:
+        """Continue a checkpoint's average after `step`, unless it is of another mode, or of steps before the first.
+        Returns a sentence if it begins with a later step than it should."""
+        inside = max(0, step - self._first + 1)
+        known = saved["steps"] if saved is not None and saved["mode"] == self._config.mode else 0
+        is_ema = self._config.mode == "ema"
+        # Averaged steps are the last before the checkpoint: more than those of the tail are of an earlier one.
+        self.steps = known if is_ema or known <= inside else 0
         if not self.steps:
             for state in self._optimizer.state.values():
                 state.pop(AVERAGE, None)
+        if is_ema or self.steps == inside:
+            return None
+        found = f"has the mean of its last {known} steps" if known else "has none"
+        return (
+            f"weight_average=tail averages steps from {step - self.steps + 1} on instead of from {self._first}: the "
+            f"checkpoint of step {step} {found}"
+        )
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

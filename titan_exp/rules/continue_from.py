@@ -12,8 +12,9 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.groups.weight_average import WeightAverageConfig
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
-from titan_exp.config.paths.checkpoint_paths import step_of
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_of
 from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
@@ -35,7 +36,7 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
     if is_url(location):
         if (problem := problem_of_url(location)) is not None:
             yield Violation(FIELD, location.partition("://")[0] + "://…", *problem)
-    elif _local_checkpoint(checkpoint, paths) is None:
+    elif local_checkpoint(checkpoint, paths) is None:
         step = "" if checkpoint.continue_step is None else f" of step {checkpoint.continue_step}"
         remedy = "a run with checkpoints: ls -d runs/*/*/checkpoints/step-* lists them"
         yield Violation(FIELD, checkpoint.continue_from, f"it has no complete checkpoint{step}", remedy)
@@ -43,7 +44,7 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
 
 def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The run has more steps than the checkpoint of a parent on this machine."""
-    path = _local_checkpoint(checkpoint, paths)
+    path = local_checkpoint(checkpoint, paths)
     step = None if path is None else step_of(path)
     if step is not None and step >= training.last_step:
         reason = f"the checkpoint of {checkpoint.continue_from} is of step {step}"
@@ -55,13 +56,38 @@ def parent_fits(
     checkpoint: CheckpointConfig, paths: PathsConfig, model: ModelConfig, optimizer: OptimizerConfig, run: RunConfig
 ) -> Iterator[Violation]:
     """A parent on this machine has the same model, optimizer and seed."""
-    path = _local_checkpoint(checkpoint, paths)
+    path = local_checkpoint(checkpoint, paths)
     if path is None:
         return
     # A configuration that cannot be read is compared at the start, from the checkpoint.
     with suppress(UserError):
         saved = read_values(path.parent.parent / "config.yaml")
         yield from misfits(saved, checkpoint, model, optimizer, run)
+
+
+def tail_is_whole(
+    checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig, weight_average: WeightAverageConfig
+) -> Iterator[Violation]:
+    """A parent's averaged steps are none from before this run's tail, which would stay in the mean."""
+    path = local_checkpoint(checkpoint, paths)
+    step = None if path is None else step_of(path)
+    first = weight_average.first_step(training.steps)
+    if path is None or step is None or weight_average.mode != "tail" or not first <= step < training.last_step:
+        return
+    with suppress(UserError, KeyError, TypeError, ValueError):
+        saved = read_values(path.parent.parent / "config.yaml")
+        parents = WeightAverageConfig(saved["weight_average"]["mode"], steps=int(saved["weight_average"]["steps"]))
+        begun = parents.first_step(int(saved["training"]["steps"]))
+        if parents.mode == "tail" and begun < first:
+            saved_steps = (step_of(other) for other in path.parent.iterdir() if (other / METADATA_FILE).is_file())
+            earlier = [other for other in saved_steps if other is not None and other < first]
+            reason = (
+                f"the tail is of steps {first} to {training.steps}, and the checkpoint of step {step} has the mean of "
+                f"steps {begun} to {step}, of which those before {first} cannot be taken out"
+            )
+            remedy = f"weight_average.steps={training.steps - step}"
+            remedy += f"; or checkpoint.continue_step={max(earlier)}, which trains the others again" if earlier else ""
+            yield Violation("weight_average.steps", weight_average.steps, reason, remedy)
 
 
 def misfits(
@@ -90,7 +116,7 @@ def misfits(
         yield Violation("experiment.seed", run.seed, f"the data of {checkpoint.continue_from} have seed {seed}", remedy)
 
 
-def _local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path | None:
+def local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path | None:
     """Checkpoint of a parent on this machine."""
     if checkpoint.continue_from is None:
         return None
@@ -114,5 +140,5 @@ RULES = rules(
 )
 """Rules checked at every start."""
 
-BEGINNING_RULES = rules(parent_has_a_checkpoint, steps_are_left, parent_fits)
+BEGINNING_RULES = rules(parent_has_a_checkpoint, steps_are_left, parent_fits, tail_is_whole)
 """Rules about the parent, skipped once the run has a checkpoint of its own."""

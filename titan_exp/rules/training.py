@@ -104,10 +104,10 @@ RULES = rules(
     Refuse(
         "weight_average.steps",
         lambda weight_average, training: (
-            weight_average.mode == "tail" and training.last_step and weight_average.steps > training.last_step
+            weight_average.mode == "tail" and training.steps and weight_average.steps > training.steps
         ),
-        "the run ends at step {training.last_step}",
-        "at most weight_average.steps={training.last_step}",
+        "the run has {training.steps} steps",
+        "at most weight_average.steps={training.steps}",
     ),
     Refuse(
         "weight_average.mode",

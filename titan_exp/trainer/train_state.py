@@ -119,7 +119,7 @@ def assemble(
 
     average = None
     if experiment.weight_average.enabled:
-        average = WeightAverage(optimizer, experiment.weight_average, last_step=experiment.training.last_step)
+        average = WeightAverage(optimizer, experiment.weight_average, steps=experiment.training.steps)
         average.after_move = after_move
     outer = None
     if experiment.semi_sync.enabled:

@@ -17,9 +17,14 @@ class WeightAverageConfig:
     decay: Share = 0.999
     """Mode `ema`: factor of the average at every step."""
     steps: PositiveInt = 100
-    """Mode `tail`: number of last steps that are averaged."""
+    """Mode `tail`: number of last steps of `training.steps` that are averaged. A run that stops earlier
+    (`training.stop_after`) averages those that it has of them, and a run that continues it the others."""
 
     @property
     def enabled(self) -> bool:
         """True if there is an average."""
         return self.mode != "none"
+
+    def first_step(self, steps: int) -> int:
+        """First averaged step of a whole run of `steps` steps."""
+        return max(1, steps - self.steps + 1) if self.mode == "tail" else 1

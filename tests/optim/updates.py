@@ -1,5 +1,6 @@
 """Updates of an optimizer in any layout, from gradients that are functions of the initial weights: no passes."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,7 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity.runs import SMALL
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.state_dict import init_optimizer_state, optimizer_state_dict
+from titan_exp.checkpoint.optimizer_state import (
+    optimizer_state_dict,
+    optimizer_values,
+    prepare_optimizer_state,
+    saved_tensors,
+)
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.hydra.compose import compose
@@ -89,8 +95,9 @@ def _update_on_rank(
             for step in range(steps):
                 if step == restored_after:
                     kept = {name: value.clone() for name, value in optimizer_state_dict(parts, optimizer).items()}
+                    values = json.loads(json.dumps(optimizer_values(parts, optimizer)))
                     optimizer = build_optimizer(parts, config)
-                    init_optimizer_state(parts, optimizer)
+                    prepare_optimizer_state(parts, optimizer, saved_tensors(kept), values)
                     for name, value in optimizer_state_dict(parts, optimizer).items():
                         value.copy_(kept[name])
                 if isinstance(optimizer, HasGradientPoint):

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.proofs import note
 from tests.ranks import run_ranks
 from tests.trainer.lone_group import LoneGroup
+from titan_exp.checkpoint.group_states import described, own_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
@@ -321,7 +322,7 @@ def _synchronized(rank: FakeRank) -> Callable[[], None]:
     """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
     outer, config = rank.state.outer, rank.experiment.semi_sync
     assert outer is not None
-    sync = SemiSync(config, LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
+    sync = SemiSync(config, lone := LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
     sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]
     first = next(step for step in itertools.count(1) if config.sent_fragment(step) == sizes.index(max(sizes)))
 
@@ -334,7 +335,11 @@ def _synchronized(rank: FakeRank) -> Callable[[], None]:
             sync.send(first)
         sync.apply(first + config.delay)
         if rank.experiment.checkpoint.mode != "off":
-            sync.collect_states(rank.state.model.parts, rank.state.optimizer)
+            parts, optimizer = rank.state.model.parts, rank.state.optimizer
+            lone.description = described(
+                parts, optimizer, own_state(parts, optimizer, weights=config.keeps_own_weights)
+            )
+            sync.collect_states(parts, optimizer)
             sync.states = {}
 
     return run

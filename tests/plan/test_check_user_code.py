@@ -11,7 +11,7 @@ from titan_exp.plan.gate.check_user_code import check_user_code, failing_user_co
 from titan_exp.plan.predict import predict
 
 FAULTY = "model.architecture=tests.models.own_faults.Faulty"
-OWN = "tests.models.own_faults"
+OWN, STATES = "tests.models.own_faults", "tests.optim.own_states"
 
 
 def resolved(*overrides: str) -> Experiment:
@@ -63,6 +63,12 @@ def refusal(*overrides: str) -> str:
                 "class DuckTypedOptimizer(torch.optim.Optimizer)",
             ],
         ),
+        (["optimizer.name=torch.optim.LBFGS"], ["doesn't support per-parameter options"]),
+        (["optimizer.name=torch.optim.SparseAdam"], ["does not support dense gradients"]),
+        ([f"optimizer.name={STATES}.Closing"], ["step() needs closure", "optimizer=adamw"]),
+        ([f"optimizer.name={STATES}.Hidden"], ["keeps self.count outside", "self.state[parameter]", "checkpoint=none"]),
+        ([f"optimizer.name={STATES}.Generating"], ["generator is a torch", "Generator", "checkpoint=none"]),
+        ([f"optimizer.name={STATES}.Failing"], ["own_states.py:", "no gradient like that"]),
         ([f"data.source={OWN}.Corpus"], ["__len__ and no __getitem__"]),
         ([f"data.source={OWN}.Corpus", "+data.options.foldre=x"], ["data.options.foldre", "did you mean folder?"]),
         ([f"lr_schedule.decay={OWN}.without_progress"], ["without_progress(progress, **options)"]),
@@ -87,6 +93,12 @@ def test_what_would_fail_is_refused(overrides: list[str], parts: list[str]):
         [FAULTY, "training.mixed_precision=bf16"],
         [f"optimizer.name={OWN}.Optimizer", "+optimizer.options.rho=1"],
         ["optimizer.name=torch.optim.NAdam", "lr_schedule.decay=math.cos"],
+        *[
+            [f"optimizer.name=torch.optim.{name}"]
+            for name in ("Adagrad", "Rprop", "ASGD", "RAdam", "Adamax", "Adadelta")
+        ],
+        *[[f"optimizer.name={STATES}.{name}"] for name in ("Counting", "OnShards")],
+        [f"optimizer.name={STATES}.Hidden", "checkpoint=none"],
         ["model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}"],
         ["model.architecture=tests.models.own_experts.Mixture", "quantization=mxfp8"],
     ],

@@ -1,6 +1,7 @@
 """Stub of `ReplicaGroups` for a group that is alone: its sums are its own numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -30,9 +31,12 @@ class LoneGroup:
     def all_reduce(self, _: list[torch.Tensor]) -> float:
         return 0.0
 
-    def receive_tensors(self, _: int, tensors: list[torch.Tensor]) -> bool:
+    description: Any = None
+    """Description of the state of a group that is only counted."""
+
+    def receive_tensors(self, _: int, prepare: Callable[[Any], list[torch.Tensor]]) -> bool:
         """The states of groups that are only counted stay empty."""
-        exchange(tensors, lambda _: None, write_back=True)
+        exchange(prepare(self.description), lambda _: None, write_back=True)
         return True
 
     def commit(self, *_: object) -> bool:

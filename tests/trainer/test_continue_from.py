@@ -14,8 +14,8 @@ from tests.parity.runs import SMALL, Curve, train
 from tests.parity.test_continued import SAVING, assert_continues
 from tests.patching import patch
 from tests.trainer.test_trainer import experiment, run
-from titan_exp.checkpoint.checkpointer import _read_json_entries
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
+from titan_exp.checkpoint.load_state import read_json_entries
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -63,7 +63,7 @@ def data_begins_again() -> None:
 
 
 def moments_are_forgotten() -> None:
-    patch("titan_exp.checkpoint.checkpointer.optimizer_state_dict", lambda original: lambda parts, optimizer: {})
+    patch("titan_exp.checkpoint.load_state.optimizer_state_dict", lambda original: lambda parts, optimizer: {})
 
 
 @pytest.mark.night
@@ -88,7 +88,7 @@ def test_steps_schedule_and_batch_size_may_differ(tmp_path: Path, parent: tuple[
 
 def data_position(path: Path) -> dict[str, Any]:
     """Position of every virtual shard in a checkpoint."""
-    return _read_json_entries(path, tensor_shapes(path), "data.")
+    return read_json_entries(path, tensor_shapes(path), "data.")
 
 
 def test_data_may_begin_again_and_be_other_data(tmp_path: Path, parent: tuple[Path, Curve]):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import experiment, run
-from titan_exp.checkpoint import checkpointer
+from titan_exp.checkpoint import optimizer_state
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -87,8 +87,8 @@ class Recorder:
             assert all(parameter.isfinite().all() for part in parts for parameter in part.parameters())
             allocate_state(parts, optimizer)
 
-        allocate_state = checkpointer.init_optimizer_state
-        monkeypatch.setattr(checkpointer, "init_optimizer_state", require_loaded)
+        allocate_state = optimizer_state.init_optimizer_state
+        monkeypatch.setattr(optimizer_state, "init_optimizer_state", require_loaded)
         monkeypatch.setattr(meta_init, "init_shard_", record)
         monkeypatch.setattr(build_model, "materialize_parameters", poison)
 

@@ -241,7 +241,9 @@ def _counts_before_it_heals(_: ReplicaGroup) -> None:
     from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
     receive = ReplicaGroups.receive_state
-    ReplicaGroups.receive_state = lambda groups, tensors: receive(groups, [part.clone() for part in tensors])  # type: ignore[method-assign]
+    ReplicaGroups.receive_state = lambda groups, prepare: receive(  # type: ignore[method-assign]
+        groups, lambda progress: [part.clone() for part in prepare(progress)]
+    )
 
 
 def _writes_before_the_commit(_: ReplicaGroup) -> None:

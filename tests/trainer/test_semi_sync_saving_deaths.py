@@ -74,7 +74,7 @@ def _while_sending(die: Callable[[], None]) -> None:
     """The other group, while it sends its state to the writer."""
     from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
-    ReplicaGroups.send_tensors = lambda groups, rank, tensors: die()  # type: ignore[method-assign]
+    ReplicaGroups.send_tensors = lambda groups, rank, *_: die()  # type: ignore[method-assign]
 
 
 def run_with_death(fleet: Fleet, mutate: Mutation) -> tuple[Curve, int]:
@@ -113,7 +113,7 @@ def _half_a_state_is_kept(die: Callable[[], None]) -> None:
 
     _while_sending(die)
     receive = ReplicaGroups.receive_tensors
-    ReplicaGroups.receive_tensors = lambda groups, rank, tensors: receive(groups, rank, tensors) or True  # type: ignore[method-assign]
+    ReplicaGroups.receive_tensors = lambda groups, rank, prepare: receive(groups, rank, prepare) or True  # type: ignore[method-assign]
 
 
 def test_half_a_kept_state_is_noticed(tmp_path):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from titan_exp.checkpoint.dcp.async_save import AsyncSaver
 from titan_exp.checkpoint.dcp.checksums import find_damage_on_ranks, has_checksums, require_intact
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.dcp.storage_writer import PublishingWriter
 from titan_exp.checkpoint.init_from import load_initial_weights
+from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
 from titan_exp.checkpoint.remote.background_upload import STOP_SECONDS, BackgroundUploader, steps_to_upload
 from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import CONFIG, RemoteRun
@@ -24,18 +24,11 @@ from titan_exp.checkpoint.remote.run_download import download_newer
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.save_failures import SaveFailures
 from titan_exp.checkpoint.state_dict import (
-    DATA_PREFIX,
-    OPTIMIZER_PREFIX,
     PROGRESS_KEY,
     WEIGHTS_ONLY_KEY,
     average_state_dict,
-    decode_json,
     encode_json,
-    init_optimizer_state,
-    is_optional,
     model_state_dict,
-    optimizer_state_dict,
-    sync_tied_state,
     training_state_dict,
 )
 from titan_exp.config.errors.user_error import UserError
@@ -43,16 +36,6 @@ from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import get_logger
-
-
-@dataclass(frozen=True)
-class RestoredState:
-    """Non-tensor state of a checkpoint."""
-
-    progress: dict[str, Any]
-    data: dict[str, Any]
-    """Data-loader state of every virtual shard."""
-
 
 T = TypeVar("T")
 
@@ -401,36 +384,6 @@ class _PendingSave:
             self.durable_at = now
         if self.pause_seconds < 0:
             self.pause_seconds = now - self.begin
-
-
-def read_progress(path: Path) -> dict[str, Any]:
-    """Progress of a checkpoint: step, tokens, configuration."""
-    return _read_json_entries(path, tensor_shapes(path), PROGRESS_KEY)[PROGRESS_KEY]
-
-
-def load_state(path: Path, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> RestoredState:
-    """Load a verified checkpoint; collective if a process group exists."""
-    shapes, progress = tensor_shapes(path), read_progress(path)
-    # Weights first: an optimizer may derive its initial state from them.
-    load_into(path, model_state_dict(parts))
-    data: dict[str, Any] = {}
-    if not progress.get(WEIGHTS_ONLY_KEY):
-        # Before its first step an optimizer has no state, and none is saved.
-        if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
-            init_optimizer_state(parts, optimizer)
-            state = optimizer_state_dict(parts, optimizer).items()
-            load_into(path, {key: value for key, value in state if key in shapes or not is_optional(key)})
-        entries = _read_json_entries(path, shapes, DATA_PREFIX)
-        data = {key.removeprefix(DATA_PREFIX): state for key, state in entries.items()}
-    sync_tied_state(parts, optimizer)
-    return RestoredState(progress, data)
-
-
-def _read_json_entries(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:
-    """Decode the JSON entries of a checkpoint with a key prefix."""
-    entries = {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key.startswith(prefix)}
-    load_into(path, entries)
-    return {key: decode_json(entry) for key, entry in entries.items()}
 
 
 def _first_failure(error: BaseException) -> str:

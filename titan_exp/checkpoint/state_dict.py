@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_exp.checkpoint.optimizer_state import (
+    VALUES_PREFIX,
+    is_average,
+    optimizer_state_dict,
+    optimizer_tensors,
+    optimizer_values,
+)
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
-from titan_exp.optim.clipping.adagc import AVERAGE_NORM
-from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM
-from titan_exp.optim.weight_average import AVERAGE
+from titan_exp.optim.outer.outer_optimizer import KEPT
 
-MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
+MODEL_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "data.", "progress"
 WEIGHTS_ONLY_KEY = "weights_only"
 """Progress key that marks a checkpoint as weights-only."""
 
@@ -25,13 +30,15 @@ def training_state_dict(
 ) -> dict[str, Tensor]:
     """Build the state dict of a full checkpoint.
 
-    Keys are `model.<full name>` for parameters and persistent buffers, `optimizer.<full parameter name>.<state name>`,
-    `data.<shard>` for the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters.
+    Keys are `model.<full name>` for parameters and persistent buffers, those of `optimizer_state`, `data.<shard>` for
+    the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters. Raises
+    UnsavedStateError about state of the optimizer that cannot be carried.
     """
     return {
         **model_state_dict(parts),
         # At a synchronization the weights are the kept ones.
         **{key: value for key, value in optimizer_state_dict(parts, optimizer).items() if not key.endswith(f".{KEPT}")},
+        **{f"{VALUES_PREFIX}{key}": encode_json(value) for key, value in optimizer_values(parts, optimizer).items()},
         **{f"{DATA_PREFIX}{shard}": encode_json(state) for shard, state in data.items()},
         PROGRESS_KEY: encode_json(progress),
     }
@@ -51,60 +58,21 @@ def persistent_buffers(parts: Sequence[nn.Module]) -> list[Tensor]:
     return [buffer for name, buffer, kept in named if name in kept]
 
 
-def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer state tensors by full parameter name, not copied."""
-    return _first_by_name(_optimizer_tensors(parts, optimizer))
-
-
 def average_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Averaged weights among the optimizer's state, with the same keys, not copied."""
     return {key: value for key, value in optimizer_state_dict(parts, optimizer).items() if is_average(key)}
 
 
-def average_key(name: str) -> str:
-    """Key of a parameter's averaged weights."""
-    return f"{OPTIMIZER_PREFIX}{name}.{AVERAGE}"
-
-
-def is_average(key: str) -> bool:
-    """True for the key of averaged weights."""
-    return key.endswith(f".{AVERAGE}")
-
-
-def is_optional(key: str) -> bool:
-    """True for optimizer state that a continued run may begin without: of an average, of clipping, of an outer
-    optimizer."""
-    return is_outer(key) or key.endswith((f".{AVERAGE}", f".{AVERAGE_NORM}"))
-
-
-def is_outer(key: str) -> bool:
-    """True for the key of an outer optimizer's state, which is equal in all groups of semi-synchronous training."""
-    return key.endswith((f".{KEPT}", f".{MOMENTUM}"))
-
-
 @torch.no_grad()
 def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Copy tied weights and their optimizer state from the first (loaded) part to the others."""
-    _copy_first_to_others((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
+    _copy_first_to_others((*_model_tensors(parts), *optimizer_tensors(parts, optimizer)))
 
 
 @torch.no_grad()
 def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
     """Copy tied weights from the first part to the others."""
     _copy_first_to_others(_model_tensors(parts))
-
-
-def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Allocate optimizer state for loading, by a step with zero gradients; parameters keep their values."""
-    parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
-    values = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)
 
 
 def is_training_state(name: str) -> bool:
@@ -135,16 +103,6 @@ def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         for name, value in part.state_dict().items():
             yield f"{MODEL_PREFIX}{name}", value.detach()
-
-
-def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for part in parts:
-        own = dict(part.named_parameters())
-        # A plain model's weights have an entry for each name of a tied parameter, so their average has one as well.
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and (name in own or key == AVERAGE):
-                    yield f"{OPTIMIZER_PREFIX}{name}.{key}", value
 
 
 def _first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

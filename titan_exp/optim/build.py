@@ -1,6 +1,6 @@
 """Build the optimizer that `optimizer.name` names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from titan_exp.config.schema.component import component
 from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
-from titan_exp.optim.parameter_groups import named_parameters
+from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, remember_groups
 
 
 def build_optimizer(
@@ -29,10 +29,16 @@ def build_optimizer(
             its state like the parameters.
     """
     config = revealed(config, "optimizer") if is_dotted(config.name) else config
-    optimizer = component("optimizer", config.name).build(named_parameters(parts, scales), config)
+    return build_named(named_parameters(parts, scales), config)
+
+
+def build_named(named: Sequence[NamedParameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimizer over parameters with names; raises like `build_optimizer`."""
+    optimizer = component("optimizer", config.name).build(named, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         reason = f"it builds a {kind}, which is no torch.optim.Optimizer, whose groups, state and hooks a run uses"
         remedy = f"class {kind}(torch.optim.Optimizer), whose __init__ calls super().__init__(params, defaults)"
         raise UserError("This run cannot be started.", [Violation("optimizer.name", config.name, reason, remedy)])
+    remember_groups(optimizer)
     return optimizer

@@ -5,12 +5,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale
 from titan_exp.models.spec.fused_rows import FusedRows
+
+_BUILT = "built_param_groups"
+"""Attribute of an optimizer: values of its parameter groups when it was built."""
+_BY_THE_RUN = ("params", "lr")
+"""Keys of a group that each run sets: its parameters, and the rate of the schedule before every step."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,48 @@ def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str,
     return {"weight_decay": decay * scale.weight_decay, **options}
 
 
+def remember_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Remember the groups of an optimizer as built from the configuration: what it changes later is its state."""
+    built = [{key: _copy(value) for key, value in _values(group)} for group in optimizer.param_groups]
+    setattr(optimizer, _BUILT, built)
+
+
+def reset_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give the groups the values with which they were built, except the learning rate."""
+    remembered: list[dict[str, Any]] = getattr(optimizer, _BUILT, [])
+    for group, built in zip(optimizer.param_groups, remembered, strict=False):
+        for key, _ in _values(group):
+            if key not in built:
+                del group[key]
+        group.update((key, _copy(value)) for key, value in built.items() if not same_value(group.get(key), value))
+
+
+def changed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Values of each group that have changed since `remember_groups`, by key."""
+    remembered: list[dict[str, Any]] | None = getattr(optimizer, _BUILT, None)
+    if remembered is None:
+        return [{} for _ in optimizer.param_groups]
+    return [
+        {key: value for key, value in _values(group) if key not in built or not same_value(value, built[key])}
+        for group, built in zip(optimizer.param_groups, remembered, strict=True)
+    ]
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """True if two values of a state or a group are equal, tensors bitwise; other objects, if they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_value(part, other[key]) for key, part in one.items())
+    return type(one) in (bool, int, float, str) and one == other
+
+
 def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterScale:
     """Scale of a parameter for an optimizer whose updates of matrices have a known spectral norm.
 
@@ -132,3 +180,16 @@ def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
     if isinstance(module, nn.Embedding):
         return "embedding"
     return "expert" if parameter.dim() > 2 else "matrix"
+
+
+def _values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in group.items() if key not in _BY_THE_RUN]
+
+
+def _copy(value: Any) -> Any:
+    """Copy of what may change in place; other objects themselves."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(_copy(part) for part in value)
+    return {key: _copy(part) for key, part in value.items()} if type(value) is dict else value

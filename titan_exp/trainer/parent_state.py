@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.checkpointer import Checkpointer, RestoredState, load_state
+from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.checkpoint.load_state import RestoredState, load_state
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
 from titan_exp.config.errors.user_error import UserError

@@ -13,15 +13,10 @@ from torch import Tensor
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
+from titan_exp.checkpoint.group_states import described, healing_state
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.remote.remote_run import RemoteRun
-from titan_exp.checkpoint.state_dict import (
-    WEIGHTS_ONLY_KEY,
-    init_optimizer_state,
-    model_state_dict,
-    optimizer_state_dict,
-    sync_tied_state,
-)
+from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY, sync_tied_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -279,15 +274,16 @@ class Trainer:
         """Send the state to groups that are behind, or take over another's. Returns False if that has not arrived."""
         parts = self.model.parts
         free_gathered(parts)
-        if not self.optimizer.state:
-            init_optimizer_state(parts, self.optimizer)
-        state = {**model_state_dict(parts), **optimizer_state_dict(parts, self.optimizer)}
-        tensors = [local_tensor(state[name]) for name in sorted(state)]
+
+        def tensors(description: Any = None) -> list[Tensor]:
+            return [local_tensor(x) for x in healing_state(parts, self.optimizer, description).values()]
+
         if not behind:
-            data = {"data": self.loader.state_dict(), "rows": self.report.last_rows}
-            groups.send_state({**self._progress(), **data}, tensors)
+            state = described(parts, self.optimizer, healing_state(parts, self.optimizer))
+            also = {"data": self.loader.state_dict(), "rows": self.report.last_rows, "state": state}
+            groups.send_state({**self._progress(), **also}, tensors())
             return True
-        progress = groups.receive_state(tensors)
+        progress = groups.receive_state(lambda progress: tensors(progress["state"]))
         if progress is None:
             return False
         sync_tied_state(parts, self.optimizer)
@@ -421,8 +417,9 @@ class Trainer:
         self._log_changes(restored.progress.get("config"))
 
     def _restore_average(self, progress: Mapping[str, Any]) -> None:
-        if self.average is not None:
-            self.average.restore(progress.get(AVERAGE), self.step)
+        shorter = None if self.average is None else self.average.restore(progress.get(AVERAGE), self.step)
+        if shorter is not None:
+            get_logger().warning(shorter)
 
     def _log_changes(self, saved: Any) -> None:
         changed = differences(saved, to_dict(self.experiment))

@@ -21,7 +21,8 @@ from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, unreadabl
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
 from titan_exp.checkpoint.formats.tensor_reader import window_extent
-from titan_exp.checkpoint.state_dict import MODEL_PREFIX, average_key, is_average
+from titan_exp.checkpoint.optimizer_state import average_key, is_average
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
 CHUNK_BYTES = 2**28
 """Bytes of a chunk of a larger tensor, at least one row or expert: who reads it holds one at a time."""

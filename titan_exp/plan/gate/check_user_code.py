@@ -28,10 +28,12 @@ from titan_exp.models.spec.lookup import block_count, model_spec
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import LRSchedule
+from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
 from titan_exp.optim.torch_optimizer import optimizer_class
 from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.module_requirements import module_violations
+from titan_exp.plan.gate.check_optimizer_state import optimizer_violations
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.objective.build import build_objective
 
@@ -122,13 +124,14 @@ def _build(experiment: Experiment) -> nn.Module:
 def _optimizer(experiment: Experiment) -> Iterable[Violation]:
     if isinstance(experiment.optimizer, TorchOptimizerConfig):
         optimizer_class(experiment.optimizer)
+    model = _build(experiment)
     try:
-        build_optimizer([_build(experiment)], experiment.optimizer)
+        build_optimizer([model], experiment.optimizer)
     except Exception as error:
         # An optimizer may read the parameters' values; the gate's fake tensors have none either.
         if isinstance(error, UserError) or not _is_limitation(error, experiment):
             raise
-    return ()
+    return optimizer_violations(named_parameters([model]), experiment)
 
 
 def _parametrization(experiment: Experiment) -> Iterator[Violation]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.group_states import empty_states, own_state
+from titan_exp.checkpoint.group_states import described, empty_state, own_state
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
@@ -50,7 +50,9 @@ class OuterStep:
         """Receive the other groups' states for a checkpoint, and release them."""
         if self._saves:
             own = own_state(self._parts, self._optimizer, weights=self._config.keeps_own_weights)
-            for state in empty_states(own, range(1, self._config.groups)).values():
+            description = described(self._parts, self._optimizer, own)
+            others = [empty_state(self._parts, own, group, description)[0] for group in range(1, self._config.groups)]
+            for state in others:
                 exchange([local_tensor(value) for value in state.values()], lambda _: None, write_back=True)
 
     def _numbers(self, fragment: int) -> int:

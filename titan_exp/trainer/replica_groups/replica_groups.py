@@ -5,7 +5,7 @@ pipeline, the passes.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -157,25 +157,27 @@ class ReplicaGroups:
         for rank in self.quorum.behind:
             self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
 
-    def receive_state(self, tensors: Sequence[Tensor]) -> Any:
-        """Receive the state of a living group into the tensors; returns its progress. None if it did not arrive as a
-        whole on every rank of this group, which then has no state, and joins again to heal from another."""
+    def receive_state(self, prepare: Callable[[Any], Sequence[Tensor]]) -> Any:
+        """Receive the state of a living group into the tensors that `prepare` returns for its progress, which all ranks
+        of this group call; returns the progress. None if it did not arrive as a whole on every rank of this group,
+        which then has no state, and joins again to heal from another."""
         assert self.quorum is not None
-        source, header = self.quorum.source, torch.zeros(1, dtype=torch.int64)
+        source, progress = self.quorum.source, None
         assert source is not None
 
-        def receive() -> None:
-            nonlocal header
-            group, peer = self._client.process_group, self._client.order[source]
-            group.recv([header], peer, 0).wait()
-            header = torch.zeros(int(header), dtype=torch.uint8)
-            group.recv([header], peer, 0).wait()
-            exchange(tensors, lambda flat: group.recv([flat], peer, 0).wait(), read=False, write_back=True)
+        def receive_header() -> None:
+            nonlocal progress
+            progress = self._receive_header(source)
 
-        self._attempt(receive)
+        self._attempt(receive_header)
+        arrived = torch.tensor(int(self._error is None))
+        dist.all_reduce(arrived, op=ReduceOp.MIN, group=self._mesh.cpu_group)
+        if arrived:
+            tensors = prepare(progress)
+            self._attempt(lambda: self._receive(source, tensors))
         self._has_state = self._client.vote(self.quorum.step, self._error is None)
         if self._has_state:
-            return decode_json(header)
+            return progress
         reason = "another rank of this group" if self._error is None else _first_line(self._error)
         sender = group_number(self.quorum.members[source])
         get_logger().warning("the state of group %d did not arrive (%s); healing from another", sender, reason)
@@ -220,26 +222,14 @@ class ReplicaGroups:
         self.all_reduce([flags])
         return bool(flags > 0)
 
-    def send_tensors(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to a member, which calls `receive_tensors`. A failure is its to notice."""
-        peer = self._client.order[rank]
-        self._attempt(
-            lambda: exchange(
-                tensors, lambda flat: self._client.process_group.send([flat], peer, 0).wait(), write_back=False
-            )
-        )
+    def send_tensors(self, rank: int, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Send tensors and their description to a member, which calls `receive_tensors`. A failure is its to notice."""
+        self._attempt(lambda: self._send(rank, description, tensors))
 
-    def receive_tensors(self, rank: int, tensors: Sequence[Tensor]) -> bool:
-        """Receive tensors from a member; False if they did not arrive."""
-        peer = self._client.order[rank]
-        self._attempt(
-            lambda: exchange(
-                tensors,
-                lambda flat: self._client.process_group.recv([flat], peer, 0).wait(),
-                read=False,
-                write_back=True,
-            )
-        )
+    def receive_tensors(self, rank: int, prepare: Callable[[Any], Sequence[Tensor]]) -> bool:
+        """Receive tensors from a member into those that `prepare` returns for their description; False if they did not
+        arrive."""
+        self._attempt(lambda: self._receive(rank, prepare(self._receive_header(rank))))
         return self._error is None
 
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
@@ -304,6 +294,18 @@ class ReplicaGroups:
         group.send([torch.tensor([header.numel()])], peer, 0).wait()
         group.send([header], peer, 0).wait()
         exchange(tensors, lambda flat: group.send([flat], peer, 0).wait(), write_back=False)
+
+    def _receive_header(self, rank: int) -> Any:
+        group, peer = self._client.process_group, self._client.order[rank]
+        size = torch.zeros(1, dtype=torch.int64)
+        group.recv([size], peer, 0).wait()
+        header = torch.zeros(int(size), dtype=torch.uint8)
+        group.recv([header], peer, 0).wait()
+        return decode_json(header)
+
+    def _receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        group, peer = self._client.process_group, self._client.order[rank]
+        exchange(tensors, lambda flat: group.recv([flat], peer, 0).wait(), read=False, write_back=True)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         assert self.quorum is not None

@@ -11,13 +11,14 @@ which is when groups save, evaluate and stop.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.group_states import empty_states, own_state, own_weights
+from titan_exp.checkpoint.group_states import described, empty_state, own_state, own_weights
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
@@ -222,11 +223,17 @@ class SemiSync:
         own = own_state(parts, optimizer, weights=weights)
         self.states = {}
         if not groups.leads:
-            groups.send_tensors(0, _local(own))
+            groups.send_tensors(0, described(parts, optimizer, own), _local(own))
             return
-        states = empty_states(own, groups.numbers[1:])
+        states = {number: dict[str, Tensor]() for number in groups.numbers[1:]}
+
+        def prepare(number: int, description: Any) -> list[Tensor]:
+            tensors, values = empty_state(parts, own, number, description)
+            states[number] = {**tensors, **values}
+            return _local(tensors)
+
         arrived = [
-            groups.receive_tensors(rank, _local(states[number])) for rank, number in enumerate(groups.numbers) if rank
+            groups.receive_tensors(rank, partial(prepare, number)) for rank, number in enumerate(groups.numbers) if rank
         ]
         everywhere = torch.tensor([int(there) for there in arrived])
         if arrived:

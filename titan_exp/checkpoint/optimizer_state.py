@@ -1,0 +1,327 @@
+"""Optimizer state of a checkpoint: tensors by full parameter name, and beside them as JSON what is no tensor.
+
+Keys are `optimizer.<full parameter name>.<state name>` for tensors, those in a list or dict with its place behind, and
+`optimizer_values.<kind>.<full parameter name>` for JSON. Kinds are `state`, numbers and containers of the parameter's
+state; `group`, what the optimizer has changed in its group since it was built; `local`, names of tensors that a rank
+keeps as a plain tensor of its shard's shape; and `none` for a parameter without state.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from titan_exp.checkpoint.state_values import UnsavedStateError, decode, encode, from_inline, inline
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.clipping.adagc import AVERAGE_NORM
+from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM
+from titan_exp.optim.parameter_groups import changed_groups, reset_groups
+from titan_exp.optim.weight_average import AVERAGE
+from titan_exp.tracking.logging import get_logger
+
+OPTIMIZER_PREFIX, VALUES_PREFIX = "optimizer.", "optimizer_values."
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Global shape and dtype of a tensor in a checkpoint."""
+
+    shape: torch.Size
+    """Shape of the whole tensor."""
+    dtype: torch.dtype
+    """Dtype as saved."""
+
+
+def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer state tensors by key, not copied; for a tied tensor with copies in two parts, the first part's."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in optimizer_tensors(parts, optimizer):
+        tensors.setdefault(name, tensor)
+    return tensors
+
+
+def optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Keys and tensors of optimizer state, with those of every copy of a tied parameter."""
+    for part in parts:
+        own = dict(part.named_parameters())
+        # A plain model's weights have an entry for each name of a tied parameter, so their average has one as well.
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            for key, value in _tensors(parameter, optimizer.state.get(parameter, {})).items():
+                if name in own or key == AVERAGE:
+                    yield f"{OPTIMIZER_PREFIX}{name}.{key}", _whole(parameter, value)
+
+
+def optimizer_values(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """JSON values of optimizer state by `<kind>.<full parameter name>`.
+
+    Raises UnsavedStateError about state that cannot be carried.
+    """
+    group_of = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    if odd := [key for key in optimizer.state if key not in group_of]:
+        raise UnsavedStateError(f"optimizer.state[{odd[0]!r}]"[:200], "is the state of no parameter")
+    values = dict[str, Any]()
+    groups = [
+        {key: encode(value, f"param_groups[{index}][{key!r}]", inline) for key, value in changed.items()}
+        for index, changed in enumerate(changed_groups(optimizer))
+    ]
+    for name, parameter in _named(parts):
+        if parameter not in group_of:
+            continue
+        state = optimizer.state.get(parameter, {})
+        if odd := [key for key in state if type(key) is not str]:
+            raise UnsavedStateError(f"optimizer.state[{name}]", f"has a key of {type(odd[0]).__name__}")
+        found = {
+            "state": _trees(name, state),
+            "group": groups[group_of[parameter]],
+            "local": [key for key, value in _tensors(parameter, state).items() if _is_shard(parameter, value)],
+            "none": bool(optimizer.state) and not state,
+        }
+        values |= {f"{kind}.{name}": value for kind, value in found.items() if value}
+    return values
+
+
+def prepare_optimizer_state(
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, SavedTensor],
+    values: Mapping[str, Any],
+    *,
+    whole: bool = False,
+) -> None:
+    """Give an optimizer the saved `values`, and memory for the `saved` tensors, which are then loaded; collective.
+
+    Tensors of the optimizer's first step are placed as it places them, by a step with zero gradients; those of a later
+    one like the parameter if they have its shape, else whole on every rank. Optional tensors that this run does not
+    keep are left out unless `whole`. Raises UserError if values of a group do not fit the groups of this layout.
+    """
+    named = list(_named(parts))
+    wanted = {name: dict[str, SavedTensor]() for name, _ in named}
+    for key, tensor in saved.items():
+        if (place := _place(key, wanted)) is not None:
+            wanted[place[0]][place[1]] = tensor
+    state = optimizer.state
+    lacks = (
+        name
+        for name, parameter in named
+        if not wanted[name].keys() <= _tensors(parameter, state.get(parameter, {})).keys()
+    )
+    if _on_any_rank(lacks):
+        init_optimizer_state(parts, optimizer)
+    reset_groups(optimizer)
+    # A parameter's state may be on one rank alone.
+    elsewhere = _on_any_rank(name for name, parameter in named if state.get(parameter))
+    lacking = set[str]()
+    for name, parameter in named:
+        if state.get(parameter) or name not in elsewhere:
+            present = _tensors(parameter, state.get(parameter, {}))
+            kept = {key: x for key, x in wanted[name].items() if whole or key in present or not is_optional(f".{key}")}
+            lacking |= _prepare(parameter, state, name, kept, values)
+    if lacking:
+        get_logger().warning(
+            "the checkpoint has no %s of the optimizer's state, which are no tensors: an earlier version did not save "
+            "them. They begin anew",
+            ", ".join(sorted(lacking)),
+        )
+    names = {parameter: name for name, parameter in named}
+    for group in optimizer.param_groups:
+        _restore_group(group, {names[p]: values.get(f"group.{names[p]}", {}) for p in group["params"] if p in names})
+
+
+def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Allocate optimizer state for loading, by a step with zero gradients; parameters keep their values."""
+    parameters = [parameter for _, parameter in _named(parts)]
+    values = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+def saved_tensors(state: Mapping[str, Tensor]) -> dict[str, SavedTensor]:
+    """Shapes and dtypes of tensors by key."""
+    return {key: SavedTensor(tensor.shape, tensor.dtype) for key, tensor in state.items()}
+
+
+def empty_tensors(
+    parts: Sequence[nn.Module], like: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]
+) -> dict[str, Tensor]:
+    """Memory for another group's tensors by key, placed as this group's of the same key, or as its parameter."""
+    named = dict(_named(parts))
+    found = dict[str, Tensor]()
+    for key, tensor in saved.items():
+        place = _place(key, named)
+        if key in like and like[key].shape == tensor.shape:
+            found[key] = torch.empty_like(like[key])
+        elif place is not None:
+            found[key] = _empty(named[place[0]], tensor)
+    return found
+
+
+def average_key(name: str) -> str:
+    """Key of a parameter's averaged weights."""
+    return f"{OPTIMIZER_PREFIX}{name}.{AVERAGE}"
+
+
+def is_average(key: str) -> bool:
+    """True for the key of averaged weights."""
+    return key.endswith(f".{AVERAGE}")
+
+
+def is_optional(key: str) -> bool:
+    """True for optimizer state that a continued run may begin without: of an average, of clipping, of an outer
+    optimizer."""
+    return is_outer(key) or key.endswith((f".{AVERAGE}", f".{AVERAGE_NORM}"))
+
+
+def is_outer(key: str) -> bool:
+    """True for the key of an outer optimizer's state, which is equal in all groups of semi-synchronous training."""
+    return key.endswith((f".{KEPT}", f".{MOMENTUM}"))
+
+
+def _named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    return (
+        (name, parameter) for part in parts for name, parameter in part.named_parameters() if parameter.requires_grad
+    )
+
+
+def _place(key: str, names: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Parameter of `names` and state name that a key is of."""
+    words = key.removeprefix(OPTIMIZER_PREFIX).split(".")
+    for count in range(len(words) - 1, 0, -1):
+        if (name := ".".join(words[:count])) in names:
+            return name, ".".join(words[count:])
+    return None
+
+
+def _tensors(parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Tensors of a parameter's state by name, those in containers by their place. Raises UnsavedStateError."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found[key] = value
+        elif isinstance(value, list | tuple | dict):
+            encode(value, key, found.setdefault)
+    return found
+
+
+def _trees(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    where, trees = f"optimizer.state[{name}].", dict[str, Any]()
+    for key, value in state.items():
+        if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
+            raise UnsavedStateError(f"{where}{key}", f"is a DTensor placed {list(value.placements)}")
+        if not isinstance(value, Tensor):
+            trees[key] = encode(value, f"{where}{key}", lambda place, _: place.removeprefix(where))
+    return trees
+
+
+def _is_shard(parameter: Tensor, tensor: Tensor) -> bool:
+    """True for a plain tensor of the shape of this rank's shard of a sharded parameter."""
+    if isinstance(tensor, DTensor) or not isinstance(parameter, DTensor) or not tensor.dim():
+        return False
+    sharded = any(not isinstance(place, Replicate) for place in parameter.placements)
+    return sharded and tensor.shape == local_tensor(parameter).shape
+
+
+def _whole(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """State as one tensor over the ranks that shard it; shares memory with it."""
+    if not _is_shard(parameter, tensor):
+        return tensor
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _empty(parameter: Tensor, saved: SavedTensor) -> Tensor:
+    if saved.shape == parameter.shape:
+        return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=local_tensor(parameter.detach()).device)
+
+
+def _prepare(
+    parameter: Tensor,
+    states: Any,
+    name: str,
+    wanted: Mapping[str, SavedTensor],
+    values: Mapping[str, Any],
+) -> set[str]:
+    """Make a parameter's state ready for the `wanted` tensors, by state name. Returns names of numbers that the
+    optimizer has and an early checkpoint has not."""
+    trees, local = values.get(f"state.{name}", {}), values.get(f"local.{name}", [])
+    if not isinstance(trees, dict):
+        raise UserError(f"The checkpoint is damaged: its values of {name}'s optimizer state are no table.")
+    state = states[parameter]
+    present, taken = _tensors(parameter, state), set[str]()
+
+    def take(key: Any) -> Tensor:
+        if key not in wanted:
+            raise UserError(f"The checkpoint is damaged: it has no {key} of {name}'s optimizer state.")
+        taken.add(key)
+        if key in present and _whole(parameter, present[key]).shape == wanted[key].shape:
+            return present[key]
+        empty = _empty(parameter, wanted[key])
+        return local_tensor(empty) if key in local else empty
+
+    numbers = {key for key, value in state.items() if not _has_tensors(value)}
+    if (not wanted and f"none.{name}" in values) or trees:
+        # What the zero step has made, and the saved optimizer has not.
+        for key in [key for key in state if key not in trees and key not in wanted and not is_optional(f".{key}")]:
+            if not wanted or not isinstance(state[key], Tensor):
+                del state[key]
+    for key, tree in trees.items():
+        state[key] = decode(tree, take)
+    for key in [key for key in wanted if key not in taken]:
+        state[key] = take(key)
+    if not state:
+        del states[parameter]
+    return numbers if wanted and not trees else set()
+
+
+def _has_tensors(value: object) -> bool:
+    return isinstance(value, Tensor | list | tuple | dict)
+
+
+def _restore_group(group: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Give a group what the groups of its parameters had, by parameter. Raises UserError if that differs."""
+    texts = defaultdict[str, list[str]](list)
+    for name, values in found.items():
+        texts[json.dumps(values, sort_keys=True)].append(name)
+    if len(texts) > 1:
+        (one, *_), (other, *_) = list(texts.values())[:2]
+        keys = sorted(
+            {key for name in (one, other) for key in found[name] if found[one].get(key) != found[other].get(key)}
+        )
+        raise UserError(
+            f"The optimizer's group values {', '.join(keys)} differ between {one} and {other}, which are one parameter "
+            "group in this layout and were two in that of the checkpoint: they cannot be carried. Continue in the "
+            "layout of the checkpoint."
+        )
+    device = next((local_tensor(parameter.detach()).device for parameter in group["params"]), torch.device("cpu"))
+    for text in texts:
+        for key, tree in json.loads(text).items():
+            group[key] = decode(tree, lambda kept: from_inline(kept, device))
+
+
+def _on_any_rank(names: Iterable[str]) -> set[str]:
+    """Names that any rank has."""
+    own = list(names)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return set(own)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return {name for names in everywhere for name in names}

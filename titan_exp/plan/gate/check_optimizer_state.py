@@ -1,0 +1,150 @@
+"""Check of an own optimizer's state before a launch: saved, restored and compared, on a model of small parameters."""
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from titan_exp.checkpoint.optimizer_state import (
+    optimizer_state_dict,
+    optimizer_values,
+    prepare_optimizer_state,
+    saved_tensors,
+)
+from titan_exp.checkpoint.state_values import UnsavedStateError
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.machine.devices import device_type
+from titan_exp.optim.build import build_named
+from titan_exp.optim.gradient_point import HasGradientPoint
+from titan_exp.optim.lr_schedule import set_lr
+from titan_exp.optim.parameter_groups import NamedParameter, same_value
+
+STEPS, RESTORED_AFTER = 12, (1, 9)
+"""Steps of the trial, and those after which its state is restored into a new optimizer."""
+LARGEST_SIDE = 32
+"""Size to which the dims of parameters are cut."""
+_WITHOUT = "or train without checkpoints: checkpoint=none"
+
+
+def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
+    """Violations of an optimizer of a model's parameters, which may be on the meta device: steps that fail, and state
+    that a checkpoint or a replica group would lose."""
+    name, saves = (
+        experiment.optimizer.name,
+        experiment.checkpoint.mode != "off" or experiment.cluster.replica_groups > 1,
+    )
+    trial = _Trial(_samples(named), experiment)
+    required = [
+        parameter.name
+        for parameter in inspect.signature(trial.optimizer.step).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        reason = f"its step() needs {', '.join(required)}, and a run calls step() after the gradients of a batch"
+        yield Violation("optimizer.name", name, reason, "optimizer=adamw, or another whose step() needs no argument")
+        return
+    try:
+        others = list[_Trial]()
+        for step in range(1, STEPS + 1):
+            for one in (trial, *others):
+                one.step(step)
+            if step in RESTORED_AFTER and saves:
+                others.append(trial.restored())
+    except UnsavedStateError as error:
+        yield Violation("optimizer.name", name, str(error), f"keep none of it in the optimizer, {_WITHOUT}")
+        return
+    except Exception:
+        if device_type(experiment.cluster) == "cuda":  # an optimizer may need a GPU
+            return
+        raise
+    for other, after in zip(others, RESTORED_AFTER, strict=False):
+        if trial.weights_differ(other):
+            kept = ", ".join(f"self.{key}" for key in trial.hidden_state(other)) or "state"
+            reason = (
+                f"restored after step {after}, it takes other steps than without: it keeps {kept} outside of "
+                "optimizer.state and optimizer.param_groups, which a checkpoint does not carry"
+            )
+            remedy = f"keep it in self.state[parameter] or in self.param_groups, {_WITHOUT}"
+            yield Violation("optimizer.name", name, reason, remedy)
+            return
+
+
+class _Trial:
+    """An optimizer of small parameters with gradients that are a function of the step."""
+
+    def __init__(self, named: Sequence[NamedParameter], experiment: Experiment) -> None:
+        self._named, self._experiment = named, experiment
+        self._model = nn.Module()
+        for one in named:
+            *path, leaf = one.name.split(".")
+            module = self._model
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(leaf, one.parameter)
+        self.optimizer = build_named(named, experiment.optimizer)
+
+    def step(self, step: int) -> None:
+        """Take a step, counted from 1."""
+        torch.manual_seed(step)
+        set_lr(self.optimizer, self._experiment.optimizer.lr / step)
+        if isinstance(self.optimizer, HasGradientPoint):
+            self.optimizer.to_gradient_point()
+        for one in self._named:
+            one.parameter.grad = 0.1 * torch.randn(one.parameter.shape)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def restored(self) -> "_Trial":
+        """Another trial with this one's weights and state, as through a checkpoint."""
+        parts, tensors = [self._model], optimizer_state_dict([self._model], self.optimizer)
+        values = json.loads(json.dumps(optimizer_values(parts, self.optimizer)))
+        other = _Trial([replace(one, parameter=_copy(one.parameter)) for one in self._named], self._experiment)
+        prepare_optimizer_state([other._model], other.optimizer, saved_tensors(tensors), values)
+        found = optimizer_state_dict([other._model], other.optimizer)
+        for key, value in tensors.items():
+            found[key].copy_(value)
+        return other
+
+    def weights_differ(self, other: "_Trial") -> bool:
+        """True if a parameter is another."""
+        pairs = zip(self._named, other._named, strict=True)
+        return not all(_equal(one.parameter, two.parameter) for one, two in pairs)
+
+    def hidden_state(self, other: "_Trial") -> list[str]:
+        """Attributes that differ, of numbers, tensors and containers of them."""
+        mine, others = vars(self.optimizer), vars(other.optimizer)
+        kinds = (bool, int, float, list, tuple, dict, Tensor)
+        known = ("state", "param_groups", "defaults")
+        return [
+            key
+            for key, value in mine.items()
+            if key not in known and type(value) in kinds and not same_value(value, others.get(key))
+        ]
+
+
+def _samples(named: Sequence[NamedParameter]) -> list[NamedParameter]:
+    """Two parameters of each role and number of dims, cut and with random values."""
+    torch.manual_seed(0)
+    taken, samples = Counter[tuple[str, int]](), []
+    for one in named:
+        key = one.role, one.parameter.dim()
+        taken[key] += 1
+        if taken[key] <= 2:
+            shape = [min(size, LARGEST_SIDE) for size in one.parameter.shape]
+            samples.append(replace(one, parameter=nn.Parameter(0.1 * torch.randn(shape)), rows=None))
+    return samples
+
+
+def _copy(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone())
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

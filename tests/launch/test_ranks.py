@@ -41,6 +41,8 @@ def test_rank_environment_of_ranks(tmp_path: Path) -> None:
         assert (record.exit, record.error) == (0, None)
         assert f"hello from rank {rank}" in (run.folder.logs / f"attempt-001/rank-0000{rank}.log").read_text()
     assert ranks_of(tmp_path) == []
+    # Whoever may write to the run folder could replace a pickle before a rank reads it.
+    assert list(run.folder.path.rglob("*.pkl")) == []
 
 
 def test_threads_and_gpus_are_as_configured(tmp_path: Path) -> None:

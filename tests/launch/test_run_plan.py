@@ -1,6 +1,7 @@
 """Run folder: published atomically, complete, without credentials."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.launch.provenance.environment import read_environment
 from titan_exp.launch.run_id import run_id
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run, refresh_snapshot
+from titan_exp.tracking.run_folder.run_folder import RunState
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"
 
@@ -68,6 +70,30 @@ def test_run_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [path.name for path in folder.path.parent.iterdir()] == [made.run_id]
     assert folder.path.stat().st_mode & stat.S_ISGID
     assert not any(TOKEN in path.read_text() for path in folder.path.iterdir())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o2755), (0o002, 0o2775), (0o077, 0o2700)])
+def test_a_run_folder_is_no_wider_than_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    made = planned(tmp_path)
+    made.folder.path.parent.mkdir()
+    made.folder.path.parent.chmod(0o2775)
+    before = os.umask(umask)
+    try:
+        create_run_folder(made)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.folder.path.stat().st_mode) == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to other users")
+def test_a_foreign_folder_of_runs_is_refused_unless_the_run_is_done(tmp_path: Path) -> None:
+    made = planned(tmp_path)
+    create_run_folder(made)
+    os.chown(made.folder.path.parent, 1, 1)
+    with pytest.raises(UserError, match="belongs to daemon"):
+        create_run_folder(made)
+    made.folder.write_state(RunState("done", 1, 1.0, 1, None))
+    assert create_run_folder(made)
 
 
 def test_no_secret_reaches_the_folder(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     code = 0
     replace_unencodable()
+    os.umask(os.umask(0o077) | 0o002)  # what a run executes is no user's to write whom no group includes
     try:
         code = _dispatch(typed)
         print(end="", flush=True)  # Python's own flush at the exit prints its errors

@@ -7,8 +7,8 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.atomic_write import sync_all
+from titan_exp.tracking.run_folder.folder_owner import refuse_foreign_folders
 from titan_exp.tracking.run_folder.overrides import overrides_text
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
@@ -100,6 +101,9 @@ def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bo
         exists = target.exists() or _create(plan, provenance)
         if exists:
             _require_same(plan)
+            state = plan.folder.read_state()
+            if state is None or state.state != "done":
+                refuse_foreign_folders(target.parents[1], target)
     return exists
 
 
@@ -171,9 +175,11 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{plan.run_id}.", dir=target.parent))
+        refuse_foreign_folders(target.parents[1], target)
+        # Not mkdtemp, whose folders are closed to the group that shares the runs.
+        temporary = target.with_name(f".{plan.run_id}.{uuid.uuid4().hex[:8]}")
+        temporary.mkdir()
         try:
-            temporary.chmod(target.parent.stat().st_mode & 0o2777)  # with setgid, files of all users have one group
             for name, text in _snapshot(plan, provenance).items():
                 write_atomically(temporary / name, text, durable=False)
             RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None), durable=False)

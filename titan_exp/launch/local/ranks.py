@@ -1,4 +1,4 @@
-"""Rank processes on this machine, started through submitit's local executor and polled by the launcher.
+"""Rank processes on this machine, started through submitit's local controller and polled by the launcher.
 
 submitit's controller, their parent, waits for every rank, so peers of a failed rank would block forever. The launcher
 therefore polls each rank and kills all of them soon after the first failure.
@@ -6,19 +6,19 @@ therefore polls each rank and kills all of them soon after the first failure.
 
 import contextlib
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.local_machine import count_oom_kills
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
-from titan_exp.launch.local.submitit_rank import run_submitit_rank
 from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
@@ -29,9 +29,8 @@ from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.temporary_folder import create_temporary_folder, remove_stale_temporary_folders
 
-if TYPE_CHECKING:
-    from submitit import Job
-
+RANK = "titan_exp.launch.local.submitit_rank"
+"""Module of a rank."""
 GRACE = 3.0
 """Seconds after the first failure for ranks to record their error and exit."""
 LINGER = 30.0
@@ -56,11 +55,11 @@ class LocalRanks:
         self.logs = folder.attempt_logs(attempt)
         self._hang = HangFiles(self.logs, self.world_size)
         self.job_id = ""
-        """submitit's job id: the pid of its controller."""
+        """Pid of submitit's controller."""
         self._cluster = layout.cluster
         self._rendezvous_folder: Path | None = None
         self._folder_lock: FileLock | None = None
-        self._job: Job[None] | None = None
+        self._job: subprocess.Popen[bytes] | None = None
         self._controller: psutil.Process | None = None
         self._processes: dict[int, psutil.Process] = {}
         self._last_seen: dict[int, float] = {}
@@ -79,21 +78,24 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start all ranks. Raises OSError if the logs cannot be written."""
-        from submitit import LocalExecutor
+        from submitit.local.local import start_controller
 
         self.folder.make_attempt_logs(self.attempt)
         remove_stale_temporary_folders()
         self._rendezvous_folder, self._folder_lock = create_temporary_folder()
-        executor = LocalExecutor(self.logs)
-        executor.update_parameters(
-            tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
-        )
+        command = [sys.executable, "-u", "-m", RANK, str(self.folder.path)]
         number = None if self._group is None else self._group.number
         changes = rank_environment(self._cluster, self.world_size, self.attempt, self._rendezvous_folder, group=number)
         changes |= {} if self._group is None else self._group.to_environment()
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
-            job = executor.submit(run_submitit_rank, str(self.folder.path))
-        self._job, self.job_id = job, str(job.job_id)
+            self._job = start_controller(
+                self.logs,
+                shlex.join(command),
+                tasks_per_node=self.world_size,
+                timeout_min=TEN_YEARS,
+                stderr_to_stdout=True,
+            )
+        self.job_id = str(self._job.pid)
         with contextlib.suppress(psutil.Error):
             self._controller = psutil.Process(int(self.job_id))
         for rank in range(self.world_size):
@@ -151,7 +153,7 @@ class LocalRanks:
     def _over(self) -> bool:
         """True if the controller has exited."""
         assert self._job is not None
-        return self._job.done()
+        return self._job.poll() is not None
 
     def _wait_until_over(self) -> bool:
         deadline = time.monotonic() + GRACE

@@ -1,4 +1,8 @@
-"""Entry point and RankInfo of a rank started by submitit's local controller."""
+"""Entry point and RankInfo of a rank started by submitit's local controller.
+
+`python -m titan_exp.launch.local.submitit_rank RUN_FOLDER` runs it. The rank is given a path: nothing is unpickled,
+least of all from the run folder, where other users may write.
+"""
 
 import os
 import sys
@@ -34,3 +38,7 @@ def run_submitit_rank(path: str) -> None:
     code = run_rank(folder, submitit_rank())
     if code:
         sys.exit(code)
+
+
+if __name__ == "__main__":
+    run_submitit_rank(sys.argv[1])

@@ -6,7 +6,7 @@ Snapshots are content-addressed: all runs of a sweep share one.
 import hashlib
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from titan_exp.config.schema.import_path import find_module
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.launch.provenance.git import run_git
 from titan_exp.launch.provenance.user_modules import is_installed
+from titan_exp.tracking.run_folder.atomic_write import mkdir_below
+from titan_exp.tracking.run_folder.folder_owner import own_folder
 
 FOLDER = f".code-{os.geteuid()}"
 """Folder of this user's snapshots, beside the runs: jobs import no code that another user has placed there."""
@@ -81,21 +83,21 @@ def _tracked(folder: Path, patterns: Sequence[str], *, others: bool = True) -> l
 def _keep(runs: Path, root: Path, names: Sequence[str]) -> Path:
     """Copy files to a content-addressed folder, published by a rename."""
     contents = {name: (root / name).read_bytes() for name in sorted(names)}
-    target = runs / FOLDER / _digest(contents)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+    target = own_folder(runs / FOLDER) / _digest(contents)
+    temporary = target.with_name(f".new-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir(0o755)
     try:
         owner = temporary.stat().st_uid  # this user, as the file system names users
         if _is_owned(target, owner):
             return target
         if target.exists():
             target = target.with_name(f"{target.name}{temporary.name.removeprefix('.new')}")
-        temporary.chmod(target.parent.stat().st_mode & 0o2777)
         for name, content in contents.items():
             path = temporary / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            mkdir_below(temporary, path.parent, mode=0o755)
             path.write_bytes(content)
-            path.chmod((root / name).stat().st_mode & 0o777)
+            mode = path.stat().st_mode & 0o755
+            path.chmod(mode | (root / name).stat().st_mode & mode >> 2 & 0o111)  # to those who may read it
         try:
             os.rename(temporary, target)
         except OSError:

@@ -34,6 +34,7 @@ from titan_exp.launch.state.close_attempt import close_dead_attempts
 from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError
+from titan_exp.tracking.run_folder.folder_owner import own_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 
@@ -347,9 +348,7 @@ def _runs(plan: RunPlan) -> Path:
 
 def _submitting(runs: Path) -> FileLock:
     """Lock for this user's submissions to a folder of runs."""
-    folder = submissions_folder(runs)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock")
+    lock = FileLock(own_folder(submissions_folder(runs)) / "lock")
     try:
         lock.acquire("submission", timeout=SUBMITTER_LIMIT)
     except LockedError as error:

@@ -109,7 +109,7 @@ class Batch:
 
     def prepare(self) -> None:
         """Write a batch script per run, and the links from array index to run folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(0o755, exist_ok=True)
         for index, plan in enumerate(self.plans):
             folder, link = plan.folder, self.folder / str(index)
             folder.logs.mkdir(exist_ok=True)
@@ -159,7 +159,7 @@ class Batch:
 
 
 def submissions_folder(runs: Path) -> Path:
-    """Folder of this user's submissions, in a folder of runs that several users may share."""
+    """Folder of this user's submissions, in a folder of runs that several users may share: SLURM runs what is in it."""
     return runs / f".slurm-{os.geteuid()}"
 
 

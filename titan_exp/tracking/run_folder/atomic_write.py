@@ -37,11 +37,11 @@ def overwrite(path: Path, text: str) -> None:
         file.write(text.removesuffix("\n").encode().ljust(path.stat().st_size - 1) + b"\n")
 
 
-def mkdir_below(root: Path, path: Path) -> None:
+def mkdir_below(root: Path, path: Path, mode: int = 0o777) -> None:
     """Create the folder `path` below `root`, but never `root`, such as a deleted run folder. Raises OSError."""
     for name in path.relative_to(root).parts:
         root = root / name
-        root.mkdir(exist_ok=True)
+        root.mkdir(mode, exist_ok=True)
 
 
 def sync_all(folder: Path) -> None:

@@ -1,11 +1,14 @@
-"""On-disk cache of compiled code beside the runs, shared by attempts and by the runs of a sweep.
+"""On-disk cache of a user's compiled code beside the runs, shared by attempts and by the runs of a sweep.
 
 torch's default is the temporary folder of the machine, which is empty in a new container or on a new node.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.folder_owner import own_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -16,9 +19,11 @@ def set_compile_cache(folder: RunFolder, run_name: str) -> None:
     """Set the compile cache of this process, unless the user has set one. Call it before anything compiles.
 
     Entries are keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely.
-    torch never deletes them.
+    torch unpickles and executes them, so users do not share them, and never deletes them.
     """
-    os.environ.setdefault(VARIABLE, str(cache_of(folder, run_name) / "compile"))
+    if VARIABLE not in os.environ:
+        with contextlib.suppress(UserError, OSError):  # another user's: torch's own default then
+            os.environ[VARIABLE] = str(own_folder(cache_of(folder, run_name) / f"compile-{os.geteuid()}"))
 
 
 def cache_of(folder: RunFolder, run_name: str) -> Path:

@@ -21,6 +21,9 @@ SLURM = ["cluster=slurm", "model=llama_debug", "+experiment=smoke", "training.gl
         (["cluster.time_limit=90"], "", ""),
         (["+cluster.environment={A-B:1}"], "cluster.environment", "letters"),
         (["cluster.srun_args=['mpi pmix']"], "cluster.srun_args", "--nice"),
+        (["cluster.srun_args=['--export=NONE']"], "cluster.srun_args", """cluster.srun_args='["--export=ALL"]'"""),
+        (["cluster.srun_args=['--export=A,B=1']"], "cluster.srun_args", '"--export=ALL,A,B=1"'),
+        (["cluster.srun_args=['--export=ALL,B=1']"], "", ""),
         (["cluster.sbatch_args=['--nice=1']"], "", ""),
         (["cluster.sbatch_args=['--comment=mine']"], "cluster.sbatch_args", "set cluster.comment"),
         (["cluster.sbatch_args=['--comm=mine']"], "cluster.sbatch_args", "set cluster.comment"),
@@ -54,6 +57,26 @@ def test_what_slurm_is_asked_for(overrides: list[str], field: str, remedy: str):
     found = [violation for violation in violations(experiment(*SLURM, *overrides)) if "cluster." in violation.field]
     assert [violation.field for violation in found] == ([field] if field else [])
     assert remedy in "".join(violation.remedy for violation in found)
+
+
+@pytest.mark.parametrize("name", ["back\\slash", "new\nline", "it's\x1b[31m"])
+def test_a_folder_that_a_script_cannot_name_is_refused(name: str):
+    def paths(runs: str) -> list[str]:
+        return ["paths.runs='" + runs.replace("'", r"\'") + "'"]
+
+    (found,) = violations(experiment(*SLURM, *paths(f"/tmp/{name}")))
+    assert (found.field, "backslash or a control character" in found.reason) == ("paths.runs", True)
+    assert violations(experiment(*SLURM, found.remedy)) == []
+    assert violations(experiment("model=llama_debug", "+experiment=smoke", *paths(f"/tmp/{name}"))) == []
+
+
+def test_another_scheduler_is_not_told_of_slurm():
+    own = [*SLURM, "cluster.kind=tests.launch.own_executor.DetachedExecutor"]
+    found = violations(experiment(*own, "cluster.device=auto"))
+    assert [violation.field for violation in found] == ["cluster.device"]
+    assert "the nodes of tests.launch.own_executor.DetachedExecutor" in found[0].reason
+    assert not any("SLURM" in str(violation) for violation in found)
+    assert violations(experiment(*own, "cluster.time_limit=1h", "cluster.sbatch_args=['--output=log']")) == []
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,17 @@ KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
 
 
 def test_rank_environment_of_ranks(tmp_path: Path) -> None:
-    run = Launch(tmp_path, "succeed", "parallelism.dp_shard=2", CUDA_VISIBLE_DEVICES="GPU-1234,3")
+    # Typed in a shell of torchrun, and from within a rank of another run.
+    outer = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "TITAN_EXP_ATTEMPT": "7"}
+    outer |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TITAN_EXP_REPLICA_GROUP": '{"number": 1}'}
+    run = Launch(tmp_path, "succeed", "parallelism.dp_shard=2", CUDA_VISIBLE_DEVICES="GPU-1234,3", **outer)
     code, _, err = run.finish()
     assert (code, err) == (0, "")
     for rank in (0, 1):
         report = seen(run.folder, rank)
         env = report["env"]
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert [env[name] for name in outer if name in env and "RANK" not in name] == ["2", None, None, None]
         assert env["GLOO_SOCKET_IFNAME"].startswith("lo")
         assert int(env["OMP_NUM_THREADS"]) >= 1
         assert report["rendezvous_folder"] is True

@@ -1,11 +1,13 @@
-"""Cluster rules: SLURM options and full nodes."""
+"""Cluster rules: machines of a scheduler, full nodes, and SLURM's options."""
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import divisors, listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.cluster import SLURM, ClusterConfig
+from titan_exp.config.groups.run import PathsConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.rules.rule import Refuse, rules
 from titan_exp.rules.sbatch_options import sbatch_options_are_free
@@ -24,6 +26,22 @@ def arguments_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
             if not argument.startswith("-") or "\n" in argument:
                 reason = f"{argument!r} is not a single argument, which begins with a dash and includes its value"
                 yield Violation(f"cluster.{field}", argument, reason, f"cluster.{field}='[\"--nice=100\"]'")
+    for argument in cluster.srun_args:
+        name, _, value = argument.partition("=")
+        if name == "--export" and "ALL" not in value.split(","):
+            reason = "ranks would miss what the job's script sets: the code snapshot, the token and the threads"
+            remedy = f"cluster.srun_args='[\"--export={','.join(['ALL', *filter(_is_set, value.split(','))])}\"]'"
+            yield Violation("cluster.srun_args", argument, reason, remedy)
+
+
+def runs_can_be_named_in_a_script(paths: PathsConfig) -> Iterator[Violation]:
+    """The path of the runs has no character that a line of a batch script cannot hold."""
+    path = Path(paths.runs).expanduser().absolute()
+    cleaned = re.sub(r"[\\\x00-\x1f\x7f]", "_", str(path))
+    if cleaned != str(path):
+        remedy = "paths.runs='{}'".format(cleaned.replace("'", r"\'"))
+        reason = "SLURM cannot write logs below a path with a backslash or a control character"
+        yield Violation("paths.runs", repr(str(path)), reason, remedy)
 
 
 def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) -> Iterator[Violation]:
@@ -51,23 +69,34 @@ def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) 
         )
 
 
+def _is_set(word: str) -> bool:
+    return word not in ("", "NONE", "NIL")
+
+
 def _is_remote(cluster: ClusterConfig) -> bool:
     return cluster.is_remote
 
 
-RULES = rules(
+def _is_slurm(cluster: ClusterConfig) -> bool:
+    return cluster.kind == SLURM
+
+
+REMOTE_RULES = rules(
     Refuse(
         "cluster.device",
         lambda cluster: cluster.device == "auto",
-        "this machine does not know which devices SLURM's nodes have",
+        "this machine does not know which devices the nodes of {cluster.kind} have",
         "cluster.device=cuda or cluster.device=cpu",
     ),
     Refuse(
         "cluster.gpus_per_node",
         lambda cluster: cluster.device == "cuda" and cluster.gpus_per_node is None,
-        "the GPUs of SLURM's nodes cannot be counted from here",
+        "the GPUs of the nodes of {cluster.kind} cannot be counted from here",
         "cluster.gpus_per_node=8",
     ),
+    when=_is_remote,
+)
+SLURM_RULES = rules(
     Refuse(
         "cluster.time_limit",
         lambda cluster: cluster.time_limit is not None and not _TIME.fullmatch(cluster.time_limit),
@@ -82,6 +111,8 @@ RULES = rules(
     ),
     arguments_are_well_formed,
     sbatch_options_are_free,
-    when=_is_remote,
+    runs_can_be_named_in_a_script,
+    when=_is_slurm,
 )
+RULES = (*REMOTE_RULES, *SLURM_RULES)
 LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)

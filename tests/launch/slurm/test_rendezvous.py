@@ -1,8 +1,11 @@
 """RankInfo from srun's environment variables."""
 
+import os
+
 import pytest
 
 from titan_exp.launch.rank.rank_env import TOKEN
+from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.launch.slurm.rendezvous import srun_rank
 
 STEP = {
@@ -41,6 +44,15 @@ def test_array_task_is_named_by_array_and_task(step: pytest.MonkeyPatch):
     rank = srun_rank()
     assert rank is not None
     assert (rank.job_id, rank.token, rank.restarts) == ("12_3", "feed_3", 2)
+
+
+def test_a_submitted_job_counts_by_srun_whoever_sets_rank(step: pytest.MonkeyPatch):
+    for name, value in {TOKEN: "feed", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "nowhere"}.items():
+        step.setenv(name, value)
+    rank = SlurmExecutor("slurm").rank_info()
+    assert rank is not None
+    assert (rank.rank, rank.world_size, rank.token) == (5, 8, "feed")
+    assert {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & {*os.environ} == set()
 
 
 @pytest.mark.parametrize(("shown", "local"), [("0,1", 1), ("1", 0), ("GPU-8f2a", 0)])

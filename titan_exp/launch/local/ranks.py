@@ -87,9 +87,13 @@ class LocalRanks:
         number = None if self._group is None else self._group.number
         changes = rank_environment(self._cluster, self.world_size, self.attempt, self._rendezvous_folder, group=number)
         changes |= {} if self._group is None else self._group.to_environment()
+        logs = self.logs
+        if "%" in str(logs):  # submitit would replace %j and %t
+            logs = self._rendezvous_folder / "logs"
+            logs.symlink_to(self.logs.absolute())
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
             self._job = start_controller(
-                self.logs,
+                logs,
                 shlex.join(command),
                 tasks_per_node=self.world_size,
                 timeout_min=TEN_YEARS,

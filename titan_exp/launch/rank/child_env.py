@@ -12,7 +12,7 @@ import titan_exp
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.devices import device_type, process_threads
 from titan_exp.config.machine.local_machine import visible_gpus
-from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
+from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS, outer_launch
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 from titan_exp.tracking.run_folder.temporary_folder import redirect_temporary_files
 
@@ -26,6 +26,7 @@ def rank_environment(
     `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
     """
     return {
+        **outer_launch(),
         "OMP_NUM_THREADS": str(process_threads(cluster, world_size)),
         # Spinning threads starve other processes: beside one busy process on two cores, CPU training was four times
         # slower; alone there was no difference.
@@ -43,7 +44,6 @@ def rank_environment(
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
         # Dump the stack on a crash in native code.
         "PYTHONFAULTHANDLER": "1",
-        "SUBMITIT_LOG_LEVEL": "WARNING",
     }
 
 

@@ -1,6 +1,7 @@
 """Rank environment: rank, world size and launcher of this process."""
 
 import os
+import re
 import socket
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,22 @@ IMPORT_PATH = "TITAN_EXP_IMPORT_PATH"
 """Environment variable: the launcher's sys.path; ranks search it after their own."""
 TOKEN = "TITAN_EXP_TOKEN"
 """Environment variable: identifies the submission. Ranks started by hand have none."""
+TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)")
+"""Environment variables by which torchrun tells a rank who it is; images of containers set some of them, too."""
+OURS = re.compile(r"TITAN_EXP_(ATTEMPT|GROUP|IMPORT_PATH|LAUNCHER|RENDEZVOUS|REPLICA_GROUP|SPARE|TOKEN|VISIBLE_GPUS)")
+"""Environment variables by which a launch tells its ranks who they are."""
+
+
+def outer_launch() -> dict[str, None]:
+    """Environment changes that unset what another launch (torchrun, or a run from which this command was typed) tells
+    its own ranks."""
+    return {name: None for name in os.environ if TORCHRUN.fullmatch(name) or OURS.fullmatch(name)}
+
+
+def forget_torchrun() -> None:
+    """Unset torchrun's variables in a rank that another launcher started."""
+    for name in filter(TORCHRUN.fullmatch, list(os.environ)):
+        del os.environ[name]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submis
 from titan_exp.launch.provenance.changes import report_changes
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
-from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.launch.rank.rank_env import RankInfo, forget_torchrun
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.epilogue import CANCELLED
 from titan_exp.launch.slurm.groups.life import group_of_job
@@ -133,7 +133,10 @@ class SlurmExecutor(Executor):
 
     def rank_info(self) -> RankInfo | None:
         """Rank from srun's environment."""
-        return srun_rank()
+        rank = srun_rank()
+        if rank is not None:
+            forget_torchrun()
+        return rank
 
     def join_group(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
         """Join as a rank of the job's replica group."""

@@ -16,9 +16,13 @@ RENDEZVOUS_TIMEOUT = 60.0
 
 
 def srun_rank() -> RankInfo | None:
-    """Rank from srun's environment; None without srun, or under torchrun."""
+    """Rank from srun's environment; None without srun, or under torchrun by hand.
+
+    In a submitted job srun counts, whoever else has set RANK: a hook of the container runtime, or the shell of the
+    submission.
+    """
     env = os.environ
-    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or "RANK" in env:
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or (TOKEN not in env and "RANK" in env):
         return None
     from submitit.slurm.slurm import SlurmJobEnvironment
 

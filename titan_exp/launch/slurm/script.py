@@ -72,6 +72,7 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     """sbatch options with their values; True for a flag."""
     cluster, resources = script.resources.cluster, script.resources
     log = "%A_%a" if script.tasks else "%j"
+    folder = script.submission.replace("%", "%%")  # SLURM expands a single one
     yield "job-name", script.name
     yield "comment", " ".join(filter(None, [cluster.comment, f"{MARK}{script.token}"]))
     if script.array is not None:
@@ -92,7 +93,7 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     yield "signal", f"B:USR2@{cluster.signal_lead}"
     yield ("requeue" if cluster.requeue in ("auto", "requeue") else "no-requeue"), True
     yield "open-mode", "append"
-    yield "output", f"{script.submission}/slurm-{log}.out"
+    yield "output", f"{folder}/slurm-{log}.out"
 
 
 def _head(script: Script) -> str:
@@ -138,6 +139,10 @@ def _run(script: Script) -> str:
 def _environment(script: Script) -> str:
     cluster, snapshot = script.resources.cluster, script.snapshot
     lines = [
+        "# Numbers of ranks that the submitting shell, or an image, holds: those of srun count.",
+        "unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME MASTER_{ADDR,PORT} ${!TORCHELASTIC_@}",
+        "# srun hands on what follows, also where the job itself got no environment (--export=NONE).",
+        "export SLURM_EXPORT_ENV=ALL",
         "# The code as it was at submission: edits since then have no effect.",
         f"export PYTHONPATH={shlex.quote(snapshot.package)}",
         f"export TITAN_EXP_IMPORT_PATH={shlex.quote(':'.join(script.import_path))}",
@@ -196,7 +201,7 @@ def _ranks(script: Script) -> str:
         arguments.append(f"--cpus-per-task={cluster.cpus_per_gpu}")
     arguments += cluster.srun_args
     epilogue = "epilogue" if script.groups is None else "groups.epilogue"
-    log = '"$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
+    log = '"${RUN//%/%%}/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
     lines = [
         "# One process per rank. srun kills the peers of a failed rank.",
         f"{shlex.join(arguments)} \\",

@@ -1,12 +1,11 @@
-"""sbatch submission of a job or job array through submitit.
+"""sbatch submission of a job or job array: a script with a path, and nothing pickled.
 
 Before sbatch is called, the intent is recorded in each run's attempts.jsonl, with a token that is also in the job's
 comment. After a crash in between, the token shows if a job exists.
 """
 
-import contextlib
-import io
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -14,22 +13,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor
-
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
+from titan_exp.launch.rank.rank_env import outer_launch
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.slurm.script import Resources, Script, render
+from titan_exp.launch.slurm.script import Resources, Script, render, sbatch_options
 from titan_exp.launch.state.thread_map import thread_map
-from titan_exp.rules.sbatch_options import RESERVED
+from titan_exp.rules.sbatch_options import RESERVED, long_name
 from titan_exp.tracking.run_folder.file_lock import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
 ARRAY_LIMIT = 1000
 """Runs per array; SLURM's MaxArraySize is 1001 by default."""
-OWN_VARIABLES = ("comment", "job-name", "signal", "requeue", "no-requeue", "array-inx")
-"""Options with a value of ours, which a variable SBATCH_* would override."""
+VARIABLES = {
+    "time": ("TIMELIMIT",),
+    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "array": ("ARRAY_INX",),
+    "gpus-per-node": ("GPUS_PER_NODE", "GPUS", "GPUS_PER_TASK", "GRES"),
+    "cpus-per-task": ("CPUS_PER_TASK", "CPUS_PER_GPU"),
+    "requeue": ("REQUEUE", "NO_REQUEUE"),
+    "no-requeue": ("REQUEUE", "NO_REQUEUE"),
+}
+"""Variables SBATCH_* that override an option of a script, or exclude it, where it is not that of its name."""
+GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Variables that hide GPUs of the submitting machine, or of the job in which it is."""
 SBATCH_LIMIT = 120
 """Timeout of sbatch in seconds; it blocks while the controller is down."""
 TIMED_OUT = 124
@@ -139,22 +146,21 @@ class Batch:
     def submit(self) -> list[str]:
         """Call sbatch; returns the job id of each run. Raises RejectedError if sbatch fails, UncertainError if it times
         out or prints no job id."""
-        stderr = io.StringIO()
-        executor = _Executor(self.folder, render(self._script))
-        try:
-            with contextlib.redirect_stderr(stderr), environment(_without_job_variables()):
-                job = executor.submit_script()
-        except FailedJobError as error:
-            ended = error.__cause__
-            if not isinstance(ended, subprocess.CalledProcessError):
-                raise UncertainError("sbatch's output cannot be read") from None
-            if ended.returncode == TIMED_OUT:
-                raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
-            message = " ".join(str(error).replace("sbatch: error: ", "").split())
-            raise RejectedError(message or f"sbatch ended with exit code {ended.returncode}") from None
-        except FailedSubmissionError as error:
-            printed = str(error).partition('"')[2].rpartition('"')[0]
-            raise UncertainError(f"sbatch printed no job id: {printed[:200]!r}") from None
+        script, lock = self.folder / "job.sh", str(self.folder / "sbatch.lock")
+        write_atomically(script, render(self._script), durable=False)
+        # flock holds the lock while sbatch runs, even if this process is killed.
+        command = ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(script)]
+        with environment(_without_outer_jobs(self._script)):
+            answer = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if answer.returncode == TIMED_OUT:
+            raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s")
+        if answer.returncode:
+            message = " ".join(answer.stderr.replace("sbatch: error: ", "").split())
+            raise RejectedError(message or f"sbatch ended with exit code {answer.returncode}")
+        found = re.search(r"job (\d+)", answer.stdout)
+        if found is None:
+            raise UncertainError(f"sbatch printed no job id: {answer.stdout.strip()[:200]!r}")
+        job = found[1]
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
 
 
@@ -166,26 +172,6 @@ def submissions_folder(runs: Path) -> Path:
 def is_being_submitted(runs: Path, token: str) -> bool:
     """True if the submission's sbatch is still running."""
     return any(is_held(folder / token.partition("_")[0] / "sbatch.lock") for folder in runs.glob(".slurm-*"))
-
-
-class _Executor(SlurmExecutor):
-    """submitit's SlurmExecutor with our batch script: submits a path and pickles nothing."""
-
-    def __init__(self, folder: Path, text: str) -> None:
-        super().__init__(folder)
-        self._text = text
-
-    def submit_script(self) -> str:
-        """Call sbatch; returns the job id."""
-        return str(self._submit_command("").job_id)
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._text
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # flock holds the lock while sbatch runs, even if this process is killed.
-        lock = str(self.folder / "sbatch.lock")
-        return ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(submission_file_path)]
 
 
 def _job_name(plan: RunPlan) -> str:
@@ -200,8 +186,20 @@ def _import_path(snapshot: CodeSnapshot) -> list[str]:
     return [snapshot.own if place == here and snapshot.own is not None else place for place in added]
 
 
-def _without_job_variables() -> dict[str, str | None]:
-    """Environment changes that unset variables of a job, and those that set reserved options of sbatch."""
+def _without_outer_jobs(script: Script) -> dict[str, str | None]:
+    """Environment changes that unset variables of a job or a launch around this process, and those SBATCH_* that would
+    override an option of the script. Others are defaults of the site or the user, and count."""
     keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
-    ours = {f"SBATCH_{option.upper().replace('-', '_')}" for option in (*RESERVED, *OWN_VARIABLES)}
-    return {name: None for name in os.environ if (name.startswith("SLURM_") and name not in keep) or name in ours}
+    options = [option for option, value in sbatch_options(script) if value is not None]
+    options += [*RESERVED, "array", *map(long_name, script.resources.cluster.sbatch_args)]
+    # A script without an array must not become one.
+    ours = {
+        f"SBATCH_{variable}"
+        for option in options
+        for variable in VARIABLES.get(option, (option.upper().replace("-", "_"),))
+    }
+    return {
+        **outer_launch(),
+        **{name: None for name in os.environ if name in ours or name in GPUS},
+        **{name: None for name in os.environ if name.startswith("SLURM_") and name not in keep},
+    }

@@ -35,6 +35,10 @@ log=/runs/.slurm/feedbeefcafe"/slurm-$JOB.out"
 [ -d "$RUN/logs" ] || mkdir "$RUN/logs"
 [ -e "$RUN/logs/slurm-$JOB.out" ] || ln "$log" "$RUN/logs" 2> /dev/null || ln -s "$log" "$RUN/logs"
 
+# Numbers of ranks that the submitting shell, or an image, holds: those of srun count.
+unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME MASTER_{ADDR,PORT} ${!TORCHELASTIC_@}
+# srun hands on what follows, also where the job itself got no environment (--export=NONE).
+export SLURM_EXPORT_ENV=ALL
 # The code as it was at submission: edits since then have no effect.
 export PYTHONPATH=/runs/.code/0011223344556677
 export TITAN_EXP_IMPORT_PATH=/home/me/project
@@ -55,7 +59,7 @@ trap stop USR2
 
 # One process per rank. srun kills the peers of a failed rank.
 srun --kill-on-bad-exit=1 --cpus-per-task=12 \
-    --output="$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
+    --output="${RUN//%/%%}/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
     /venv/bin/python -m titan_exp.launch.rank.main "$RUN" &
 step=$!
 # A signal ends `wait` early: repeat it until srun has ended.

@@ -21,6 +21,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TITAN_EXP_LOCAL"] = "none"
 # Runs are signed with a key of the tests.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-tests-{os.getuid()}")
+# Nor are stores of the tests' texts kept among the user's own.
+os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["XDG_STATE_HOME"], "cache")
 # Else torch starts CUDA where it is asked for GPUs, and ranks are forked.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Shapes and types as annotated are checked at every call in this process; in production they cost nothing. A check

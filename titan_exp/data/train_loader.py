@@ -19,8 +19,9 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
-from titan_exp.data.sources.base import CONTENT, REVISION
+from titan_exp.data.sources.base import CONTENT, REVISION, SHARDS, STREAMING
 from titan_exp.data.sources.build import builtin_source
+from titan_exp.data.text_sampler import build_text_sampler
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
 
@@ -53,9 +54,11 @@ class TrainLoader(Iterator[Any]):
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
         self._pin_memory, self._mtp_depth, self._prepare = pin_memory, mtp_depth, prepare
-        # Token stores have their own sampler; text is packed from virtual shards.
-        build_sampler = getattr(builtin_source(data), "build_sampler", VirtualShardSampler)
-        self._sampler: Sampler = build_sampler(data, training.seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree)
+        build_sampler = getattr(builtin_source(data), "build_sampler", build_text_sampler)
+        self._build = partial(
+            partial, data=data, seq_len=training.seq_len, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree
+        )
+        self._sampler: Sampler = self._build(build_sampler)()
         self._consumed: SamplerState = dict(self._sampler.initial_state)
         self._prefetcher: Prefetcher[tuple[MicroBatch, SamplerState]] | None = None
         self._closed = False
@@ -93,11 +96,13 @@ class TrainLoader(Iterator[Any]):
         `state` is the union of their `state_dict()`s at the end of a global batch. Raises UserError if it belongs to
         another corpus, or ranks are missing.
         """
+        self._keep_order(state)
         _check_same_corpus(state.get("corpus"), self._sampler.corpus)
         self._seek(self._sampler.restrict(_positions(state)))
 
     def seek(self, state: Mapping[str, Any]) -> None:
         """Resume after the batches consumed by this rank, or by the same rank of another replica group."""
+        self._keep_order(state)
         self._seek(_positions(state))
 
     def skip(self, rows: int) -> None:
@@ -127,6 +132,25 @@ class TrainLoader(Iterator[Any]):
         self._sampler.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
+
+    def _keep_order(self, state: Mapping[str, Any]) -> None:
+        """Read in virtual shards if the state was saved so, as of every text before texts had token stores."""
+        saved, present = state.get("corpus"), self._sampler.corpus
+        if not isinstance(saved, dict):
+            return
+        if STREAMING in present and SHARDS in saved:
+            warnings.warn(
+                "The checkpoint was written when all texts were tokenized while training: the run goes on in that "
+                "order, in which an epoch is no exact pass over the data; checkpoint.continue_data=restart in a new "
+                "run begins in the present order",
+                stacklevel=3,
+            )
+            self._sampler = self._build(VirtualShardSampler)()
+        elif STREAMING in saved and SHARDS in present:
+            reason = "the checkpoint was made with documents that were tokenized before training, in another order"
+            remedy = "data.streaming=false; or checkpoint.continue_data=restart in a new run"
+            violation = Violation(STREAMING, self._data.streaming, reason, remedy)
+            raise UserError("The run cannot continue in another order.", [violation])
 
     def _seek(self, state: SamplerState) -> None:
         if self._prefetcher is not None:

@@ -19,6 +19,8 @@ from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
 from titan_exp.data.sources.build import build_source, build_validation_source, builtin_source
 from titan_exp.data.token_sequence import TokenSequence, concatenate
+from titan_exp.data.token_store.reader import TokenSplit, open_split
+from titan_exp.data.token_store.text_store import stored_text
 from titan_exp.data.tokenizers.base import Tokenizer, encode_document
 from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.validation_split import unit_hash, validation_subset
@@ -118,8 +120,13 @@ class SplitBatches:
 
 
 def _text_split(data: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
-    """Opener of a text source's validation documents, under an empty name."""
-    return {"": partial(_tokenize, _ValidationTexts(data, all_documents), build_tokenizer(data))}
+    """Opener of a text source's validation documents, under an empty name: from the text's token store, if training has
+    made one."""
+    texts, tokenizer = _ValidationTexts(data, all_documents), build_tokenizer(data)
+    stored = stored_text(data, texts.whole, tokenizer) if texts.are_held_out else None
+    if stored is None or (store := stored.find()) is None:
+        return {"": partial(_tokenize, texts, tokenizer)}
+    return {"": partial(open_split, TokenSplit(store, "validation"), data.validation_documents)}
 
 
 def _tokenize(texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:
@@ -133,7 +140,10 @@ class _ValidationTexts:
         self._limit = data.validation_documents
         self._fraction = 1.0
         own = None if all_documents else build_validation_source(data)
-        self._source = build_source(data) if own is None else own
+        self.whole = self._source = build_source(data) if own is None else own
+        """Source of the documents, those to train on included."""
+        self.are_held_out = not all_documents and own is None
+        """True if these are a part of the source's documents."""
         if all_documents:
             _require_limit(self._source, data)
         elif own is None:

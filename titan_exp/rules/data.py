@@ -42,10 +42,12 @@ def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
     if data.source != "text" and data.document != "file":
         yield _ignored("document", data.document, data.source, "text")
     if data.source != "huggingface":
-        for key in ("dataset", "subset", "data_files", "validation_split", "streaming"):
+        for key in ("dataset", "subset", "data_files", "validation_split"):
             value = getattr(data, key)
             if value:
                 yield _ignored(key, value, data.source, "huggingface")
+    if data.source in (*STORES, *LATENTS) and data.streaming:
+        yield _ignored("streaming", True, data.source, "huggingface")
 
 
 def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:

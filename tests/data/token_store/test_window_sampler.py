@@ -83,14 +83,14 @@ def test_an_epoch_is_a_permutation_of_all_windows(stores: list[Manifest]):
     split.read(0, everything)
     orders, beginnings = [], set()
     for epoch in range(4):
-        rows = np.empty((len(windows), 25), dtype=np.int64)
+        rows = np.empty((windows.rows, 25), dtype=np.int64)
         for number, row in enumerate(rows):
-            windows.read(epoch * len(windows) + number, row)
+            windows.read(epoch * windows.rows + number, row)
         (begin,) = [
             begin
-            for begin in range(len(everything) - 24 * len(windows))
+            for begin in range(len(everything) - 24 * windows.rows)
             if sorted(map(tuple, rows.tolist()))
-            == sorted(tuple(everything[at : at + 25].tolist()) for at in _places(begin, len(windows)))
+            == sorted(tuple(everything[at : at + 25].tolist()) for at in _places(begin, windows.rows))
         ]
         beginnings.add(begin)
         orders.append(rows.tolist())

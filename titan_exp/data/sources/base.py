@@ -70,6 +70,9 @@ Source = RandomAccessSource | StreamingSource
 CONTENT, REVISION = "data.content", "data.revision"
 """Keys of a corpus identity: content of local files; fingerprint of a data set of the hub, which also changes with
 files that are not read."""
+STREAMING, SHARDS = "data.streaming", "data.virtual_shards"
+"""Keys of a corpus identity in one order alone: windows of a text's token store; virtual shards, tokenized while
+training."""
 
 
 def content_identity(source: Source) -> dict[str, str]:

@@ -49,6 +49,11 @@ def has_validation_split(config: DataConfig) -> bool:
     return config.validation_split is not None and hasattr(builtin_source(config), "build_validation")
 
 
+def held_out_fraction(config: DataConfig) -> float:
+    """Fraction of the training documents that is held out: 0 beside a separate validation split."""
+    return 0.0 if has_validation_split(config) else config.validation_fraction
+
+
 def build_validation_source(config: DataConfig) -> Source | None:
     """Open the source's validation split; None if validation documents are held out of the training documents."""
     module = builtin_source(config)

@@ -47,9 +47,19 @@ class CorpusContent:
         self._stamp.update(repr(identity).encode(errors="surrogateescape"))
 
     @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self._ends[-1]
+
+    @property
+    def stamp(self) -> str:
+        """Digest of places, sizes, times and inodes of the files, which any change of a file changes too."""
+        return self._stamp.hexdigest()
+
+    @property
     def is_sampled(self) -> bool:
         """True if the corpus is too large to be read completely."""
-        return self._ends[-1] > WHOLE_BYTES or len(self._paths) > WHOLE_FILES
+        return self.size > WHOLE_BYTES or len(self._paths) > WHOLE_FILES
 
     def fingerprint(self) -> str:
         """Numbers of files and bytes, and the checksum."""
@@ -69,7 +79,7 @@ class CorpusContent:
         return text
 
     def _cache_file(self) -> Path:
-        return user_folder("XDG_CACHE_HOME", ".cache") / "corpora" / self._stamp.hexdigest()
+        return user_folder("XDG_CACHE_HOME", ".cache") / "corpora" / self.stamp
 
     def _checksum(self) -> str:
         digest = blake2b(digest_size=16)

@@ -7,10 +7,10 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest, store_names
 from titan_exp.data.token_sequence import TokenSequence
-from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.token_store.window_sampler import WindowSampler
+from titan_exp.data.token_store.reader import TokenSplit, open_split
+from titan_exp.data.token_store.window_sampler import build_store_sampler
 
-build_sampler = WindowSampler
+build_sampler = build_store_sampler
 
 
 def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
@@ -28,10 +28,6 @@ def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Call
         for split in splits if all_documents else ["validation"]:
             tokens = TokenSplit(manifest, split)
             found[f"{name} {split}".strip() if all_documents else name] = functools.partial(
-                _open_split, tokens, config.validation_documents
+                open_split, tokens, config.validation_documents
             )
     return found
-
-
-def _open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
-    return TokenSequence(split.tokens_in(documents), split.read)

@@ -40,30 +40,41 @@ def build_store(
         _check_folder(folder, out)
         corpus = Corpus(data, parts, shuffle)
         job = TokenizeJob(folder, data, parts, shard_tokens, corpus.fingerprint, shuffle)
-        description = describe_store(job, corpus, build_tokenizer(data))
         if (folder / MANIFEST).exists():
-            _check_same(folder / MANIFEST, description, out)
+            _check_same(folder / MANIFEST, describe_store(job, corpus, build_tokenizer(data)), out)
             return read_manifest(folder), False
         job.journal.mkdir(parents=True, exist_ok=True)
         with store_lock(job.journal / "lock", out, "tokenize"):
-            if (job.journal / _JOB).exists():
-                _check_same(job.journal / _JOB, description, out)
-            else:
-                write_json(job.journal / _JOB, description)
-            remove_temporary_files(job)
-            _copy_tokenizer(data, folder)
-            # Tokenize with the copy, so that tokens and copy agree.
-            own = data if data.tokenizer == "bytes" else replace(data, tokenizer=str(folder))
-            _tokenize(replace(job, data=own), corpus, out, workers or len(os.sched_getaffinity(0)))
-            write_manifest(job, corpus, description)
+            write_store(job, corpus, out, workers or len(os.sched_getaffinity(0)), announce=True)
     return read_manifest(folder), True
+
+
+def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, announce: bool = False) -> None:
+    """Write what is missing of a store, and its manifest; print first how much that is if `announce`.
+
+    The caller holds a lock on the store. Raises UserError if its folder was begun with other settings.
+    """
+    data, folder = job.data, job.folder
+    description = describe_store(job, corpus, build_tokenizer(data))
+    job.journal.mkdir(parents=True, exist_ok=True)
+    if (job.journal / _JOB).exists():
+        _check_same(job.journal / _JOB, description, out)
+    else:
+        write_json(job.journal / _JOB, description)
+    remove_temporary_files(job)
+    _copy_tokenizer(data, folder)
+    # Tokenize with the copy, so that tokens and copy agree.
+    own = data if data.tokenizer == "bytes" else replace(data, tokenizer=str(folder))
+    _tokenize(replace(job, data=own), corpus, out if announce else "", workers)
+    write_manifest(job, corpus, description)
 
 
 def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
     pending = [part for part in corpus.parts if not job.is_finished(part)]
     done = len(corpus.parts) - len(pending)
     state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
-    print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
+    if out:
+        print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
     try:
         with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
             tokenize_parts(job, pending, workers, progress.add)

@@ -8,6 +8,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES, Manifest, Shard, wrong_size
+from titan_exp.data.token_sequence import TokenSequence
 
 _MAX_MAPPED_SHARDS = 256
 
@@ -50,6 +51,11 @@ class TokenSplit:
                 return self._offsets[number] + int(begins[documents])
             documents -= shard.documents
         return len(self)
+
+
+def open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
+    """Sequence of the first `documents` documents of a split (None: all)."""
+    return TokenSequence(split.tokens_in(documents), split.read)
 
 
 def _map(manifest: Manifest, shard: Shard) -> tuple[np.ndarray, np.ndarray]:

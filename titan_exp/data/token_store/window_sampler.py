@@ -5,9 +5,9 @@ the order of a keyed permutation. The remainder of less than seq_len tokens has 
 sampler's state is a number of rows: any dp degree resumes from it without reading.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,47 +20,50 @@ from titan_exp.data.token_store.mixture import Mixture
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.validation_split import unit_hash
 
-_STATE = "store"
+STATE = "store"
+"""Name of the position in a sampler's state."""
 
 
 class WindowSampler:
-    """`Sampler` over the stores of `data.paths`. Raises UserError if one cannot be used."""
+    """`Sampler` over the windows of one or several token stores, mixed by weight. `corpus` is the identity of the data;
+    windows of several stores have names."""
 
-    def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
+    def __init__(
+        self,
+        windows: Mapping[str, "Windows"],
+        weights: Sequence[float],
+        corpus: dict[str, Any],
+        *,
+        dp_rank: int,
+        dp_degree: int,
+    ) -> None:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        manifests = [read_manifest(path) for path in data.paths]
-        self._names = store_names(data.paths)
-        self._windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
-        self._mixture = Mixture(data.weights or [len(windows) for windows in self._windows])
-        self.corpus: dict[str, Any] = {
-            "data.paths": [manifest.fingerprint for manifest in manifests],
-            "data.weights": list(data.weights),
-            "experiment.seed": seed,
-            "training.seq_len": seq_len,
-        }
-        self.initial_state: SamplerState = {_STATE: {"rows": 0}}
+        self._names, self._windows = list(windows), list(windows.values())
+        self._mixture = Mixture(weights)
+        self.corpus = corpus
+        self.initial_state: SamplerState = {STATE: {"rows": 0}}
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """Return the single position, shared by all ranks."""
-        if _STATE not in states:
+        if STATE not in states:
             raise UserError("The checkpoint's data state has no position in a token store.")
-        return {_STATE: {"rows": states[_STATE]["rows"]}}
+        return {STATE: {"rows": states[STATE]["rows"]}}
 
     def open(self, state: SamplerState) -> NextRow:
         """Open a reader of this rank's rows; the position counts the rows of all ranks, which advance together."""
-        rows = state[_STATE]["rows"]
+        rows = state[STATE]["rows"]
 
         def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
             nonlocal rows
             source, number = self._mixture[rows + self._dp_rank]
             rows += self._dp_degree
-            return self._windows[source].read(number, window), {_STATE: {"rows": rows}}
+            return self._windows[source].read(number, window), {STATE: {"rows": rows}}
 
         return next_row
 
     def state_at(self, rows: int) -> SamplerState:
         """Position after `rows` rows."""
-        return {_STATE: {"rows": rows}}
+        return {STATE: {"rows": rows}}
 
     def source_name(self, row: int) -> str:
         """Store of a row; empty for a single store."""
@@ -68,15 +71,43 @@ class WindowSampler:
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
         """Epochs over the windows of each store, and over all windows under the empty name."""
-        rows = state[_STATE]["rows"]
-        epochs = {"": rows / sum(map(len, self._windows))}
+        rows = state[STATE]["rows"]
+        epochs = {"": rows / sum(windows.rows for windows in self._windows)}
         if len(self._names) > 1:
             counts = zip(self._names, self._mixture.counts(rows), self._windows, strict=True)
-            epochs |= {name: count / len(windows) for name, count, windows in counts}
+            epochs |= {name: count / windows.rows for name, count, windows in counts}
         return epochs
 
     def close(self) -> None:
         """Do nothing: windows are read on demand."""
+
+
+def build_store_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> WindowSampler:
+    """Open the stores of `data.paths`. Raises UserError if one cannot be used."""
+    manifests = [read_manifest(path) for path in data.paths]
+    windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
+    corpus: dict[str, Any] = {
+        "data.paths": [manifest.fingerprint for manifest in manifests],
+        "data.weights": list(data.weights),
+        "experiment.seed": seed,
+        "training.seq_len": seq_len,
+    }
+    weights = data.weights or [windows_.rows for windows_ in windows]
+    named = dict(zip(store_names(data.paths), windows, strict=True))
+    return WindowSampler(named, weights, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+
+
+class Windows(Protocol):
+    """Windows of one store, numbered over all epochs."""
+
+    @property
+    def rows(self) -> float:
+        """Windows per epoch."""
+        ...
+
+    def read(self, number: int, window: np.ndarray, /) -> list[int]:
+        """Fill `window` [seq_len + 1] with window `number`; returns its document starts (each in 1..seq_len)."""
+        ...
 
 
 class ShuffledWindows:
@@ -88,22 +119,37 @@ class ShuffledWindows:
     def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
         self._tokens = TokenSplit(manifest, "train")
         self._seq_len = seq_len
-        self._count, self._rest = divmod(len(self._tokens) - 1, seq_len)
-        if self._count < 1:
+        self.rows, self._rest = divmod(len(self._tokens) - 1, seq_len)
+        if self.rows < 1:
             reason = f"{manifest.path} has {len(self._tokens)} training tokens, and a row takes {seq_len + 1}"
             violation = Violation("training.seq_len", seq_len, reason, "a shorter one, or a larger store")
             raise UserError("The token store is too small.", [violation])
-        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self._count, "windows", seed, number, epoch))
+        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.rows, "windows", seed, number, epoch))
         self._shift = lru_cache(maxsize=4)(
             lambda epoch: int(unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
         )
 
-    def __len__(self) -> int:
-        """Windows per epoch."""
-        return self._count
-
     def read(self, number: int, window: np.ndarray) -> list[int]:
         """Fill `window` [seq_len + 1] with the window of index `number` over all epochs; returns its document starts
         (each in 1..seq_len)."""
-        epoch, rank = divmod(number, self._count)
+        epoch, rank = divmod(number, self.rows)
         return self._tokens.read(self._shift(epoch) + self._order(epoch)[rank] * self._seq_len, window)
+
+
+class RepeatedTokens:
+    """Windows of a split that is shorter than one, read over and over in its own order."""
+
+    def __init__(self, tokens: TokenSplit, seq_len: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+        self.rows = len(tokens) / seq_len
+
+    def read(self, number: int, window: np.ndarray) -> list[int]:
+        """Fill `window` with the tokens from `number * seq_len` on; returns its document starts."""
+        starts, filled = list[int](), 0
+        while filled < len(window):
+            begin = (number * self._seq_len + filled) % len(self._tokens)
+            part = window[filled : filled + len(self._tokens) - begin]
+            starts += [filled] * (begin == 0 and filled > 0)
+            starts += [filled + start for start in self._tokens.read(begin, part)]
+            filled += len(part)
+        return starts

@@ -17,8 +17,8 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.sampler import NextRow, SamplerState
-from titan_exp.data.sources.base import RandomAccessSource, Source, content_identity, fingerprint
-from titan_exp.data.sources.build import build_source, has_validation_split
+from titan_exp.data.sources.base import SHARDS, RandomAccessSource, Source, content_identity, fingerprint
+from titan_exp.data.sources.build import build_source, held_out_fraction
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.validation_split import training_subset
@@ -35,19 +35,29 @@ _READ_AHEAD_THREADS = 8
 class VirtualShardSampler:
     """`Sampler` over the virtual shards of one rank. Raises UserError if the corpus or the tokenizer cannot be used."""
 
-    def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        seq_len: int,
+        seed: int,
+        *,
+        dp_rank: int,
+        dp_degree: int,
+        source: Source | None = None,
+    ) -> None:
         self._shards, self._dp_rank = data.virtual_shards, dp_rank
         self._stride = math.gcd(self._shards, dp_degree)
         self._readers = dp_degree // self._stride  # ranks that read each shard
         self._seq_len = seq_len
-        tokenizer, source = build_tokenizer(data), build_source(data)
-        held_out = 0.0 if has_validation_split(data) else data.validation_fraction
+        tokenizer = build_tokenizer(data)
+        source = build_source(data) if source is None else source
+        held_out = held_out_fraction(data)
         self.corpus = {
             "data.source": fingerprint(source, data),
             **content_identity(source),
             "data.tokenizer": tokenizer.fingerprint,
             "data.validation_fraction": held_out,
-            "data.virtual_shards": self._shards,
+            SHARDS: self._shards,
             "experiment.seed": seed,
         }
         self._pool: DaemonThreadPool | None = None

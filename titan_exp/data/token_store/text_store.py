@@ -1,0 +1,164 @@
+"""Token store of a text, in the user's cache folder: documents are tokenized once, by the first rank of the first run.
+
+A store is found by what it was made from (documents, tokenizer, held-out fraction), so that a changed text or tokenizer
+gets another one. Under that digest lie `lock`, held while the store is written; `unfinished`, which a rank that was
+killed leaves for the next one to continue; and `store`, to which it is renamed.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from stat import S_ISDIR
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.token_store_manifest import VERSION, Manifest, read_manifest
+from titan_exp.config.paths.user_folder import user_folder
+from titan_exp.config.schema.builtins import SOURCES
+from titan_exp.data.sources.base import STREAMING, RandomAccessSource, Source, content_identity, fingerprint
+from titan_exp.data.sources.build import builtin_source, held_out_fraction
+from titan_exp.data.sources.content import CorpusContent
+from titan_exp.data.store_folder import explain_disk_errors
+from titan_exp.data.token_store.build_store import write_store
+from titan_exp.data.token_store.corpus import Corpus
+from titan_exp.data.token_store.writer import TokenizeJob
+from titan_exp.data.tokenizers.base import Tokenizer
+
+LARGEST_TEXT = 2**30
+"""Bytes of text above which documents are tokenized while training: a store takes 2 to 4 bytes for each token."""
+PART_BYTES, SHARD_TOKENS = 2**25, 2**27
+"""Bytes of text for which another process is worth its start; tokens of a shard."""
+_SAMPLES = 64
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredText:
+    """Text that is tokenized once, before training."""
+
+    data: DataConfig
+    source: RandomAccessSource
+    size: int
+    """Bytes of its files, or an estimate from evenly spaced documents."""
+    digest: str
+    """Digest of what its store is made from."""
+
+    def find(self) -> Manifest | None:
+        """Find the finished store; None if there is none."""
+        return next(filter(None, (_finished(place / self.digest) for place in _places())), None)
+
+    def make(self) -> Manifest:
+        """Find the store, or write it while other processes wait.
+
+        Raises:
+            UserError: it cannot be written anywhere, or the text changed meanwhile.
+        """
+        if (found := self.find()) is not None:
+            return found
+        problems = list[str]()
+        for place in _places(make=True):
+            if self.size >= PART_BYTES:  # by every rank, since rank 0 may be one that waits
+                megabytes, folder = self.size / 1e6, place / self.digest
+                _LOGGER.info("tokenizing %.0f MB of text, once for this and later runs, in %s", megabytes, folder)
+            try:
+                return self._make(place / self.digest)
+            except OSError as error:
+                if error.filename is not None and not str(error.filename).startswith(str(place)):
+                    with explain_disk_errors(place):
+                        raise
+                shutil.rmtree(place / self.digest, ignore_errors=True)
+                problems.append(f"{place}: {error.strerror or error}")
+                _LOGGER.warning("%s; each machine keeps its tokens of the text elsewhere, if it can", problems[-1])
+        reason = f"the tokens of the text can be written nowhere ({'; '.join(problems)})"
+        remedy = (
+            f"{STREAMING}=true, which tokenizes while training; or XDG_CACHE_HOME=/scratch/$USER in the environment"
+        )
+        raise UserError("The text cannot be tokenized.", [Violation(STREAMING, False, reason, remedy)])
+
+    def _make(self, folder: Path) -> Manifest:
+        folder.mkdir(parents=True, exist_ok=True)
+        store, unfinished = folder / "store", folder / "unfinished"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (found := _finished(folder)) is not None:
+                return found
+            shutil.rmtree(store, ignore_errors=True)
+            data = replace(self.data, validation_split=None, validation_fraction=held_out_fraction(self.data))
+            parts = 1 + self.size // PART_BYTES
+            corpus = Corpus(data, parts)
+            job = TokenizeJob(unfinished, data, parts, SHARD_TOKENS, corpus.fingerprint)
+            write_store(job, corpus, str(unfinished), len(os.sched_getaffinity(0)))
+            if _stamp(data) != getattr(getattr(self.source, "content", None), "stamp", None):
+                shutil.rmtree(unfinished)
+                raise UserError("The text changed while it was tokenized. Type the same command again.")
+            unfinished.rename(store)
+        return read_manifest(store)
+
+
+def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> StoredText | None:
+    """Identify a text; None if its documents are tokenized while training: a stream, a text larger than
+    `LARGEST_TEXT`, and a source of the user's without a fingerprint, whose documents may change without a sign."""
+    own = data.source not in SOURCES
+    if data.streaming or not isinstance(source, RandomAccessSource):
+        return None
+    if own and not isinstance(getattr(source, "fingerprint", None), str):
+        return None
+    content = getattr(source, "content", None)
+    files = content if isinstance(content, CorpusContent) else None
+    size = _estimated_size(source) if files is None else files.size
+    if size > LARGEST_TEXT:
+        return None
+    made_from = [
+        [VERSION, PART_BYTES, SHARD_TOKENS],
+        [data.source, sorted(data.options.items()), list(data.paths), len(source)] if own else [],
+        fingerprint(source, data),
+        content_identity(source),
+        # A checksum of samples misses edits between them.
+        files.stamp if files is not None and files.is_sampled else "",
+        tokenizer.fingerprint,
+        held_out_fraction(data),
+    ]
+    digest = blake2b(json.dumps(made_from, default=str).encode(errors="replace"), digest_size=16).hexdigest()
+    return StoredText(data, source, size, digest)
+
+
+def _estimated_size(source: RandomAccessSource) -> int:
+    count = len(source)
+    sample = sorted({count * number // _SAMPLES for number in range(_SAMPLES)})
+    return sum(len(str(source[index]).encode(errors="replace")) for index in sample) * count // len(sample)
+
+
+def _places(*, make: bool = False) -> Iterator[Path]:
+    """Folders for stores: the user's cache, then this machine's temporary folder."""
+    with suppress(OSError):  # no home folder
+        yield user_folder("XDG_CACHE_HOME", ".cache") / "tokens"
+    folder = Path(tempfile.gettempdir()) / f"titan_exp-{os.getuid()}"
+    with suppress(OSError):
+        if make:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        # Everybody may write beside it: another user's folder of this name is not read.
+        if S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            yield folder / "tokens"
+
+
+def _finished(folder: Path) -> Manifest | None:
+    """Finished and undamaged store below a folder, if any."""
+    with suppress(UserError, OSError):
+        manifest = read_manifest(folder / "store")
+        return None if any(manifest.damaged()) else manifest
+    return None
+
+
+def _stamp(data: DataConfig) -> str | None:
+    """Present stamp of the local files, if any."""
+    files = None if (module := builtin_source(data)) is None else module.open_files(data)
+    return None if files is None else files.content.stamp

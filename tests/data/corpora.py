@@ -68,6 +68,11 @@ class OwnStream:
         return OwnReader(self._parts[part], state["next"] if state else 0)
 
 
+def own_stream(config: DataConfig) -> OwnStream:
+    """Open a stream, as a function of the user's does."""
+    return OwnStream(config)
+
+
 class BrokenTable(OwnTable):
     """Source whose files were deleted."""
 

@@ -108,7 +108,7 @@ def test_key_that_one_model_lacks_is_explained_by_point(capsys: pytest.CaptureFi
 
 def test_repeated_reading_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = ["parallelism.dp_replicate=3", "training.global_batch_size=12", "experiment.seed=0,1", "--dry-run"]
-    assert main(["train", "-m", "model=llama_debug", "cluster.device=cpu", *seeds]) == 0
+    assert main(["train", "-m", "model=llama_debug", "cluster.device=cpu", "data.streaming=true", *seeds]) == 0
     assert capsys.readouterr().out.count("by 3 ranks; data.virtual_shards=63 or 66 reads it once") == 1
 
 

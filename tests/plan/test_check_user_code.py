@@ -71,6 +71,8 @@ def refusal(*overrides: str) -> str:
         ([f"optimizer.name={STATES}.Failing"], ["own_states.py:", "no gradient like that"]),
         ([f"data.source={OWN}.Corpus"], ["__len__ and no __getitem__"]),
         ([f"data.source={OWN}.Corpus", "+data.options.foldre=x"], ["data.options.foldre", "did you mean folder?"]),
+        (["data.source=tests.data.corpora.OwnStream"], ["data.validation_documents=1024 evaluates"]),
+        (["data.source=tests.data.corpora.own_stream"], ["data.validation_documents=1024 evaluates"]),
         ([f"lr_schedule.decay={OWN}.without_progress"], ["without_progress(progress, **options)"]),
         (
             [f"lr_schedule.decay={OWN}.too_large", "lr_schedule.decay_steps=10"],
@@ -100,6 +102,9 @@ def test_what_would_fail_is_refused(overrides: list[str], parts: list[str]):
         *[[f"optimizer.name={STATES}.{name}"] for name in ("Counting", "OnShards")],
         [f"optimizer.name={STATES}.Hidden", "checkpoint=none"],
         ["model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}"],
+        ["data.source=tests.data.corpora.OwnStream", "data.validation_documents=1024"],
+        ["data.source=tests.data.corpora.OwnStream", "training.evaluate_every=0"],
+        ["data.source=tests.data.corpora.OwnTable"],
         ["model.architecture=tests.models.own_experts.Mixture", "quantization=mxfp8"],
     ],
 )

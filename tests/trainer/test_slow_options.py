@@ -21,10 +21,14 @@ def test_defaults_have_no_slow_option(gpus: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["parallelism.dp_shard=12"], "by 3 ranks; data.virtual_shards=60 or 72 reads it once, in another order"),
-        (["parallelism.dp_shard=128"], "by 2 ranks; data.virtual_shards=128 reads it once"),
+        (
+            ["parallelism.dp_shard=12", "data.streaming=true"],
+            "by 3 ranks; data.virtual_shards=60 or 72 reads it once, in another order",
+        ),
+        (["parallelism.dp_shard=128", "data.source=my.Own"], "by 2 ranks; data.virtual_shards=128 reads it once"),
         (["parallelism.dp_shard=12", "data=tokens"], None),
-        (["parallelism.dp_shard=16"], None),
+        (["parallelism.dp_shard=12"], None),
+        (["parallelism.dp_shard=16", "data.streaming=true"], None),
         (["parallelism.tp=2", "model.ffn_dim=160"], "groups of 32 of the 160 feed-forward channels"),
         (["parallelism.tp=2"], None),
         (["optimizer.implementation=foreach"], "optimizer.implementation=auto takes one"),

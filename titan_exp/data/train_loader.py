@@ -113,6 +113,11 @@ class TrainLoader(Iterator[Any]):
             for _ in range(rows // (self._dp_degree * self._micro_batch_size)):
                 next(self)
 
+    @property
+    def guarantee(self) -> str:
+        """Sentence about what an epoch reads, for the log; empty where it reads each token once."""
+        return getattr(self._sampler, "guarantee", "")
+
     def source_name(self, row: int) -> str:
         """Source of a row of the run; empty for a single source."""
         return self._sampler.source_name(row)

@@ -1,12 +1,13 @@
 """Rules of a continued run: its parent has a checkpoint, and fits."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
@@ -90,6 +91,32 @@ def tail_is_whole(
             yield Violation("weight_average.steps", weight_average.steps, reason, remedy)
 
 
+def rows_have_the_parents_length(
+    checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig
+) -> Iterator[Violation]:
+    """A parent on this machine has cut its text into rows of the same length, or the data begin anew."""
+    path = local_checkpoint(checkpoint, paths)
+    if path is None or checkpoint.continue_data != "same":
+        return
+    length = _recorded_data(path.parent.parent).get("training.seq_len", training.seq_len)
+    if length != training.seq_len:
+        reason = (
+            f"{checkpoint.continue_from} cut its text into rows of {shown(length)} tokens, in an order of their own"
+        )
+        remedy = "checkpoint.continue_data=restart begins with the first row of the new length"
+        yield Violation("training.seq_len", training.seq_len, reason, remedy)
+
+
+def _recorded_data(run: Path) -> Mapping[str, Any]:
+    """Identity of the data of a run's last attempt that recorded it; empty if none did."""
+    with suppress(OSError, ValueError, RecursionError):
+        for line in reversed((run / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("data"), dict):
+                return row["data"]
+    return {}
+
+
 def misfits(
     saved: Mapping[str, Any],
     checkpoint: CheckpointConfig,
@@ -140,5 +167,7 @@ RULES = rules(
 )
 """Rules checked at every start."""
 
-BEGINNING_RULES = rules(parent_has_a_checkpoint, steps_are_left, parent_fits, tail_is_whole)
+BEGINNING_RULES = rules(
+    parent_has_a_checkpoint, steps_are_left, parent_fits, tail_is_whole, rows_have_the_parents_length
+)
 """Rules about the parent, skipped once the run has a checkpoint of its own."""

@@ -42,6 +42,8 @@ def main(run_folder: str) -> None:
         with explain_oom(experiment, folder.traces, device, lambda: trainer):
             trainer = build_trainer(experiment, folder, device)
             log_slow_options(experiment)
+            if trainer.loader.guarantee:
+                get_logger().info(trainer.loader.guarantee)
             trainer.restore()
             if dist.get_rank() == 0 and (trainer.groups is None or trainer.groups.restores):
                 _write_running(folder, trainer)

@@ -41,7 +41,7 @@ FORMER_STATE = {
     "4": {"rows": 6, "offset": 39, "epoch": 0, "document": 1},
     "6": {"rows": 6, "offset": 119, "epoch": 0, "document": 1},
 }
-"""State after 48 rows of `write_files(folder, 40)`, as version 0.9 saved it."""
+"""State after 48 rows of `write_files(folder, 40)`, as it was saved before texts had stores."""
 FORMER_ROWS = "4c82d716a595b1b1"
 """Digest of the 48 rows that it read next."""
 

@@ -9,7 +9,7 @@ from titan_exp.config.images.image_options import ImageKind
 
 @dataclass(frozen=True)
 class DataConfig:
-    """A source of documents, a tokenizer, and a fixed order over virtual shards."""
+    """A source of documents, a tokenizer, and a fixed order."""
 
     source: str
     """`python_stdlib`, `text`, `huggingface`, `tokens`, `latents`, `images`, or the import path of a source class in
@@ -36,7 +36,8 @@ class DataConfig:
     text_column: str
     """Source `huggingface`: column that holds the text."""
     streaming: bool
-    """Source `huggingface`: read while training instead of downloading first."""
+    """Read and tokenize while training, in virtual shards, instead of tokenizing first (source `huggingface`:
+    downloading too). An epoch is then no exact pass over the data."""
     shuffle_buffer: PositiveInt
     """Source `huggingface` when streaming: documents among which each virtual shard picks the next."""
     tokenizer: str
@@ -49,10 +50,10 @@ class DataConfig:
     """At most this many documents of the validation split are evaluated on, the first in the source's order (of each
     store); null is all of them. Those left out are not trained on either."""
     virtual_shards: PositiveInt
-    """Independent streams that the documents are divided into. Part of the experiment: it fixes the order of data.
-    Best a multiple of the data-parallel degree: otherwise several ranks read and tokenize the same shards, in the same
-    order. When streaming, at most the number of files is best: shards that share a file each read all of it. Source
-    `tokens` has none: any row is found at once."""
+    """Documents that are tokenized while training are divided into so many independent streams. Part of the experiment:
+    it fixes their order. Best a multiple of the data-parallel degree: otherwise several ranks read and tokenize the
+    same shards, in the same order. Of a stream, at most the number of files is best: shards that share a file each read
+    all of it. Text that is tokenized first, and source `tokens`, have none: any row is found at once."""
     document_mask: bool
     """Tokens attend only within their own document, and the first token of a document is not predicted."""
     reset_positions: bool

@@ -72,6 +72,12 @@ def own_source(config: DataConfig) -> Any:
     return own
 
 
+def is_stream(own: Any) -> bool:
+    """True if a user's class, or the one that a user's function says it returns, is a streaming source."""
+    made = own if isinstance(own, type) else getattr(own, "__annotations__", {}).get("return")
+    return hasattr(made, "open") and not hasattr(made, "__getitem__")
+
+
 def _build_own(config: DataConfig) -> Source:
     own, config = own_source(config), revealed(config, "data")
     source = own(config, **config.options)

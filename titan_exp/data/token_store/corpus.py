@@ -58,7 +58,8 @@ class Corpus:
             documents = self._sources["train"]
             if not isinstance(documents, RandomAccessSource):
                 reason = "the source is a stream, which is read in its own order"
-                remedy = "shuffle=0 (training still shuffles windows), or data.streaming=false"
+                downloaded = ", or data.streaming=false" if data.streaming else ""
+                remedy = f"shuffle=0 (training still shuffles windows){downloaded}"
                 raise UserError("The documents cannot be shuffled.", [Violation("shuffle", shuffle, reason, remedy)])
             self._order = Permutation(max(1, len(documents)), "documents", shuffle)
         self._fraction = 0.0 if own is not None else data.validation_fraction

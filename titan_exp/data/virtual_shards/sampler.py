@@ -16,6 +16,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.schema.builtins import SOURCES
 from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.sources.base import SHARDS, RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, held_out_fraction
@@ -65,8 +66,19 @@ class VirtualShardSampler:
             self.corpus["data.shuffle_buffer"] = data.shuffle_buffer
             self._pool = DaemonThreadPool(min(_READ_AHEAD_THREADS, self._shards // self._stride))
             weakref.finalize(self, self._pool.close)  # a running task would keep the pool alive
+        self._exact = _exact_remedy(data, source)
         self._stream = _stream_builder(data, source, tokenizer, self._pool, seed=seed, held_out=held_out)
         self.initial_state: SamplerState = {str(shard): {"rows": 0} for shard in self._own_shards(0)}
+
+    @property
+    def guarantee(self) -> str:
+        """Sentence about what an epoch reads."""
+        unit = "documents" if self._pool is None else "files"
+        return (
+            f"data: tokenized while training, in {self._shards} virtual shards. Each reads its {unit} once before any "
+            "again; those with fewer tokens begin again earlier, so that an epoch is no exact pass and its count an "
+            f"estimate. {self._exact}"
+        )
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """Positions of the shards that this rank reads."""
@@ -141,12 +153,23 @@ def _stream_builder(
         warnings.warn(
             f"data.virtual_shards={shards}, but the stream has {source.parts} independent parts, each of which is read "
             f"{math.ceil(shards / source.parts)} times; data.virtual_shards={source.parts} or less reads it once (in "
-            "another order), and so does data.streaming=false",
+            f"another order){', and so does data.streaming=false' if data.streaming else ''}",
             stacklevel=2,
         )
     order = EpochShuffle(source.parts, seed)
     spec = StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)
     return cache(lambda shard: BlockShuffledStream(spec, pool, shard))
+
+
+def _exact_remedy(data: DataConfig, source: Source) -> str:
+    """Setting with which an epoch is an exact pass."""
+    if not isinstance(source, RandomAccessSource):
+        return "titan-exp tokenize makes a store, of which an epoch reads each token once"
+    if data.streaming:
+        return "With data.streaming=false it reads each token once"
+    if data.source not in SOURCES and not isinstance(getattr(source, "fingerprint", None), str):
+        return "A source with a fingerprint is tokenized once, and an epoch reads each token once"
+    return "titan-exp tokenize makes a store of a text of this size, of which an epoch reads each token once"
 
 
 def _check_complete(states: Mapping[str, dict[str, Any]], shards: int) -> int:

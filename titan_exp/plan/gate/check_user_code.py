@@ -17,8 +17,9 @@ from titan_exp.config.errors.user_traceback import UserCodeError, innermost_modu
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.config.paths.data_files import unlimited_split
 from titan_exp.config.schema.import_path_keys import import_paths, user_packages
-from titan_exp.data.sources.build import own_source
+from titan_exp.data.sources.build import is_stream, own_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import to_huggingface
@@ -171,9 +172,11 @@ def _decay(experiment: Experiment) -> Iterator[Violation]:
             return
 
 
-def _source(experiment: Experiment) -> Iterable[Violation]:
-    own_source(experiment.data)
-    return ()
+def _source(experiment: Experiment) -> Iterator[Violation]:
+    own, data = own_source(experiment.data), experiment.data
+    evaluates = experiment.training.evaluate_every and data.validation_fraction
+    if is_stream(own) and evaluates and data.validation_documents is None:
+        yield unlimited_split(data)
 
 
 _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {

@@ -1,7 +1,12 @@
+import bz2
+import gzip
 import json
+import lzma
 import socket
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.rules.data import _dataset_is_named
 
 FILES, ROWS = 3, 20
 TEXTS = [text(number) for number in range(FILES * ROWS)]
@@ -173,6 +179,48 @@ def test_unreadable_files_are_named(tmp_path: Path, text: str, message: str):
     config = experiment(source="huggingface", dataset="json", data_files=(str(file),)).data
     with pytest.raises(UserError, match=rf"data\.data_files=\S*x\.jsonl\S*: {message}"):
         build(config)
+
+
+def write_compressed(file: Path, content: bytes) -> None:
+    """Write at most 255 bytes, compressed as the suffix says."""
+    block = (len(content) << 3 | 1).to_bytes(3, "little")  # one raw block, the last
+    if file.suffix == ".zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("x.jsonl", content)
+    else:
+        file.write_bytes(
+            {
+                ".gz": gzip.compress,
+                ".bz2": bz2.compress,
+                ".xz": lzma.compress,
+                ".lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+                ".zst": lambda data: b"\x28\xb5\x2f\xfd\x20" + bytes([len(data)]) + block + data,
+                ".lz4": lambda data: b"\x04\x22\x4d\x18" + data,
+            }[file.suffix](content)
+        )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4", ".lzma"])
+def test_compressed_files_are_read_or_refused_before_the_launch(tmp_path: Path, suffix: str, streaming: bool):
+    (tmp_path / "files").mkdir()
+    file = tmp_path / "files" / f"x.jsonl{suffix}"
+    write_compressed(file, b'{"text": "one"}\n{"text": "two"}\n')
+    package = {".zst": "zstandard", ".lz4": "lz4"}.get(suffix, "")
+    for keys in ({"dataset": "json", "data_files": (str(file.parent / "x*"),)}, {"dataset": str(file.parent)}):
+        run = experiment(source="huggingface", streaming=streaming, validation_fraction=0.0, **keys)
+        found = [violation for violation in _dataset_is_named(run.data) if str(violation.value) == str(file)]
+        if suffix == ".lzma":
+            assert "does not read .lzma" in found[0].reason
+        elif package and find_spec(package) is None:
+            assert found[0].remedy.startswith(f"pip install {package}")
+            with pytest.raises(UserError, match=f"pip install {package}"):  # as of files of the hub
+                build_source(run.data)
+        elif suffix != ".lz4":
+            assert found == []
+            source = build_source(run.data)
+            texts = source.open(0, None) if isinstance(source, HuggingFaceStream) else map(source.__getitem__, (0, 1))
+            assert list(texts) == ["one", "two"]
 
 
 @pytest.fixture

@@ -149,6 +149,25 @@ def test_a_declared_scaling_stretches_the_parents_context(parent: tuple[Path, Cu
     assert [found.field for found in violations(experiment(*child(parent[0]), *words)) if "model" in found.field] == []
 
 
+def test_rows_of_another_length_begin_anew(parent: tuple[Path, Curve], tmp_path: Path):
+    """Known before the launch from what the parent's attempt recorded."""
+    words = [*child(parent[0]), "training.seq_len=32"]
+    attempts = parent[0] / "attempts.jsonl"
+    for recorded in ("[" * 100_000, '{"data": 1}\n', '{"data": {"data.virtual_shards": 64}}\n', "\0"):
+        attempts.write_text(recorded)
+        assert violations(experiment(*words)) == []
+    attempts.write_text('{"data": {"training.seq_len": 64}}\n{"data": null}\n')
+    (found,) = violations(experiment(*words))
+    assert (found.field, "rows of 64 tokens" in found.reason) == ("training.seq_len", True)
+    assert violations(experiment(*words, "checkpoint.continue_data=restart")) == []
+    assert violations(experiment(*child(parent[0]))) == []
+    attempts.unlink()
+    with pytest.raises(UserError, match=r"training\.seq_len=32: the checkpoint was made with 64"):
+        run(tmp_path / "refused", *words)
+    _, folder = run(tmp_path / "anew", *words, "checkpoint.continue_data=restart")
+    assert read_metrics(folder.metrics)[0]["step"] == 6
+
+
 def test_another_optimizers_state_is_refused(parent: tuple[Path, Curve]):
     path, _ = parent
     small = [override for override in SMALL if not override.startswith("optimizer.")]

@@ -4,6 +4,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, shown
@@ -11,7 +12,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
+from titan_exp.config.paths.data_files import LOADERS, missing_decompressor, tokenizer_file, unlimited_split
 from titan_exp.config.schema.builtins import BYTES_VOCABULARY, LATENTS, SOURCES, STORES, TOKENIZERS
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
@@ -115,6 +116,10 @@ def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
     for file in data.data_files:
         if data.dataset in LOADERS and "://" not in file and not _matches(file):
             yield Violation("data.data_files", file, "no such file or folder", _nearby(file))
+    named = [str(path) for file in data.data_files for path in _matches(file)] or data.data_files
+    within = Path(data.dataset).expanduser().glob("**/*") if local and not data.data_files else ()
+    for key, files in (("data.data_files", named), ("data.dataset", map(str, within))):
+        yield from islice(filter(None, (missing_decompressor(file, key) for file in files)), 1)
 
 
 def _ignored(key: str, value: object, source: str, reader: str) -> Violation:

@@ -34,5 +34,14 @@ def test_representable_shares_are_exact():
     assert Mixture([1.0, 1.0]).counts(7) == [4, 3]
 
 
+@pytest.mark.parametrize("weights", [[1.0, 1e-9], [1e-6, 1e-6, 1.0], [10**9, 1]], ids=str)
+def test_a_source_with_a_tiny_share_comes(weights: list[float]):
+    mixture = Mixture(weights)
+    assert min(mixture.counts(mixture.period)) == 1
+    assert mixture.period <= 65_540
+    rare = [row for row in range(mixture.period) if weights[mixture[row][0]] < max(weights)]
+    assert len(rare) == len(weights) - 1
+
+
 def test_random_access_to_any_row():
     assert Mixture([3, 7])[10**15][1] in (3 * 10**14, 7 * 10**14)

@@ -1,5 +1,6 @@
 """Data files of the data group: dataset loaders, tokenizer, validation split."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation
@@ -7,6 +8,23 @@ from titan_exp.config.groups.data import DataConfig
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
 """Values of `data.dataset` that are file loaders."""
+
+
+DECOMPRESSORS = {".zst": "zstandard", ".lz4": "lz4"}
+"""Packages that the datasets library needs for files with these suffixes; `.gz`, `.bz2`, `.xz` and `.zip` need none."""
+
+
+def missing_decompressor(file: str, key: str) -> Violation | None:
+    """Violation of a compressed file that cannot be read in this environment."""
+    suffix = Path(file).suffix.lower()
+    if suffix == ".lzma":
+        remedy = "xz --format=xz compresses it anew, or unlzma unpacks it"
+        return Violation(key, file, "the datasets library does not read .lzma", remedy)
+    package = DECOMPRESSORS.get(suffix)
+    if package is None or find_spec(package) is not None:
+        return None
+    remedy = f"pip install {package}; or the file unpacked, or as .gz, .bz2, .xz or .zip"
+    return Violation(key, file, f"{suffix} is unpacked by {package}, which is not installed here", remedy)
 
 
 def tokenizer_file(name: str) -> Path:

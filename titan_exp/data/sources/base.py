@@ -16,10 +16,10 @@ class RandomAccessSource(Protocol):
     """Documents indexed by number, such as files or rows of a table.
 
     Optional members: `key(index) -> str`, a stable document identity (path, id) hashed for the held-out split (default:
-    the index); `fingerprint: str`, which changes with the documents, so that they can be tokenized once, before training
-    (without one the identity is class, paths, options and number of documents, and they are tokenized while training);
-    `split_further: str | None`, a setting that splits the same text into more documents, suggested when there are too
-    few to hold any out.
+    the index); `fingerprint: str`, which changes with the documents, so that they can be tokenized once before training
+    (without one, class, paths, options and number of documents are compared, and documents are tokenized while
+    training); `split_further: str | None`, a setting that splits the same text into more documents, suggested when
+    there are too few to hold any out.
     """
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.data_files import LOADERS
 from titan_exp.data.sources.base import Source
 from titan_exp.data.sources.content import CorpusContent
-from titan_exp.data.sources.load_dataset import load_split
+from titan_exp.data.sources.load_dataset import explain, load_split
 from titan_exp.data.sources.text import matching_files
 from titan_exp.data.sources.text_files import FileSource
 
@@ -77,7 +77,10 @@ class HuggingFaceStream:
         self._config = config
         self.parts = dataset.num_shards
         self.content, _ = _identity(config, None)
-        first = next(self.open(0, None), "")
+        try:
+            first = next(self.open(0, None), "")
+        except ValueError as error:  # of a compression
+            raise explain(config, split, error) from error
         self.fingerprint = f"{_name(config, split)}: streamed in {self.parts} parts, {_digest(first)}"
 
     def open(self, part: int, state: Mapping[str, Any] | None) -> HuggingFaceReader:

@@ -11,6 +11,8 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.data_files import LOADERS
 
 _HUB_TIMEOUT_SECONDS = 5.0
+_COMPRESSIONS = {"zstd": "zstandard", "lz4": "lz4"}
+"""Packages by the compressions that the library names when it lacks them."""
 
 
 def load_split(config: DataConfig, split: str) -> Any:
@@ -37,7 +39,7 @@ def load_split(config: DataConfig, split: str) -> Any:
             streaming=config.streaming,
         )
     except Exception as error:  # the library and its dependencies raise many types
-        raise _explain(config, split, error, offline=offline) from error
+        raise explain(config, split, error, offline=offline) from error
 
 
 def _needs_hub(config: DataConfig) -> bool:
@@ -67,7 +69,8 @@ def _hub_answers() -> bool:
     return True
 
 
-def _explain(config: DataConfig, split: str, error: Exception, *, offline: bool) -> UserError:
+def explain(config: DataConfig, split: str, error: Exception, *, offline: bool = False) -> UserError:
+    """Error of a data set that cannot be loaded or read."""
     import datasets.exceptions
 
     # The error that the library raises about a file says only that there was one.
@@ -86,6 +89,12 @@ def _explain(config: DataConfig, split: str, error: Exception, *, offline: bool)
         return _failure(Violation("data.split", split, message, "a split of the data set"))
     if "config" in message.lower():
         return _failure(Violation("data.subset", config.subset, message, "one of the data set's configurations"))
+    if (
+        package := next((name for kind, name in _COMPRESSIONS.items() if f"type {kind} not" in message), None)
+    ) is not None:
+        key = "data.data_files" if config.data_files else "data.dataset"
+        value = list(config.data_files) or config.dataset
+        return _failure(Violation(key, value, f"its files are unpacked by {package}", f"pip install {package}"))
     if config.data_files and not isinstance(error, FileNotFoundError):
         empty = isinstance(error, StopIteration)
         reason = "there are no rows" if empty else f"{type(error).__name__}: {message}"

@@ -70,7 +70,7 @@ def require_no_verb(overrides: Sequence[str]) -> None:
 def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: str) -> int:
     """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
     cannot be predicted. The page shows the `command`."""
-    from titan_exp.config.command_line.idle_overrides import idle_overrides
+    from titan_exp.config.command_line.remarks import remarks
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
@@ -84,7 +84,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     if experiment.parallelism.pp > 1:
         start_forkserver()
     messages = sys.stderr if options.json else sys.stdout
-    for sentence in idle_overrides(typed, experiment):
+    for sentence in remarks(typed, experiment):
         print(sentence, file=messages)
     memory = device_for(experiment, options.device)
     ranks = options.pipeline_ranks

@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
-    from titan_exp.config.command_line.idle_overrides import idle_overrides
+    from titan_exp.config.command_line.remarks import remarks
     from titan_exp.config.paths.checkpoint_paths import saved_state
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.launch.executor import executor_for
@@ -34,7 +34,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
     experiment = to_experiment(cfg)
     plan = plan_run(experiment, overrides)
-    for sentence in (*idle_overrides(overrides, plan.experiment), *rate_after_decay(plan.experiment)):
+    for sentence in (*remarks(overrides, plan.experiment), *rate_after_decay(plan.experiment)):
         print(sentence)
     if experiment.data.preview is not None:
         from titan_exp.data.preview import preview

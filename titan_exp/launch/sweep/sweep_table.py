@@ -9,6 +9,7 @@ from textwrap import indent
 from rich.console import Console
 from rich.table import Table
 
+from titan_exp.config.command_line.remarks import forgotten_tokenizer
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission, executor_for
@@ -67,6 +68,9 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
     repeated = (repeated_reading(entry.plan.experiment.data, entry.plan.layout) for entry in sweep_plan.planned)
     for line in dict.fromkeys(chain.from_iterable(repeated)):
         print(f"slower than without: {line}")
+    said = (forgotten_tokenizer(entry.plan.overrides, entry.plan.experiment) for entry in sweep_plan.planned)
+    for line in dict.fromkeys(chain.from_iterable(said)):
+        print(line)
     _show_skipped(sweep_plan.skipped)
     waiting = [
         entry.plan.folder.path for entry in sweep_plan.planned if now[entry.plan.folder.path].state not in _LEFT_ALONE

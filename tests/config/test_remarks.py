@@ -1,8 +1,8 @@
-"""A typed override without effect is named, with the key that leaves it so."""
+"""A typed override without effect is named, with the key that leaves it so; and a forgotten tokenizer."""
 
 import pytest
 
-from titan_exp.config.command_line.idle_overrides import idle_overrides
+from titan_exp.config.command_line.remarks import remarks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 
@@ -24,5 +24,23 @@ from titan_exp.config.schema.typed_config import to_experiment
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_an_idle_override_is_named(typed: list[str], said: str | None):
-    found = list(idle_overrides(typed, to_experiment(compose(typed))))
+    found = list(remarks(typed, to_experiment(compose(typed))))
     assert found == ([] if said is None else [f"{typed[-1]} has no effect with {said}"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["model=llama3_1_70b", "data=c4"], "uses 257 of the model's 128,256 tokens"),
+        (["model=llama3_1_70b", "data=c4", "data.tokenizer=bytes"], None),
+        (["model=llama3_1_70b", "data=c4", "data.tokenizer=llama3"], None),
+        (["model=llama3_1_70b", "data=tokens"], None),
+        (["model=llama_debug", "data=c4"], None),
+        (["model=flux_debug", "data=images"], None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_forgotten_tokenizer_is_said(typed: list[str], said: str | None):
+    found = list(remarks(typed, to_experiment(compose(typed))))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]

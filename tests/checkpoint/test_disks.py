@@ -1,5 +1,6 @@
 """Saving on real full disks and read-only mounts, which refuse root as well."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import configure_logging, get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
+from titan_exp.tracking.run_folder.state import RunState
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
@@ -136,6 +138,10 @@ def test_heartbeat_and_its_warning_on_a_full_or_read_only_disk(tmp_path):
             assert beat is not None
             assert (beat.step, beat.warning, folder.warning()) == (step, warning, warning)
         (disk / "filler").unlink()
+        folder.beat(4, force=True, warning="no checkpoint")
+        for state, known in (("failed", "no checkpoint"), ("running", None)):
+            folder.write_state(RunState(state, 4, time.time(), 1, None))
+            assert folder.warning() == known
         with folder.claim("launcher"), read_only(disk):
             assert folder.holder() is not None
             configure_logging(1, disk / "logs")

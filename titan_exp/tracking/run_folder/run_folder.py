@@ -130,12 +130,13 @@ class RunFolder:
         return None if fields is None else Heartbeat(**fields)
 
     def warning(self) -> str | None:
-        """What a user of the running attempt should know; None without a warning."""
+        """What a user of the newest attempt should know; None without a warning. It outlives the attempt."""
         with contextlib.suppress(OSError):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
                 return f"{self.path} is on a read-only disk: no checkpoint, metric or state can be written"
         beat, state = self.read_heartbeat(), self.read_state()
-        return None if beat is None or (state is not None and beat.time < state.time) else beat.warning
+        begins = state is not None and state.state in ("pending", "running")
+        return None if beat is None or (begins and beat.time < state.time) else beat.warning
 
     def stop_requested(self) -> bool:
         """True if the ranks should save and stop. Ranks may see it at different steps and must agree on one."""

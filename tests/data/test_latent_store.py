@@ -1,7 +1,9 @@
 """Latent stores: written, interrupted, read in any layout, and refused where they do not fit."""
 
 import errno
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,31 @@ def test_an_interrupted_store_is_continued_and_is_the_same(
     assert write(tmp_path / "store") == found
     with pytest.raises(UserError, match="holds a finished store, which differs in shard_samples"):
         write(tmp_path / "store", shard=300)
+
+
+def write_and_die(out: Path, after: int) -> None:
+    """Write until a file has been written whole under its temporary name."""
+    replace, left = os.replace, [after]
+
+    def killed(*names: Path) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*names)
+
+    os.replace = killed
+    write(out)
+
+
+@pytest.mark.parametrize("after", [1, 2, 7], ids=["captions", "a record", "the manifest"])
+def test_a_killed_process_leaves_no_partial_files_in_the_finished_store(store: Path, tmp_path: Path, after: int):
+    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(tmp_path / "store", after))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list((tmp_path / "store").rglob("*.part"))) == 1
+    write(tmp_path / "store")
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == sorted(path.name for path in store.iterdir())
 
 
 def test_a_full_disk_is_reported_and_finished_shards_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

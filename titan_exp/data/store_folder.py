@@ -12,6 +12,7 @@ import numpy as np
 from titan_exp.config.errors.os_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.token_store_manifest import UNFINISHED
+from titan_exp.data.token_store.shard_writer import TEMPORARY_SUFFIX
 
 
 @contextmanager
@@ -46,6 +47,13 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         remedy = f" {REMEDIES[error.errno]}." if error.errno in REMEDIES else ""
         reason = error.strerror or error
         raise UserError(f"{error.filename or type(error).__name__}: {reason}.{remedy}{stays}") from error
+
+
+def remove_temporary_files(*folders: Path) -> None:
+    """Remove partial files of killed processes."""
+    for folder in folders:
+        for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+            path.unlink(missing_ok=True)
 
 
 def new_array(path: Path, dtype: type, shape: tuple[int, ...]) -> np.memmap:

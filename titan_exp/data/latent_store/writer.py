@@ -28,7 +28,7 @@ from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets
 from titan_exp.data.images.captioned_images import CaptionedImages
 from titan_exp.data.latent_store.encoders import Encoders, order_samples
 from titan_exp.data.latent_store.reader import ARRAYS, DEVIATIONS
-from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, store_lock
+from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, remove_temporary_files, store_lock
 from titan_exp.data.token_store.shard_writer import write_json
 from titan_exp.data.token_store.verify import file_checksum
 
@@ -95,6 +95,7 @@ def write_latent_store(
     with explain_disk_errors(out):
         _begin(out, plan)
         with store_lock(out / UNFINISHED / "lock", str(out), "encode"):
+            remove_temporary_files(out, out / UNFINISHED)
             empty = dict[str, str]()
             for kind, array in zip(("text", "pooled"), texts(""), strict=True):
                 name = f"empty.{kind}.npy"

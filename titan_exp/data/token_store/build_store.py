@@ -11,12 +11,12 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.data_files import tokenizer_file
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
-from titan_exp.data.store_folder import explain_disk_errors, refusal, store_lock
+from titan_exp.data.store_folder import explain_disk_errors, refusal, remove_temporary_files, store_lock
 from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.token_store.progress import ProgressDisplay
 from titan_exp.data.token_store.shard_writer import TEMPORARY_SUFFIX, write_json
 from titan_exp.data.token_store.workers import tokenize_parts
-from titan_exp.data.token_store.writer import TokenizeJob, describe_store, remove_temporary_files, write_manifest
+from titan_exp.data.token_store.writer import TokenizeJob, describe_store, write_manifest
 from titan_exp.data.tokenizers.build import build_tokenizer
 
 _JOB = "job.json"
@@ -61,7 +61,7 @@ def write_store(job: TokenizeJob, corpus: Corpus, out: str, workers: int, *, ann
         _check_same(job.journal / _JOB, description, out)
     else:
         write_json(job.journal / _JOB, description)
-    remove_temporary_files(job)
+    remove_temporary_files(job.folder, job.journal)
     _copy_tokenizer(data, folder)
     # Tokenize with the copy, so that tokens and copy agree.
     own = data if data.tokenizer == "bytes" else replace(data, tokenizer=str(folder))
@@ -79,7 +79,7 @@ def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
         with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
             tokenize_parts(job, pending, workers, progress.add)
     finally:
-        remove_temporary_files(job)
+        remove_temporary_files(job.folder, job.journal)
 
 
 def _copy_tokenizer(data: DataConfig, folder: Path) -> None:

@@ -16,7 +16,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import FORMAT, MANIFEST, SPLITS, UNFINISHED, VERSION
 from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
-from titan_exp.data.token_store.shard_writer import TEMPORARY_SUFFIX, ShardWriter, checksum, write_json
+from titan_exp.data.token_store.shard_writer import ShardWriter, checksum, write_json
 from titan_exp.data.token_store.verify import file_checksum
 from titan_exp.data.tokenizers.base import Tokenizer, encode_document
 from titan_exp.data.tokenizers.build import build_tokenizer
@@ -162,13 +162,6 @@ def write_manifest(job: TokenizeJob, corpus: Corpus, description: dict[str, Any]
     )
     _sync_folder(job.folder)
     shutil.rmtree(job.journal, ignore_errors=True)
-
-
-def remove_temporary_files(job: TokenizeJob) -> None:
-    """Remove partial files of killed processes."""
-    for folder in (job.folder, job.journal):
-        for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
 
 
 def token_bytes(tokenizer: Tokenizer) -> int:

@@ -1,4 +1,5 @@
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,16 @@ def test_a_moved_corpus_keeps_its_fingerprint(corpus: Path, tmp_path: Path):
 
 
 def test_binary_files_are_skipped_with_one_warning(corpus: Path):
-    for name in ("x.png", "y.bin"):
-        (corpus / name).write_bytes(b"PNG\0\1\2")
-    with pytest.warns(UserWarning, match=r"data\.paths: skipped 2 binary files, such as .*x\.png") as caught:
+    for number in range(7):
+        (corpus / f"{number}.bin").write_bytes(b"PNG\0\1\2")
+    said = r"data\.paths: skipped 7 binary files of 12 files, .*/0\.bin, .*/4\.bin and 2 more; a narrower glob"
+    with pytest.warns(UserWarning, match=said) as caught:
         assert len(TextSource([str(corpus)])) == 4
-    assert len(caught) == 1
+    (one,) = caught
+    shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
+    assert shown == f"{one.message}\n", "no line of code beside it"
+    other = warnings.formatwarning(UserWarning("another's"), UserWarning, "file.py", 3, line="code")
+    assert other == "file.py:3: UserWarning: another's\n  code\n"
 
 
 def test_undecodable_bytes_and_byte_order_marks(tmp_path: Path):
@@ -79,7 +85,7 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path):
         TextSource([])
     (tmp_path / "x.bin").write_bytes(b"\0")
     with (
-        pytest.warns(UserWarning, match="skipped 1 b"),
+        pytest.warns(UserWarning, match="skipped 1 binary file of 1"),
         pytest.raises(UserError, match="no file there contains text"),
     ):
         TextSource([str(tmp_path)])

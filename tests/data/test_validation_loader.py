@@ -118,7 +118,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"options": {"empty": range(40)}}, "contain no text"),
     "empty stream": (
         {"source": OWN_STREAM, "options": {"sizes": (0, 0)}, "validation_documents": 9},
-        "contain no text",
+        "the stream contains no text",
+    ),
+    "a stream of few documents": (
+        {"source": OWN_STREAM, "options": {"sizes": (3,)}, "validation_documents": 9, "validation_fraction": 0.001},
+        "holds out none of the stream's documents",
     ),
     "a stream without a limit": ({"source": OWN_STREAM}, r"held out of a stream[\s\S]*data\.validation_documents=1024"),
 }

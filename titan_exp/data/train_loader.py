@@ -4,7 +4,6 @@ Rank r of dp takes row r of each dp consecutive rows of the run; a `Sampler` def
 """
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -17,6 +16,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch, MicroBatch, collate
+from titan_exp.data.data_warning import warn
 from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
 from titan_exp.data.sources.base import CONTENT, REVISION, SHARDS, STREAMING
@@ -144,11 +144,10 @@ class TrainLoader(Iterator[Any]):
         if not isinstance(saved, dict):
             return
         if STREAMING in present and SHARDS in saved:
-            warnings.warn(
+            warn(
                 "The checkpoint was written when all texts were tokenized while training: the run goes on in that "
                 "order, in which an epoch is no exact pass over the data; checkpoint.continue_data=restart in a new "
                 "run begins in the present order",
-                stacklevel=3,
             )
             self._sampler = self._build(VirtualShardSampler)()
         elif STREAMING in saved and SHARDS in present:
@@ -222,10 +221,9 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise UserError("The checkpoint contains no data state.")
     if CONTENT in present and CONTENT not in saved:
-        warnings.warn(
+        warn(
             "The checkpoint was written before contents of data files were recorded: their names and sizes are "
             "compared, their contents are not",
-            stacklevel=2,
         )
     violations = [
         Violation(

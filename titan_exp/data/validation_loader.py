@@ -149,7 +149,7 @@ class _ValidationTexts:
         elif own is None:
             self._hold_out(data)
         if next(iter(self), None) is None:
-            raise _no_text(data)
+            raise self._no_text(data)
 
     def __iter__(self) -> Iterator[str]:
         source = self._source
@@ -170,21 +170,25 @@ class _ValidationTexts:
             _require_limit(self._source, data)
             self._fraction = data.validation_fraction
 
-    def _stream(self, source: StreamingSource) -> Iterator[str]:
+    def _stream(self, source: StreamingSource, fraction: float | None = None) -> Iterator[str]:
+        fraction = self._fraction if fraction is None else fraction
         for part in range(source.parts):
-            yield from (text for text in source.open(part, None) if text and unit_hash(text) < self._fraction)
+            yield from (text for text in source.open(part, None) if text and unit_hash(text) < fraction)
+
+    def _no_text(self, data: DataConfig) -> UserError:
+        """Error of a split without text: it has no documents, or they are empty."""
+        source, reason = self._source, "the validation documents contain no text"
+        if not isinstance(source, RandomAccessSource) and self._fraction < 1:
+            has_text = next(self._stream(source, 1.0), None) is not None
+            reason = "it holds out none of the stream's documents" if has_text else "the stream contains no text"
+        if data.validation_split is not None:
+            violation = Violation("data.validation_split", data.validation_split, reason, "another split")
+        else:
+            remedy = "a larger data.validation_fraction, or training.evaluate_every=0 to train without evaluation"
+            violation = Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
+        return UserError("There is nothing to evaluate on.", [violation])
 
 
 def _require_limit(source: Source, data: DataConfig) -> None:
     if not isinstance(source, RandomAccessSource) and data.validation_documents is None:
         raise UserError("The validation split of a stream has no limit.", [unlimited_split(data)])
-
-
-def _no_text(data: DataConfig) -> UserError:
-    reason = "the validation documents contain no text"
-    if data.validation_split is not None:
-        violation = Violation("data.validation_split", data.validation_split, reason, "another split")
-    else:
-        remedy = "a larger data.validation_fraction, or training.evaluate_every=0 to train without evaluation"
-        violation = Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
-    return UserError("There is nothing to evaluate on.", [violation])

@@ -2,19 +2,22 @@
 
 import glob
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.data.data_warning import warn
 from titan_exp.data.sources.text_files import FileSource
 
 if TYPE_CHECKING:
     from titan_exp.data.sources.split_files import SplitFileSource
 
 _BINARY_CHECK_BYTES = 8192
+_NAMED = 5
+"""Skipped files that are named."""
 
 
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
@@ -54,8 +57,10 @@ class TextSource(FileSource):
         texts = {path: key for path, key in found.items() if not _is_binary(path)}
         if len(texts) < len(found):
             skipped = sorted(str(path) for path in found if path not in texts)
-            message = f"data.paths: skipped {len(skipped)} binary files, such as {skipped[0]}"
-            warnings.warn(f"{message}; a narrower glob excludes them", stacklevel=2)
+            more = [f"{len(skipped) - _NAMED} more"] if len(skipped) > _NAMED else []
+            named = listed([*skipped[:_NAMED], *more], "and")
+            count = f"{len(skipped)} binary file{'s' * (len(skipped) != 1)} of {len(found)} files"
+            warn(f"data.paths: skipped {count}, {named}; a narrower glob excludes them")
         super().__init__("text", ((key, path) for path, key in texts.items()))
         if len(self) == 0:
             raise _refusal(list(paths), "no file there contains text", "text files")

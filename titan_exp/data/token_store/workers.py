@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.data_warning import DataWarning
 from titan_exp.data.token_store.corpus import CorpusPart
 from titan_exp.data.token_store.writer import PartTokenizer, ReportProgress, TokenizeJob
 
@@ -77,6 +79,7 @@ def _killed(process: BaseProcess) -> UserError:
 
 def _serve(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    warnings.simplefilter("ignore", DataWarning)  # it has warned already
 
     def send(kind: str, value: Any = None) -> None:
         connection.send((kind, value))

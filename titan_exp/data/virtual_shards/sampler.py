@@ -6,7 +6,6 @@ at the same position after each dp rows of the run. A checkpoint of all shards r
 """
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,6 +16,7 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.schema.builtins import SOURCES
+from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.sources.base import SHARDS, RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, held_out_fraction
@@ -150,11 +150,10 @@ def _stream_builder(
         return cache(lambda shard: IndexedStream(documents, order, shard=shard, shards=shards))
     assert pool is not None
     if source.parts < shards:
-        warnings.warn(
+        warn(
             f"data.virtual_shards={shards}, but the stream has {source.parts} independent parts, each of which is read "
             f"{math.ceil(shards / source.parts)} times; data.virtual_shards={source.parts} or less reads it once (in "
             f"another order){', and so does data.streaming=false' if data.streaming else ''}",
-            stacklevel=2,
         )
     order = EpochShuffle(source.parts, seed)
     spec = StreamSpec(source, tokenizer, order, seed, shards, data.shuffle_buffer, held_out)

@@ -179,3 +179,12 @@ def test_the_head_of_a_log(home: Path, capsys: pytest.CaptureFixture[str], caplo
     first.nondefault.write_text("[]\n")
     log_head(first)
     assert caplog.messages == ["differs from the defaults: nothing"]
+
+
+@pytest.mark.parametrize("end", [None, 1.0])
+def test_a_job_that_has_not_started_has_no_hosts(home: Path, capsys: pytest.CaptureFixture[str], end: float | None):
+    folder = make()
+    folder.add_attempt(world_size=16, hosts=(), launched_by="slurm", token="feed", end=end, reason="not submitted: no")
+    text = shown(str(folder.path), capsys=capsys)
+    assert ("16 processes  not started" in text) is (end is None)
+    assert ("16 processes  ended without a record: not submitted: no" in text) is (end is not None)

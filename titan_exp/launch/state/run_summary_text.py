@@ -84,8 +84,9 @@ def _attempt(attempt: Attempt) -> str:
     if attempt.start is not None and attempt.end is not None:
         parts.append(format_duration(max(0.0, attempt.end - attempt.start)))
     job = f", job {attempt.job_id}" if attempt.job_id and attempt.launched_by != "local" else ""
-    hosts = f" on {attempt.hosts[0]}{f' and {len(attempt.hosts) - 1} more' * (len(attempt.hosts) > 1)}"
-    parts.append(f"{format_items(attempt.world_size, 'process')}{hosts if attempt.hosts else ''}{job}")
+    more = f" and {len(attempt.hosts) - 1} more" * (len(attempt.hosts) > 1)
+    hosts = "".join(f" on {host}{more}" for host in attempt.hosts[:1])  # unknown before the start
+    parts.append(f"{format_items(attempt.world_size, 'process')}{hosts}{job}")
     if attempt.end is not None:
         ended = "ended without a record" if attempt.exit is None else ENDED_STATES.get(attempt.exit, "failed")
         reason = "" if not attempt.reason else f": {attempt.reason.splitlines()[0]}"

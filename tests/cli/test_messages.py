@@ -188,7 +188,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "--help", "model=llama9_8b"], "did you mean llama3_8b"),
         (["train", "--cfg", "job", "--resolve", "model.heads=5"], "192 is not a multiple of 5"),
         (["train", "data.preview=0"], "must be at least 1"),
-        (["train", "--dry-run"], "add -m, or use titan-exp sweep"),
+        (["train", "--skip"], "add -m, or use titan-exp sweep"),
         (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "did you mean --dry-run?"),
         (["train", "-m", "--jobs", "many", "training.steps=1,2"], "must be a whole number"),
         (["sweep", "optimisers"], "Did you mean optimizers?"),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.submitting import Submitting, ends, last
+from tests.cluster.submitting import SMALL, Submitting, ends, last
 from tests.launch.launching import seen
+from titan_exp.cli.main import main
 
 StandIn = Callable[[str], None]
 TORCHRUN = {
@@ -95,6 +96,25 @@ def test_the_configuration_beats_variables_of_sbatch(cluster: Submitting, monkey
     shown = cluster.slurm.job(job)
     assert (shown["TimeLimit"], shown["MinMemoryCPU"]) == ("00:07:00", "77M")
     cluster.slurm.run("scancel", job)
+
+
+def test_a_dry_run_shows_the_script_of_the_submission(
+    cluster: Submitting, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+):
+    stand_in("succeed")
+    words = [*SMALL, f"paths.runs={cluster.runs}", "cluster.time_limit=10", "plan.gate=off"]
+    assert main(["train", "--dry-run", *words]) == 0
+    said, _, script = capsys.readouterr().out.partition("\n\n")
+    folder = cluster.plan("cluster.time_limit=10", "plan.gate=off").folder
+    assert said.splitlines()[-1] == f"would start {folder.path}, 1 node with 1 process each, to step 20"
+    assert not cluster.runs.exists()
+    assert main(["train", *words]) == 0
+    (row,) = folder.read_attempts()
+    assert script == (folder.path / "job.sh").read_text().replace(row.token or "", "TOKEN")
+    cluster.ended(folder, "done")
+    capsys.readouterr()
+    assert main(["train", "--dry-run", *words]) == 0
+    assert f"would start nothing: {folder.path} is done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["50%j 100%", 'it\'s "$HOME" #SBATCH --time=1', "Läufe-日本 ~*?[a]{b};&|!`x`"])

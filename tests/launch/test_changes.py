@@ -24,6 +24,7 @@ from titan_exp.launch.provenance.changes import (
     code_changes,
     edited_code,
     report_changes,
+    report_large_patch,
     report_stale,
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
@@ -241,3 +242,21 @@ def test_records_without_files_and_with_many(
     before: Mapping[str, Any], after: Mapping[str, Any], expected: list[str]
 ) -> None:
     assert code_changes(before, after) == expected
+
+
+def test_a_large_diff_is_named_with_its_files(lab: Path) -> None:
+    said: list[str] = []
+    (lab / "lab_of_mine" / "new.py").write_text("A = 1\n")
+    small = plan_of(lab)
+    create_run_folder(small)
+    report_large_patch(small.folder, said.append)
+    assert said == []
+    for name in ("table.csv", "noise.bin"):
+        (lab / "lab_of_mine" / name).write_bytes(os.urandom(600_000))
+    large = plan_of(lab, "experiment.seed=7")
+    create_run_folder(large)
+    report_large_patch(large.folder, said.append)
+    (line,) = said
+    assert line.startswith(f"{large.folder.diff} has 1.")
+    assert "lab_of_mine/noise.bin" in line
+    assert "lab_of_mine/table.csv" in line

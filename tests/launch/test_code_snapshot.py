@@ -92,13 +92,51 @@ def test_user_code_in_the_current_folder(checkout: Path, tmp_path: Path, monkeyp
     monkeypatch.chdir(own)
     run = experiment("optimizer.name=mine.optim_of_mine.Lion")
     frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
-    assert (frozen.own, frozen.loose) == (None, (str(own / "mine" / "optim_of_mine.py"),))
+    loose = tuple(str(own / "mine" / f"{name}.py") for name in ("helper", "optim_of_mine"))
+    assert (frozen.own, frozen.loose) == (None, loose)
     git(own, "init", "-q")
     frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
     assert frozen.own is not None
     assert names(Path(frozen.own)) == {"mine/optim_of_mine.py", "mine/helper.py"}
     assert frozen.loose == ()
     assert take_code_snapshot(tmp_path / "runs", [experiment()], checkout / "titan_exp").own is None
+
+
+def test_generated_modules_and_data_of_own_packages(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = tmp_path / "generated"
+    for name, text in {
+        "gen/__init__.py": "from gen import _version\nfrom gen.inner import kernels\n",
+        "gen/_version.py": "V = 1\n",  # ignored, and imported
+        "gen/inner/__init__.py": "",
+        "gen/inner/kernels.cpython-311-x86_64-linux-gnu.so": "compiled",
+        "gen/words.json": "[]",
+        "gen/late.py": "",  # ignored, and not seen to be imported
+        "gen/secrets.json": "private",
+        "gen/decay.py": "def slow(progress): return 1\n",
+        "notes/todo.txt": "",
+        ".gitignore": "_version.py\n*.so\nlate.py\nsecrets.json\n",
+    }.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text)
+    git(own, "init", "-q")
+    git(own, "add", ".")
+    monkeypatch.chdir(own)
+    run = experiment("lr_schedule.decay=gen.decay.slow")
+    frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp", write=False)
+    assert not (tmp_path / "runs").exists()
+    assert frozen == take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
+    assert frozen.own is not None
+    kept = {"__init__.py", "_version.py", "inner/__init__.py", "words.json", "decay.py"}
+    kept |= {"inner/kernels.cpython-311-x86_64-linux-gnu.so"}
+    assert names(Path(frozen.own)) == {f"gen/{name}" for name in kept}
+    assert (frozen.loose, frozen.left_out) == ((), ("gen/late.py",))
+    assert frozen.notes()[0].startswith("gen/late.py is missing in the job's copy of your code: git ignores it")
+    monkeypatch.setattr("titan_exp.launch.provenance.code_snapshot.OWN_LIMIT", 150)
+    (own / "gen" / "words.json").write_text("[" + " " * 200 + "]")
+    frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
+    assert frozen.own is not None
+    assert (Path(frozen.own) / "gen" / "_version.py").exists()
+    assert frozen.left_out == ("gen/late.py", "gen/words.json")
 
 
 def test_full_disk_leaves_no_partial_copy(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

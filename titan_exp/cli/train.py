@@ -25,12 +25,13 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.command_line.remarks import remarks
     from titan_exp.config.paths.checkpoint_paths import saved_state
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.launch.executor import executor_for
+    from titan_exp.launch.executor import executor_for, print_dry_run
     from titan_exp.launch.memory_gate import gate_run
     from titan_exp.launch.provenance.changes import report_stale
     from titan_exp.launch.related_runs import rate_after_decay, related_runs
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import plan_run
+    from titan_exp.launch.sweep.options import current_sweep_options
 
     experiment = to_experiment(cfg)
     plan = plan_run(experiment, overrides)
@@ -50,7 +51,11 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
             )
     report_stale([plan], print)
     executor = executor_for(experiment.cluster.kind)
-    code = executor.launch(gate_run(plan, RunConsole().echo))
+    gated = gate_run(plan, RunConsole().echo)
+    if current_sweep_options().dry_run:
+        print_dry_run(executor, gated)
+        return 0
+    code = executor.launch(gated)
     # A run fetched from checkpoint.remote, or of no steps, has no metrics.
     if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
         _report_result(plan.experiment, plan.folder.path)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import LOCAL
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values
@@ -97,6 +98,10 @@ class Executor(ABC):
         print_submission(submission)
         return submission.exit_code
 
+    def script(self, plan: RunPlan) -> str | None:
+        """Job script of a run as `submit` would write it, for `titan-exp train --dry-run`; None without one."""
+        return None
+
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query. The status of omitted runs comes from files and locks."""
         return {}
@@ -146,20 +151,40 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
 
 def print_submission(submission: Submission) -> None:
     """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
-    layout, name = submission.plan.layout, os.path.relpath(submission.plan.folder.path)
+    name = os.path.relpath(submission.plan.folder.path)
     if name.startswith(".."):
         name = str(submission.plan.folder.path)
-    nodes, tasks = layout.nodes, min(layout.world_size, layout.node_size)
     line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
-        groups = layout.cluster.replica_groups
-        line += "," if groups == 1 else f", {groups} replica groups, each of"
-        line += f" {nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+        line += f", {_size(submission.plan.layout)}"
     if submission.reason:
         line += f" ({submission.reason})"
     print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
     if submission.outcome in ("submitted", "queued", "running"):
         print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
+
+
+def print_dry_run(executor: Executor, plan: RunPlan) -> None:
+    """Print what submitting a run would do, and its job script; writes nothing."""
+    from titan_exp.launch.state.run_status import run_status
+
+    folder, layout = plan.folder, plan.layout
+    status = run_status(folder) if folder.path.exists() else None
+    if status is None or status.state == "new":
+        print(f"would start {folder.path}, {_size(layout)}, to step {plan.experiment.training.last_step}")
+    elif status.state == "done" or status.active:
+        print(f"would start nothing: {folder.path} is {status.state}, after step {status.step}")
+    else:
+        print(f"would continue {folder.path}, {status.state} after step {status.step}, {_size(layout)}")
+    script = executor.script(plan)
+    if script is not None:
+        print(f"\n{script}", end="")
+
+
+def _size(layout: ResolvedLayout) -> str:
+    nodes, tasks, groups = layout.nodes, min(layout.world_size, layout.node_size), layout.cluster.replica_groups
+    size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+    return size if groups == 1 else f"{groups} replica groups, each of {size}"
 
 
 def last_executor(folder: RunFolder) -> str:

@@ -27,8 +27,9 @@ Examples
 Flags
   --cfg job --resolve    print the composed configuration with every key, and run nothing
   --info defaults        print which files it was composed from
+  --dry-run              check the run, and print what would start, with its job script
   -m, --multirun         run every combination of comma-separated values
-                         (--dry-run prints the plan, --skip leaves out what cannot run, --jobs 2 runs two at a time)
+                         (--dry-run prints all points, --skip leaves out what cannot run, --jobs 2 runs two at a time)
   --config-dir FOLDER    find groups and options of your own in a folder
   --hydra-help           print Hydra's other flags
 

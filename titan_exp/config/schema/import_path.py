@@ -88,13 +88,6 @@ def unknown_name(field: str, name: str, builtin: Sequence[str], example: str) ->
     return Violation(field, name, f"unknown {group if key == 'name' else key}", f"{remedy}e.g. {field}={example}")
 
 
-def find_module(name: str) -> Path | None:
-    """Source file of the module in an import path, found without importing; None if there is none."""
-    search_current_directory()
-    _, _, spec = locate(name)
-    return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
-
-
 def search_current_directory() -> None:
     """Append the current directory to Python's search path."""
     here = os.getcwd()

@@ -12,6 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.local.group_event_lines import GroupEventLines
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.local.replica_groups import LocalReplicaGroups
+from titan_exp.launch.provenance.changes import report_large_patch
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.signals import Interrupts
@@ -45,7 +46,9 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
     """Run a plan to its end, or report that it is done. Raises UserError if its folder cannot be written or another
     process runs it."""
     console = console or RunConsole()
-    create_run_folder(plan)
+    existed = create_run_folder(plan)
+    if not existed:
+        report_large_patch(plan.folder, console.echo)
     if (done := _if_done(plan, console)) is not None:  # needs no lock, which a run of another user refuses
         return done
     with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):

@@ -16,12 +16,15 @@ from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
+from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 
 if TYPE_CHECKING:
     from titan_exp.launch.run_plan import RunPlan
 
+LARGE_PATCH = 1_000_000
+"""Bytes from which a diff is large."""
 NAMES = 5
 """Maximum number of names of files, or of runs, in a message."""
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
@@ -82,6 +85,19 @@ def report_changes(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> Non
             continued[heading, *lines] = continued.get((heading, *lines), 0) + 1
     for (heading, *lines), count in continued.items():
         echo("\n  ".join([heading if len(plans) == 1 else f"{count} {heading}", *lines]))
+
+
+def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
+    """Print the largest files of a run's diff.patch if that is large, as every run has a copy."""
+    size = folder.diff.stat().st_size
+    if size < LARGE_PATCH:
+        return
+    parts = folder.diff.read_bytes().split(b"\ndiff --git a/")[1:]
+    largest = [part.partition(b" b/")[0].decode(errors="replace") for part in sorted(parts, key=len, reverse=True)]
+    echo(
+        f"{folder.diff} has {format_bytes(size)}, most of it of {_named(largest)}. Every run keeps a copy: commit large "
+        "files, or list them in .gitignore to leave them out."
+    )
 
 
 def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:

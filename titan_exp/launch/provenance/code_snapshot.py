@@ -13,10 +13,9 @@ from pathlib import Path
 
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path import find_module
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.launch.provenance.git import run_git
-from titan_exp.launch.provenance.user_modules import is_installed
+from titan_exp.launch.provenance.user_modules import is_installed, scope, user_modules
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 
@@ -24,8 +23,12 @@ FOLDER = f".code-{os.geteuid()}"
 """Folder of this user's snapshots, beside the runs: jobs import no code that another user has placed there."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
 """Snapshot folders of a checkout; an installed package contains `conf`."""
-OWN_LIMIT = 10_000_000
-"""Maximum total bytes of the user repository's Python files; a larger repository is not copied."""
+SUFFIXES = {".py", ".so"}
+"""Suffixes of files that can be imported."""
+OWN_LIMIT = 100_000_000
+"""Maximum total bytes of the user's copied files."""
+NAMES = 3
+"""Maximum number of named files in a note."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +41,63 @@ class CodeSnapshot:
     """Copy of the user's repository, replacing the current folder on sys.path; None if not copied."""
     loose: tuple[str, ...]
     """Imported files that were not copied: edits take effect until the job starts."""
+    left_out: tuple[str, ...] = ()
+    """Files of copied packages that were not copied: ignored by git and not seen to be imported, or too large."""
+
+    def notes(self) -> list[str]:
+        """Lines for the user about code that is not copied."""
+        loose = "is not copied, being outside the current folder's repository or too large: edits affect waiting jobs."
+        left_out = "is missing in the job's copy of your code: git ignores it, or it is too large."
+        found = [(self.loose, loose), (self.left_out, left_out)]
+        return [f"{_named(names)} {text}" for names, text in found if names]
 
 
-def take_code_snapshot(runs: Path, experiments: Sequence[Experiment], package: Path | None = None) -> CodeSnapshot:
-    """Copy titan_exp, and user code that the experiments import, to `runs` unless the same copy exists."""
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {more} more, each" * (more > 0))
+
+
+def take_code_snapshot(
+    runs: Path, experiments: Sequence[Experiment], package: Path | None = None, *, write: bool = True
+) -> CodeSnapshot:
+    """Copy titan_exp, and user code that the experiments import, to `runs` unless the same copy exists; without
+    `write` the copy is only named."""
     ours = package or Path(titan_exp.__file__).resolve().parent
-    copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS))
+    copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS), write=write)
     here = Path.cwd()
-    names = sorted({name for run in experiments for name in import_paths(run).values()})
-    modules = [module for module in map(find_module, names) if module is not None]
-    changing = [module for module in modules if not is_installed(module) and ours not in module.parents]
-    mine = [module for module in changing if here in module.parents]
-    files = _tracked(here, ["*.py"]) if mine else None
-    if files is not None and sum((here / name).stat().st_size for name in files) > OWN_LIMIT:
-        files = None
+    modules = user_modules(sorted({name for run in experiments for name in import_paths(run).values()}))
+    changing = {name: file for name, file in modules.items() if not is_installed(file) and ours not in file.parents}
+    mine = {name: file for name, file in changing.items() if here in file.parents}
+    files, left_out = _own_files(here, mine) if mine else (None, ())
     kept = {here / name for name in files or ()}
-    own = str(_keep(runs, here, files)) if files and any(module in kept for module in mine) else None
-    loose = sorted({str(module) for module in changing if own is None or module not in kept})
-    return CodeSnapshot(str(copy), own, tuple(loose))
+    own = str(_keep(runs, here, files, write=write)) if files else None
+    loose = sorted({str(module) for module in changing.values() if module not in kept})
+    return CodeSnapshot(str(copy), own, tuple(loose), left_out)
+
+
+def _own_files(here: Path, modules: Mapping[str, Path]) -> tuple[list[str] | None, tuple[str, ...]]:
+    """Files of the user's code, and those of its packages that are left out; None outside a repository, or if the
+    modules alone are too large.
+
+    Taken are Python files of the repository, what else git knows of the packages of imported modules, and what it
+    ignores there of imported and of compiled modules, as these are generated. Anything else that it ignores may be
+    private.
+    """
+    listed = _tracked(here, ["*.py"])
+    if listed is None:
+        return None, ()
+    places = {scope(name, file) for name, file in modules.items()}
+    inside = {file for place in places for file in (place.rglob("*") if place.is_dir() else [place])}
+    found = {file.relative_to(here).as_posix() for file in {*inside, *modules.values()} if file.suffix in SUFFIXES}
+    imported = {file.relative_to(here).as_posix() for file in modules.values()}
+    code = {*listed, *imported, *(name for name in found if not name.endswith(".py"))}
+    others = {*(_tracked(here, [str(place.relative_to(here)) for place in places]) or ())} - code
+    room = OWN_LIMIT - sum((here / name).stat().st_size for name in code)
+    if room < 0:
+        return None, ()
+    if sum((here / name).stat().st_size for name in others) > room:
+        return sorted(code), tuple(sorted((found | others) - code))
+    return sorted(code | others), tuple(sorted(found - code))
 
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:
@@ -80,10 +122,13 @@ def _tracked(folder: Path, patterns: Sequence[str], *, others: bool = True) -> l
     return None if listed is None else sorted({name for name in listed.split("\0") if (folder / name).is_file()})
 
 
-def _keep(runs: Path, root: Path, names: Sequence[str]) -> Path:
+def _keep(runs: Path, root: Path, names: Sequence[str], *, write: bool) -> Path:
     """Copy files to a content-addressed folder, published by a rename."""
     contents = {name: (root / name).read_bytes() for name in sorted(names)}
-    target = own_folder(runs / FOLDER) / _digest(contents)
+    target = runs / FOLDER / _digest(contents)
+    if not write:
+        return target
+    own_folder(target.parent)
     temporary = target.with_name(f".new-{uuid.uuid4().hex[:8]}")
     temporary.mkdir(0o755)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submission, SubmitOptions
-from titan_exp.launch.provenance.changes import report_changes
+from titan_exp.launch.provenance.changes import report_changes, report_large_patch
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.rank.rank_env import RankInfo, forget_torchrun
@@ -58,6 +58,11 @@ class SlurmExecutor(Executor):
                 for submission in _submit(self, runs, here, options.echo):
                     found[submission.plan.folder.path] = submission
         return [found[plan.folder.path] for plan in plans]
+
+    def script(self, plan: RunPlan) -> str:
+        """Batch script of a run, with TOKEN in the place of the submission's token."""
+        snapshot = take_code_snapshot(_runs(plan), [plan.experiment], write=False)
+        return Batch(_runs(plan), [plan], snapshot, token="TOKEN").text
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query.
@@ -178,11 +183,13 @@ def _submit(
     slurm: SlurmExecutor, runs: Path, plans: Sequence[RunPlan], echo: Callable[[str], None]
 ) -> Iterable[Submission]:
     snapshot = take_code_snapshot(runs, [plan.experiment for plan in plans])
-    for name in snapshot.loose:
-        echo(f"{name} is outside the current folder's repository, so it is not copied: edits affect waiting jobs.")
+    for line in snapshot.notes():
+        echo(line)
     provenance = read_provenance(snapshot)
     existed = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
     old = {plan.folder.path for plan, there in zip(plans, existed, strict=True) if there}
+    for plan in [plan for plan in plans if plan.folder.path not in old][:1]:  # all have the same
+        report_large_patch(plan.folder, echo)
     statuses = slurm.status([plan.folder for plan in plans if plan.folder.path in old])
     ready = []
     for plan in plans:

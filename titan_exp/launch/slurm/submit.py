@@ -85,12 +85,17 @@ class Batch:
     """
 
     def __init__(
-        self, runs: Path, plans: Sequence[RunPlan], snapshot: CodeSnapshot, missing: MissingGroups | None = None
+        self,
+        runs: Path,
+        plans: Sequence[RunPlan],
+        snapshot: CodeSnapshot,
+        missing: MissingGroups | None = None,
+        token: str | None = None,
     ) -> None:
         self.plans = plans
         groups = plans[0].layout.cluster.replica_groups
         self._groups = missing.numbers if missing else tuple(range(groups)) if groups > 1 else None
-        self.token = missing.token if missing else uuid.uuid4().hex[:12]
+        self.token = missing.token if missing else token or uuid.uuid4().hex[:12]
         """Token in the job comment."""
         self.folder = submissions_folder(runs) / self.token
         """Submission folder; entries 0, 1, ... link to the run folders of an array."""
@@ -109,6 +114,11 @@ class Batch:
             array=None if single else len(plans),
             groups=self._groups,
         )
+
+    @property
+    def text(self) -> str:
+        """The batch script."""
+        return render(self._script)
 
     def token_of(self, index: int) -> str:
         """Token of a run, with the task index in an array."""
@@ -147,7 +157,7 @@ class Batch:
         """Call sbatch; returns the job id of each run. Raises RejectedError if sbatch fails, UncertainError if it times
         out or prints no job id."""
         script, lock = self.folder / "job.sh", str(self.folder / "sbatch.lock")
-        write_atomically(script, render(self._script), durable=False)
+        write_atomically(script, self.text, durable=False)
         # flock holds the lock while sbatch runs, even if this process is killed.
         command = ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(script)]
         with environment(_without_outer_jobs(self._script)):

@@ -60,11 +60,9 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
     if any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
         flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
     arguments = read_arguments(rest)
-    if flags and not arguments.has("-m", "--multirun"):
-        raise UserError(
-            f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep. One run is checked and "
-            "predicted by titan-exp plan, with the same overrides."
-        )
+    of_sweeps = [flag for flag in flags if flag != "--dry-run"]
+    if of_sweeps and not arguments.has("-m", "--multirun"):
+        raise UserError(f"{of_sweeps[0]} is a flag of sweeps: add -m, or use titan-exp sweep.")
     if set(arguments.flags) & SHOWS or not arguments.has("-m", "--multirun"):
         return SweepArgs(rest, _options(flags))
     for_hydra, others = _of_hydra(arguments.overrides)

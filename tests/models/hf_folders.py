@@ -33,6 +33,38 @@ CLASSES = {
         "head_dim": 16,
         "tie_word_embeddings": False,
     },
+    # A gated delta rule with a convolution, beside attention with norms over whole queries and keys.
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_key_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "tie_word_embeddings": False,
+    },
+    # The same, whose plan gathers the outputs of one linear after the other.
+    "qwen3_5_text": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    # A short convolution.
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    # A state-space model in chunks of 256 tokens.
+    "bamba": {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
     "t5": {"model_type": "t5", "is_encoder_decoder": True, "d_model": 64, "num_layers": 2, "n_positions": 512},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 512, "resid_pdrop": 0.1},
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,14 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_ch
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.hydra.repository_config import UNLIMITED
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.inference.generation import DecodeSession
+from titan_exp.models import huggingface
 from titan_exp.models.build import build_model, init_specs
+from titan_exp.models.hf_class.load_class import class_config
+from titan_exp.models.huggingface import token_mixing
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.rules import check
@@ -164,6 +169,11 @@ def test_fewer_layers_and_another_vocabulary_are_keys(tmp_path: Path):
         ("gemma", {"model_type": "gema"}, "training.seq_len=64", r"did you mean gemma"),
         ("gemma", {"model_type": "own", "auto_map": {}}, "training.seq_len=64", r"never executed"),
         ("t5", {}, "training.seq_len=64", r"encoder-decoder"),
+        ("olmo_hybrid", {}, "parallelism.tp=2", r"sequence_parallel=true: OlmoHybridGatedDeltaNet .* tokens only"),
+        ("olmo_hybrid", {}, "data.document_mask=true", r"document_mask=true: OlmoHybridGatedDeltaNet .* each other"),
+        ("qwen3_5_text", {}, "parallelism.tp=2 parallelism.sequence_parallel=false", r"tp=2: .* splits them for no"),
+        ("lfm2", {}, "data.document_mask=true", r"document_mask=true: Lfm2ShortConv"),
+        ("bamba", {}, "data.document_mask=true", r"document_mask=true: BambaMixer"),
     ],
 )
 def test_what_a_class_cannot_have_is_refused(
@@ -173,6 +183,101 @@ def test_what_a_class_cannot_have_is_refused(
     words = ["model=huggingface", f"model.repository={folder}", "cluster.device=cpu", *overrides.split()]
     with pytest.raises(UserError, match=rf"(?s){message}"):
         check(resolve_layout(to_experiment(compose(words)), 1))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_that_mix_tokens_by_attention_alone_are_accepted(tmp_path: Path, name: str):
+    assert token_mixing(config_of(write_config(tmp_path, name))) is None
+
+
+@pytest.mark.parametrize(
+    "overrides", ["parallelism.dp_shard=2", "parallelism.tp=2 parallelism.sequence_parallel=false"]
+)
+def test_a_hybrid_class_is_accepted_where_every_rank_sees_all_tokens(tmp_path: Path, overrides: str):
+    folder = write_config(tmp_path, "olmo_hybrid")
+    words = ["model=huggingface", f"model.repository={folder}", "cluster.device=cpu", *overrides.split()]
+    check(resolve_layout(to_experiment(compose(words)), 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "mixed"),
+    [
+        ("mlp", lambda hidden: hidden.cumsum(1)),
+        ("mlp", lambda hidden: hidden.mean(1, keepdim=True).expand_as(hidden)),
+        ("input_layernorm", lambda hidden: torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)),
+        ("mlp", lambda hidden: hidden * 2),
+    ],
+    ids=["sum of earlier tokens", "mean of all tokens", "shift", "none"],
+)
+def test_token_mixers_are_found_by_what_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, mixed: Callable[[torch.Tensor], torch.Tensor]
+):
+    """Planted in the second layer, also where weights multiply it by zero."""
+    modeling = pytest.importorskip("transformers.models.mistral.modeling_mistral")
+    kind = {"mlp": modeling.MistralMLP, "input_layernorm": modeling.MistralRMSNorm}[module]
+    plain, calls = kind.forward, list[int]()
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        out = plain(self, hidden)
+        return out + 0 * mixed(hidden) if len(calls) % 2 == 0 else out
+
+    monkeypatch.setattr(kind, "forward", forward)
+    found = token_mixing.__wrapped__(config_of(write_config(tmp_path, "mistral")))
+    expected = None if mixed(torch.ones(1, 2, 1)).eq(2).all() else f"{kind.__name__} mixes tokens outside attention"
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"model_type": "gemma4_text", "num_hidden_layers": 12, "num_key_value_heads": 2}, 6),
+        ({"model_type": "kimi_linear", "num_hidden_layers": 4, "linear_attn_config": {
+            "full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 4}}, 2),
+        ({"model_type": "laguna", "num_hidden_layers": 4, "num_attention_heads_per_layer": [4, 2, 4, 2]}, 2),
+        ({"model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-"}, 3),
+    ],
+    ids=lambda given: given["model_type"] if isinstance(given, dict) else "",
+)  # fmt: skip
+def test_lists_by_layer_are_cut_whatever_their_names(tmp_path: Path, changes: dict[str, Any], layers: int):
+    config = config_of(write_config(tmp_path, "gemma", **changes))
+    whole, cut = (class_config(given) for given in (config, dataclasses.replace(config, layers=layers)))
+    assert cut.num_hidden_layers == layers
+    assert cut.layer_types[: layers - 1] == whole.layer_types[: layers - 1]
+    assert len(cut.layer_types) == layers
+
+
+def test_every_class_is_composed_and_cut():
+    """All but those that are refused for another reason than a size."""
+    kept = {
+        # Numbers of kinds of layers that add up to all; blocks of three models; a decoder of another one's cache.
+        *("dory", "blt", "gemma4_assistant"),
+        # Two layers of it have no attention, which the class refuses.
+        "olmo_hybrid",
+    }
+    refused = set[str]()
+    for name in {kind.model_type for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING}:
+        try:
+            values = json.loads(json.dumps(transformers.CONFIG_MAPPING[name]().to_dict(), default=str))
+            config = huggingface._from_config_json(values, name)
+            class_config(dataclasses.replace(config, layers=2))
+        except Exception as error:
+            if not any(word in str(error) for word in ("encoder-decoder", "images or sound")):
+                refused.add(name)
+    assert refused <= kept
+
+
+def test_a_class_without_a_limit_has_none_and_one_with_its_own_is_named(tmp_path: Path):
+    values = {"vocab_size": 320, "n_embd": 64, "hidden_size": 64, "n_layer": 2, "num_hidden_layers": 2, "n_head": 4}
+    values |= {"num_heads": 8, "head_dim": 16}
+    for name in ("gpt2", "mamba2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**values, "model_type": name}))
+    mamba, gpt = (config_of(tmp_path / name) for name in ("mamba2", "gpt2"))
+    assert (mamba.context, class_config(mamba).num_hidden_layers) == (UNLIMITED, 2)
+    with pytest.raises(UserError, match=r"model\.context=1024"):
+        class_config(gpt)
+    assert class_config(dataclasses.replace(gpt, context=512)).n_positions == 512
 
 
 def test_a_wrong_path_is_answered_when_the_run_is_composed(tmp_path: Path):

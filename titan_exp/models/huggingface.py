@@ -5,6 +5,7 @@ The class is described by a model on the meta device, when a run is checked; com
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan_exp.config.errors.user_error import UserError
@@ -43,6 +44,17 @@ def spec(config: Config) -> ModelSpec:
     from titan_exp.models.hf_class.describe import describe
 
     return describe(config)
+
+
+@lru_cache(maxsize=256)
+def token_mixing(config: Config) -> str | None:
+    """Sentence about a module of the class that mixes tokens outside attention, found by a probe."""
+    from titan_exp.models.hf_class.load_class import require_transformers
+
+    require_transformers()
+    from titan_exp.models.hf_class.token_mixers import token_mixing
+
+    return token_mixing(config)
 
 
 def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "ClassDecoder":

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.attention_backends import (
     ATTENTION_BACKEND,
@@ -15,7 +17,7 @@ from titan_exp.config.machine.attention_backends import (
     efficient_multiple,
 )
 from titan_exp.models.spec.context import exceeds_context
-from titan_exp.models.spec.lookup import family_violations
+from titan_exp.models.spec.lookup import family_violations, token_mixing
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.mtp import MTP_DEPTH
 from titan_exp.rules.rule import Refuse, check_multiple, rules
@@ -63,10 +65,27 @@ def kernel_supports_head_size(spec: ModelSpec, training: TrainingConfig) -> Iter
         yield Violation(ATTENTION_BACKEND, backend, reason, remedy)
 
 
+def tokens_are_mixed_by_attention(
+    spec: ModelSpec, model: ModelConfig, data: DataConfig, parallelism: ParallelismConfig
+) -> Iterator[Violation]:
+    """No module beside attention mixes tokens, where it would see a part of them, or those of other documents."""
+    in_parts = parallelism.tp > 1 and parallelism.sequence_parallel
+    found = token_mixing(model) if in_parts or data.document_mask else None
+    if found is None:
+        return
+    if in_parts:
+        reason = f"{found}, which would see this rank's tokens only"
+        yield Violation("parallelism.sequence_parallel", True, reason, "parallelism.sequence_parallel=false")
+    if data.document_mask:
+        reason = f"{found}, which lets documents of a row see each other"
+        yield Violation("data.document_mask", True, reason, "data.document_mask=false")
+
+
 RULES = (
     *rules(
         family_supports_the_shape,
         sequence_fits_context,
+        tokens_are_mixed_by_attention,
         Refuse(
             MTP_DEPTH,
             lambda spec, training: spec.mtp_layers and len(spec.mtp_layers) >= training.seq_len,

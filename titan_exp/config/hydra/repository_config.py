@@ -1,7 +1,7 @@
 """OmegaConf resolvers for a model repository: the content of its `config.json`, and single sizes in it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,18 @@ REMEDY = "a folder with a config.json, as docs/examples/olmo_debug is; or a name
 """Repositories that can be read."""
 
 CONFIG_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "dim": ("hidden_size", "n_embd", "d_model", "dim"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "dim": ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"),
     "vocab_size": ("vocab_size",),
-    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+    "context": (
+        *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+        *("model_max_length", "context_length"),
+    ),
 }
 """Names of a size in `config.json`, by our key; classes differ."""
+
+UNLIMITED = 2**20
+"""Context in tokens of a class that has no limit, such as one without positions."""
 
 
 def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,12 +48,26 @@ def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[
 
 
 def config_size(values: Mapping[str, Any], size: str) -> int:
-    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`)."""
+    """A size in the content of `config.json` (`layers`, `dim`, `vocab_size`, `context`).
+
+    Raises:
+        ValueError: it is not there.
+    """
     names = CONFIG_KEYS[size]
     found = next((values[name] for name in names if values.get(name) is not None), None)
+    if found is None and size == "context":
+        return UNLIMITED
+    if found is None and size == "layers":
+        found = _kinds_of_layers(values)
     if not isinstance(found, int):
         raise ValueError(f"config.json has no {' or '.join(names)}")
     return found
+
+
+def _kinds_of_layers(values: Mapping[str, Any]) -> int | None:
+    """Length of the longest list of names in the content of a `config.json`: those of its layers' kinds."""
+    lists = [value for value in values.values() if isinstance(value, Sequence) and not isinstance(value, str)]
+    return max((len(names) for names in lists if all(isinstance(name, str) for name in names)), default=0) or None
 
 
 def _config_file(repository: str) -> Path:

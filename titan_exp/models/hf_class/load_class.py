@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.hydra.repository_config import CONFIG_KEYS
+from titan_exp.config.hydra.repository_config import CONFIG_KEYS, UNLIMITED, config_size
 from titan_exp.ops.import_torchao import import_torchao
 
 if TYPE_CHECKING:
@@ -32,22 +32,62 @@ def class_config(config: "Config") -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     values = {key: value for key, value in config.config_json.items() if key not in NOT_READ}
-    for key in ("layers", "vocab_size", "context"):
-        names = CONFIG_KEYS[key]
-        values[next((name for name in names if name in values), names[0])] = getattr(config, key)
-    if isinstance(values.get("layer_types"), list):
-        values["layer_types"] = values["layer_types"][: config.layers]
+    maker, fewer = CONFIG_MAPPING[kind], config.layers < _layers(values, config)
     try:
-        made = CONFIG_MAPPING[kind].from_dict(values)
+        try:
+            made = maker.from_dict(_resized(values, config, maker))
+        except Exception:
+            if not fewer:
+                raise
+            made = None
+        if fewer and getattr(made, CONFIG_KEYS["layers"][0], None) != config.layers:
+            # Lists by layer that the class makes of other keys are in its configuration of all layers.
+            made = maker.from_dict(_resized(maker.from_dict(values).to_dict(), config, maker))
+        limit = getattr(made, CONFIG_KEYS["context"][0], None)
     except Exception as error:  # its validation raises what it likes
         reason = " ".join(str(error).split())
         raise _refusal(
             "model.repository", config.repository, f"transformers refuses its config.json: {reason}"
         ) from error
+    if config.context == UNLIMITED and isinstance(limit, int) and 0 < limit < UNLIMITED:
+        reason = "its config.json names no context length, and its class has a limit of its own"
+        raise _refusal("model.context", config.context, reason, f"model.context={limit}")
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         reason = f"transformers has no causal language model of model_type {kind!r}"
         raise _refusal("model.repository", config.repository, reason, "a decoder such as OLMo, Gemma or GPT-NeoX")
     return made
+
+
+def _layers(values: Mapping[str, Any], config: "Config") -> int:
+    """Layers of the whole model; ours if `config.json` says no number."""
+    try:
+        return config_size(values, "layers")
+    except ValueError:
+        return config.layers
+
+
+def _resized(values: Mapping[str, Any], config: "Config", maker: Any) -> dict[str, Any]:
+    """Content of `config.json` with our sizes, for a class of configurations."""
+    layers = _layers(values, config)
+    found = {key: _first_layers(value, layers, config.layers) for key, value in values.items()}
+    for size in ("layers", "vocab_size", "context"):
+        names, number = CONFIG_KEYS[size], getattr(config, size)
+        own = (getattr(maker, "attribute_map", None) or {}).get(names[0], names[0])
+        name = next((name for name in (own, *names) if found.get(name) is not None), own)
+        # Lists alone tell the layers of some classes, and others have no limit of the context.
+        if found.get(name) is not None or (hasattr(maker, own) and number != UNLIMITED):
+            found[name] = number
+    return found
+
+
+def _first_layers(value: Any, layers: int, first: int) -> Any:
+    """A value of `config.json` without its entries of layers after the first ones.
+
+    A list of as many entries as there are layers has one for each, and a mapping whose keys are numbers is by layer.
+    """
+    if isinstance(value, Mapping) and value and all(str(key).isdecimal() for key in value):
+        return {key: part for key, part in value.items() if int(key) < first}
+    return value[:first] if isinstance(value, list | tuple) and len(value) == layers else value
 
 
 def build_class(config: "Config", attention: str) -> Any:

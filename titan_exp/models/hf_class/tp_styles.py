@@ -53,12 +53,23 @@ def block_styles(
             found.heads.append(owner)
         elif style not in (None, "replicate"):
             found.refusal = f"its plan has the style {style} for {owner}, which is no linear layer"
+    for module in {name.rpartition(".")[0]: None for name, style in found.linears.items() if _gathers(style)}:
+        if not any(_splits(style) for name, style in found.linears.items() if name.rpartition(".")[0] == module):
+            found.refusal = f"its plan gathers outputs of {module}, and splits them for no linear after it"
     _gather_once(found)
     for owner, style in styles.items():
         inside = [module for module in _sharded_modules(found) if owner.startswith(f"{module}.")]
         if style is None and inside:
             found.refusal = f"its plan shards {inside[0]} and says nothing about {owner}"
     return found
+
+
+def _gathers(style: LinearStyle) -> bool:
+    return isinstance(style, Colwise) and style.gathers_output
+
+
+def _splits(style: LinearStyle) -> bool:
+    return isinstance(style, Rowwise) and style.splits_input
 
 
 def _of(plan: Mapping[str, str], name: str) -> str | None:

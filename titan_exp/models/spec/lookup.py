@@ -32,6 +32,16 @@ def family_violations(config: ModelConfig) -> Iterator[Violation]:
             yield from list(rules(config))
 
 
+def token_mixing(config: ModelConfig) -> str | None:
+    """Sentence about a module that mixes tokens outside attention; None without one, or if the family does not say."""
+    find = getattr(component("model", config.architecture), "token_mixing", None)
+    if find is None:
+        return None
+    with _calling("token_mixing", config):
+        found: str | None = find(config)
+    return found
+
+
 def has_experts(config: ModelConfig) -> bool:
     """True if a layer of the model routes tokens to experts; False for a plain class."""
     spec = model_spec(config)

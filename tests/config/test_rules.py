@@ -415,7 +415,7 @@ TILES = [
         (["data.subset=en"], "data.subset", "data=huggingface"),
         (["data.data_files=[a]"], "data.data_files", "data=huggingface"),
         (["data.validation_split=validation"], "data.validation_split", "data=huggingface"),
-        (["data.streaming=true"], "data.streaming", "data=huggingface"),
+        (["data.streaming=true"], "", ""),
         (["model.vocab_size=256"], "model.vocab_size", "vocab_size=257"),
         (["model.vocab_size=257"], "", ""),
         (["data.tokenizer=nowhere.json"], "data.tokenizer", "data.tokenizer=bytes"),

@@ -81,6 +81,7 @@ def broken(*overrides: str) -> list[Violation]:
         (["data.paths=[a]", "data.tokenizer=bytes"], "data.tokenizer", "data.tokenizer=store"),
         (["data.paths=[a]", "data.validation_fraction=0.1"], "data.validation_fraction", "into a new store"),
         (["data.paths=[a]", "data.dataset=c4"], "data.dataset", "data=huggingface"),
+        (["data.paths=[a]", "data.streaming=true"], "data.streaming", "data=huggingface"),
         (["data=python_stdlib", "data.weights=[1]"], "data.weights", "mix the stores"),
         (["data=python_stdlib", "data.tokenizer=store"], "data.tokenizer", "data.tokenizer=bytes"),
         (["data.paths=[a]", "data.preview=601"], "data.preview", "data.preview=600"),

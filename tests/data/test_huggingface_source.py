@@ -208,7 +208,8 @@ def test_compressed_files_are_read_or_refused_before_the_launch(tmp_path: Path, 
     write_compressed(file, b'{"text": "one"}\n{"text": "two"}\n')
     package = {".zst": "zstandard", ".lz4": "lz4"}.get(suffix, "")
     for keys in ({"dataset": "json", "data_files": (str(file.parent / "x*"),)}, {"dataset": str(file.parent)}):
-        run = experiment(source="huggingface", streaming=streaming, validation_fraction=0.0, **keys)
+        data: dict[str, Any] = {"source": "huggingface", "streaming": streaming, "validation_fraction": 0.0, **keys}
+        run = experiment(**data)
         found = [violation for violation in _dataset_is_named(run.data) if str(violation.value) == str(file)]
         if suffix == ".lzma":
             assert "does not read .lzma" in found[0].reason
@@ -219,6 +220,7 @@ def test_compressed_files_are_read_or_refused_before_the_launch(tmp_path: Path, 
         elif suffix != ".lz4":
             assert found == []
             source = build_source(run.data)
+            assert isinstance(source, HuggingFaceStream | HuggingFaceTable)
             texts = source.open(0, None) if isinstance(source, HuggingFaceStream) else map(source.__getitem__, (0, 1))
             assert list(texts) == ["one", "two"]
 

@@ -145,7 +145,7 @@ class TrainLoader(Iterator[Any]):
             return
         if STREAMING in present and SHARDS in saved:
             warn(
-                "The checkpoint was written when all texts were tokenized while training: the run goes on in that "
+                "The checkpoint was written when all texts were tokenized while training: the run continues in that "
                 "order, in which an epoch is no exact pass over the data; checkpoint.continue_data=restart in a new "
                 "run begins in the present order",
             )

@@ -142,13 +142,13 @@ def loader(run: Experiment) -> TrainLoader:
 
 def test_a_checkpoint_of_the_former_order_goes_on_in_it(tmp_path: Path):
     run = experiment(source="text", paths=(str(write_files(tmp_path / "files", 40)),))
-    with pytest.warns(UserWarning, match="goes on in that order"):
+    with pytest.warns(UserWarning, match="continues in that order"):
         ranks = Ranks(run, 2, 4, FORMER_STATE)
     with ranks:
         found = [ranks.rows(1) for _ in range(6)]
     assert blake2b(json.dumps(found).encode(), digest_size=8).hexdigest() == FORMER_ROWS
     healed = loader(run)
-    with pytest.warns(UserWarning, match="goes on in that order"):
+    with pytest.warns(UserWarning, match="continues in that order"):
         healed.seek(FORMER_STATE)  # from another replica group
     assert rows_of(next(healed)) == found[0]
     healed.close()
@@ -318,7 +318,7 @@ def test_validation_documents_are_those_of_the_store(tmp_path: Path, monkeypatch
     folder = write_files(tmp_path / "files", 40)
     for limit in (None, 3):
         run = text_run(folder, validation_fraction=0.3, validation_documents=limit, document_mask=True)
-        shape: dict[str, int] = {"dp_rank": 1, "dp_degree": 2, "micro_batch_size": 3}
+        shape: dict[str, Any] = {"dp_rank": 1, "dp_degree": 2, "micro_batch_size": 3}
         tokenized, stored = (
             [(batch.tokens.tolist(), batch.labels.tolist()) for batch in ValidationLoader(data, SEQ_LEN, **shape)]
             for data in (text_run(folder, **{**vars_of(run), "streaming": True}).data, opened(run).data)

@@ -1,4 +1,4 @@
-"""Remarks on a composed run: typed overrides without effect, and a tokenizer that nobody typed."""
+"""Remarks on a composed run: typed overrides without effect, and a tokenizer left at its default."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ def remarks(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
 
 
 def forgotten_tokenizer(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
-    """A sentence if a model with a large vocabulary gets bytes, and nobody typed that."""
+    """A sentence if a model with a large vocabulary gets bytes by default."""
     rows, key = experiment.model.vocab_size, "data.tokenizer"
     typed = any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
     if experiment.data.tokenizer == "bytes" and not typed and rows > FEW_ROWS * BYTES_VOCABULARY:

@@ -114,13 +114,38 @@ def test_one_row_per_start_filled_in_later(tmp_path: Path) -> None:
     assert len(folder.attempts.read_text().splitlines()) == 2
 
 
-def test_a_line_that_is_no_attempt_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["{}", "", "[" * 100_000, '{"attempt": 2, "intent": 9}', "\0" * 50])
+def test_a_damaged_line_is_an_attempt_that_names_it(tmp_path: Path, damaged: str) -> None:
     folder = RunFolder(tmp_path)
-    folder.add_attempt(world_size=1, hosts=["a"])
+    first = folder.add_attempt(world_size=1, hosts=["a"])
     with folder.attempts.open("a") as file:
-        file.write("{}\n")
-    with pytest.raises(UserError, match="line 2"):
-        folder.read_attempts()
+        file.write(damaged.replace("}", ', "hosts": 7}') + "\n")
+    rows = folder.read_attempts()
+    assert [row.attempt for row in rows] == [1, 2]
+    assert rows[0] == first
+    assert rows[1].reason == "line 2 of attempts.jsonl is damaged"
+    assert rows[1].end is not None
+    assert folder.add_attempt(world_size=1, hosts=["a"]).attempt == 3
+    assert folder.read_attempts()[:2] == rows
+
+
+def test_every_flipped_bit_of_an_attempt_leaves_the_others_and_its_job(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.add_attempt(world_size=2, hosts=["a"], job_id="11", launched_by="slurm", token="t1")
+    folder.add_attempt(world_size=2, hosts=["b"], job_id="22", launched_by="slurm", token="t2")
+    whole, rows = folder.attempts.read_bytes(), folder.read_attempts()
+    begin = whole.index(b"\n") + 1
+    known = 0
+    for bit in range(8 * begin, 8 * (len(whole) - 1)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        folder.attempts.write_bytes(flipped)
+        found = folder.read_attempts()
+        assert found[0] == rows[0]
+        assert found[-1].attempt >= 2
+        # One bit is in one field: the job can still be asked for, by its id or its token.
+        known += (found[-1].job_id, found[-1].token) != (None, None)
+    assert known == 8 * (len(whole) - 1) - 8 * begin
 
 
 def _add_some(path: Path, count: int) -> None:

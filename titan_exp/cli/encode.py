@@ -31,9 +31,9 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(
             "This cannot be encoded.", [Violation("out", "", "no folder is given", f"out=stores/{options.images}")]
         )
-    from rich.console import Console
     from rich.progress import Progress
 
+    from titan_exp.config.command_line.terminal import Terminal
     from titan_exp.config.images.latent_format import latent_format
     from titan_exp.data.images.open_images import open_images
     from titan_exp.data.latent_store.encoders import Encoders
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
     encoders = Encoders.build(latent_format(options))
     images = open_images(options, options)
-    out, console = Path(options.out).expanduser(), Console(stderr=True)
+    out, console = Path(options.out).expanduser(), Terminal(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("images", total=len(images))
         manifest = write_latent_store(

@@ -22,10 +22,11 @@ def run(argv: Sequence[str]) -> int:
     if not sys.stdout.isatty():
         print(text, end="")
         return 0
-    from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(text))
+    from titan_exp.config.command_line.terminal import Terminal
+
+    Terminal().print(Markdown(text))
     return 0
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from titan_exp.config.command_line.options import options_help, take_options
 from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import FILE_BYTES
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.exit_status import TAIL
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, require_one, split_runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
-from titan_exp.launch.state.tail import FileTail
+from titan_exp.launch.state.tail import FileTail, last_lines
+from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 USAGE = """\
@@ -81,7 +83,11 @@ def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
         reason = f"\n  {state.reason}" if state is not None and state.reason else ""
         raise UserError(f"{path}: no such log; {known}.{reason}")
     print(f"==> {path} <==")
-    print(path.read_text(encoding="utf-8", errors="replace"), end="")
+    tail = FileTail(path, most=FILE_BYTES)
+    if tail.skipped:
+        print(f"==> its first {format_bytes(tail.skipped)} are left out <==")
+    for line in tail.lines(torn=True):
+        print(line)
 
 
 def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
@@ -125,9 +131,8 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
         number = max(1, state.attempt)
         rank = _first_to_fail(entry.folder, number) or 0
         path = _group_folder(entry.folder, number, None).attempt_logs(number) / f"rank-{rank:05d}.log"
-        if path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            print("\n".join(lines[-TAIL:]))
+        for line in last_lines(path, TAIL):
+            print(line)
     return 0
 
 

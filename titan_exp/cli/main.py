@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from titan_exp.cli.help import guides
-from titan_exp.config.command_line.output_encoding import replace_unencodable
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.os_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     code = 0
-    replace_unencodable()
+    safe_output()
     os.umask(os.umask(0o077) | 0o002)  # what a run executes is no user's to write whom no group includes
     try:
         code = _dispatch(typed)
@@ -64,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if with_traceback:
             raise
         from titan_exp.config.schema.foreign_code import Untrusted
-        from titan_exp.config.secrets.variables import concealed
 
-        print(concealed(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         if isinstance(error, Untrusted):
             print(f"  titan-exp {shlex.join([*typed, '--trust'])}", file=sys.stderr)
         return error.exit_code

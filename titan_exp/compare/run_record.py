@@ -14,8 +14,8 @@ from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metri
 from titan_exp.tracking.run_folder.group_events import summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage, ancestors, read_history
 from titan_exp.tracking.run_folder.overrides import read_overrides
+from titan_exp.tracking.run_folder.provenance_records import read_code, read_environment_record
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
 
 SILENCE = 120.0
@@ -95,7 +95,7 @@ def read_run(path: str | Path) -> Run:
     """Read a run folder in any state. Raises UserError if it has no configuration or a damaged file."""
     folder = RunFolder(path)
     config = read_values(folder.config)
-    code = read_json(folder.code) or {}
+    code = read_code(folder.code) or {}
     attempts = folder.read_attempts()
     rows = read_history(folder.path)
     ancestor = next(ancestors(folder.path), None)
@@ -118,7 +118,7 @@ def read_run(path: str | Path) -> Run:
         device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
         device=_device(folder.env),
         commit=code.get("commit"),
-        dirty=any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
+        dirty=any(part.get("dirty") for part in code.get("imported", ())) or code.get("dirty"),
         overrides=read_overrides(folder.overrides) or (),
         source=str(path),
         lost_seconds=None if (groups := summarize_groups(folder)) is None else groups.lost,
@@ -158,8 +158,8 @@ def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
 
 def _device(path: Path) -> str | None:
     try:
-        found = read_json(path) or {}
+        found = read_environment_record(path) or {}
     except UserError:
         return None
-    gpus = [str(gpu.get("name")) for gpu in found.get("gpus") or [] if isinstance(gpu, dict)]
+    gpus = [str(gpu.get("name")) for gpu in found.get("gpus") or []]
     return ", ".join(dict.fromkeys(gpus)) or found.get("cpu")

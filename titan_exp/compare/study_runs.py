@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.state import read_json
 
 STUDY_FILE = "study.json"
@@ -54,25 +53,49 @@ class StudyRecord:
 
 def read_study_record(folder: Path) -> StudyRecord | None:
     """Read the study record of a folder of runs; None if missing. Raises UserError if it is not a study record."""
-    path = folder / STUDY_FILE
-    found = read_json(path)
+    found = read_json(folder / STUDY_FILE, _Study)
     if found is None:
         return None
-    try:
-        return StudyRecord(
-            name=found.get("name") or folder.name,
-            question=found.get("question", ""),
-            points={point["run_id"]: point["variant"] for point in found.get("points", ())},
-            baseline=found.get("baseline"),
-            metrics=tuple(found.get("metrics", {}).items()),
-            lists={name: tuple(keys) for name, keys in found.get("lists", {}).items()},
-            choices={point["run_id"]: point.get("choices", {}) for point in found.get("points", ())},
-            skipped=found.get("skipped", {}),
-            seeds={point["run_id"]: point.get("seed") for point in found.get("points", ())},
-            rounds=found.get("rounds", {}),
-            rounds_of={point["run_id"]: point.get("round", 1) for point in found.get("points", ())},
-            parameters=found.get("parameters", {}),
-            tune=found.get("tune", ""),
-        )
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is not a study record ({error!r}). Launch the study again to rewrite it.") from None
+    points = found.get("points", [])
+    return StudyRecord(
+        name=found.get("name") or folder.name,
+        question=found.get("question", ""),
+        points={point["run_id"]: point["variant"] for point in points},
+        baseline=found.get("baseline"),
+        metrics=tuple(found.get("metrics", {}).items()),
+        lists={name: tuple(keys) for name, keys in found.get("lists", {}).items()},
+        choices={point["run_id"]: point.get("choices", {}) for point in points},
+        skipped=found.get("skipped", {}),
+        seeds={point["run_id"]: point.get("seed") for point in points},
+        rounds=found.get("rounds", {}),
+        rounds_of={point["run_id"]: point.get("round", 1) for point in points},
+        parameters=found.get("parameters", {}),
+        tune=found.get("tune", ""),
+    )
+
+
+class _Point(TypedDict):
+    run_id: str
+    variant: str
+    choices: NotRequired[dict[str, str]]
+    seed: NotRequired[int | None]
+    round: NotRequired[int]
+
+
+class _Rounds(TypedDict, total=False):
+    metric: str
+    better: str
+    rungs: list[Any]
+
+
+class _Study(TypedDict, total=False):
+    name: str
+    question: str
+    points: list[_Point]
+    baseline: str | None
+    metrics: dict[str, str]
+    lists: dict[str, list[str]]
+    skipped: dict[str, str]
+    rounds: _Rounds
+    parameters: dict[str, dict[str, Any]]
+    tune: str

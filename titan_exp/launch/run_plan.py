@@ -20,6 +20,7 @@ from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout, with_automatic_kernels
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
+from titan_exp.config.paths.foreign_file import read_file, read_text
 from titan_exp.config.paths.parent_run import normalize_parent
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.run_signature import signed
@@ -32,7 +33,7 @@ from titan_exp.launch.state.run_lookup import run_path
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.atomic_write import sync_all
 from titan_exp.tracking.run_folder.folder_owner import refuse_foreign_folders
-from titan_exp.tracking.run_folder.overrides import overrides_text
+from titan_exp.tracking.run_folder.overrides import overrides_text, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 
 
@@ -114,8 +115,9 @@ def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | 
     """
     with explain_write_errors(plan.folder.path):
         for name, text in _snapshot(plan, provenance).items():
-            path = plan.folder.path / name
-            old = path.read_bytes().decode(errors="surrogateescape") if path.exists() else None
+            path, old = plan.folder.path / name, None
+            with contextlib.suppress(FileNotFoundError):
+                old = read_file(path).decode(errors="surrogateescape")
             if old == text:
                 continue
             if old is not None and last_attempt:
@@ -163,8 +165,8 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
 def _nondefault(plan: RunPlan, config: str) -> str:
     """Overrides that differ from the defaults: those in the folder, unless its configuration changes."""
     folder = plan.folder
-    if folder.nondefault.exists() and folder.config.exists() and folder.config.read_text(encoding="utf-8") == config:
-        return folder.nondefault.read_text(encoding="utf-8")
+    if (recorded := read_overrides(folder.nondefault)) is not None and read_text(folder.config) == config:
+        return overrides_text(recorded)
     differing = nondefault_overrides(to_dict(with_automatic_kernels(plan.experiment)))
     return overrides_text(list(map(mask_override, differing)))
 

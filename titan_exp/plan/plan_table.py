@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
@@ -40,7 +41,7 @@ _SHORT = {
 
 def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = False) -> None:
     """Print a plan on a terminal; with `kernels`, also the step of the largest rank by class of kernels."""
-    console = console or Console()
+    console = console or Terminal()
     training, layout = plan.experiment.training, plan.layout
     devices = f"{groups_of(plan.experiment)}{layout.world_size} x {plan.device.name if plan.device else 'CPU process'}"
     micro_batch = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.tracking.number_format import format_duration
 
 INTERVAL = 5.0
@@ -21,7 +22,7 @@ ProgressCallback = Callable[[int, int], None]
 @contextmanager
 def byte_progress(title: str, console: Console | None = None) -> Iterator[ProgressCallback]:
     """Show progress for the duration of the block, on standard error by default."""
-    console = console or Console(stderr=True, highlight=False)
+    console = console or Terminal(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield _lines(title, console)
         return

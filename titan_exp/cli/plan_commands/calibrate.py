@@ -26,8 +26,8 @@ from titan_exp.plan.plan_json import NotPredicted, Prediction
 from titan_exp.plan.time.fit import MIN_RUNS, Fit, Observation, fit
 from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.provenance_records import read_environment_record
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 
 HELP = """\
 titan-exp plan calibrate: fit a device's constants to finished runs; later plans use them.
@@ -112,7 +112,7 @@ def _read(run: RunEntry, cache: Path, *, trust: bool) -> _Measured:
     speed = summarize(folder).tokens_per_second
     if not speed:
         raise UserError("no speed was logged (the first steps are left out; tracking.log_every=5 logs more often)")
-    env = read_json(folder.env) or {}
+    env = read_environment_record(folder.env) or {}
     experiment = load_experiment(folder.config, trust)
     if experiment.training.batch_ramp:
         raise UserError("its steps differ in length (training.batch_ramp)")

@@ -179,7 +179,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
         yield show
         return
-    from rich.console import Console
+    from titan_exp.config.command_line.terminal import Terminal
 
-    with Console(stderr=True).status("starting") as status:
+    with Terminal(stderr=True).status("starting") as status:
         yield status.update

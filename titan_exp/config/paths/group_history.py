@@ -4,11 +4,54 @@ Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups 
 groups, not their names, determine the sums of a step, bit by bit.
 """
 
-import json
 from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NotRequired, TypedDict
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import of_kind, parse_json, read_lines
+
+
+class GroupEvent(TypedDict):
+    """Fields of every event in groups.jsonl."""
+
+    event: str
+    attempt: int
+    time: float
+
+
+class Quorum(GroupEvent):
+    """Fields of a quorum."""
+
+    step: int
+    quorum: int
+    groups: list[int]
+    joined: list[int]
+
+
+class OfGroup(GroupEvent):
+    """Fields of the event of one group."""
+
+    group: int
+    start: NotRequired[int]
+
+
+KINDS = {"quorum": Quorum, "lighthouse started": GroupEvent}
+"""Fields by event; others are of one group."""
+
+
+def read_group_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Events in a file groups.jsonl, oldest first, none if it is missing; torn and damaged lines are left out."""
+    try:
+        for line in read_lines(path):
+            try:
+                event = parse_json(line, GroupEvent)
+                yield of_kind(KINDS.get(event["event"], OfGroup), event)
+            except ValueError:
+                continue
+    except FileNotFoundError:
+        return
 
 
 class GroupHistory:
@@ -19,12 +62,7 @@ class GroupHistory:
         self._steps: list[int] = []
         """Steps committed before each change, ascending."""
         self._groups: list[int] = []
-        log = self._path / "groups.jsonl"
-        for line in log.read_bytes().splitlines() if log.is_file() else ():
-            try:
-                event = json.loads(line)
-            except ValueError:  # torn
-                continue
+        for event in read_group_events(self._path / "groups.jsonl"):
             if event["event"] == "quorum":
                 # A quorum after an earlier step, or the same, replaces what followed: a refused step is repeated, and a
                 # later attempt begins at its checkpoint.

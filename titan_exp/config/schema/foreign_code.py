@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS, import_paths_in
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE, is_own
 
@@ -41,16 +42,14 @@ def require_trust(
 def require_plain(path: Path) -> None:
     """Raise Untrusted if composing a configuration that this user did not launch could do more than set values: by
     import paths, interpolations, a defaults list, or settings of Hydra."""
-    import yaml
-
-    from titan_exp.config.paths.yaml_file import Loader
+    from titan_exp.config.paths.yaml_file import read_yaml
 
     try:
-        text = path.read_bytes()
-        values = yaml.load(text, Loader)
-    except (OSError, yaml.YAMLError):
-        return  # Hydra says what is wrong
-    if not isinstance(values, dict) or is_own(text, path.with_name(SIGNATURE_FILE)):
+        text = read_file(path)
+    except FileNotFoundError:
+        return  # Hydra says so
+    values = read_yaml(path, "a configuration", content=text)
+    if is_own(text, path.with_name(SIGNATURE_FILE)):
         return
     found = [Violation(key, name, WHY, _remedy(name)) for key, name in import_paths_in(values).items()]
     found += [Violation(key, "", _HYDRA, "a run's config.yaml has no such key") for key in _composing(text, values)]

@@ -10,6 +10,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.paths.user_folder import user_folder
 
 SIGNATURE_FILE = "config.sig"
@@ -25,8 +27,8 @@ def signed(config: str, others: Path) -> str | None:
     if key is None:
         return None
     try:
-        lines = others.read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError):
+        lines = read_file(others).decode("ascii").split()
+    except (OSError, UnicodeDecodeError, UserError):
         lines = []
     return "\n".join(dict.fromkeys([*lines, _digest(key, config.encode())])) + "\n"
 
@@ -37,8 +39,8 @@ def is_own(config: bytes, signatures: Path) -> bool:
     if key is None:
         return False
     try:
-        lines = signatures.read_bytes().split()
-    except OSError:
+        lines = read_file(signatures).split()
+    except (OSError, UserError):
         return False
     expected = _digest(key, config).encode()
     return any(hmac.compare_digest(line, expected) for line in lines)

@@ -15,6 +15,7 @@ from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
+from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import config_class, current_names
 from titan_exp.config.schema.foreign_code import Trust, require_trust
 from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
@@ -61,6 +62,8 @@ def read_values(path: str | Path, imports: Collection[str] = (), trust: Trust = 
     """
     values, text = _read(Path(path))
     require_trust(Path(path), text, values, trust, imports)
+    if wrong := [name for name in hints(Experiment) if not isinstance(values.get(name, {}), dict)]:
+        raise UserError(f"{path}: {wrong[0]} is no group of keys, as in the config.yaml of a run.")
     return {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
 
 
@@ -68,9 +71,9 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     from titan_exp.config.paths.yaml_file import read_yaml
 
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        text = read_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} cannot be read: no such file or directory.") from error
     values = read_yaml(path, "a configuration", content=text)
     if not values:
         raise UserError(f"{path} contains no configuration; a run's is config.yaml in its folder.")

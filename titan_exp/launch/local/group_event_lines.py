@@ -1,9 +1,9 @@
 """Console lines of replica groups: deaths, starts, heals and groups that stay away, from groups.jsonl."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from titan_exp.config.paths.foreign_file import parse_json
 from titan_exp.launch.state.tail import FileTail
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -20,7 +20,7 @@ class GroupEventLines:
         """Lines of the events since the last call. A damaged event is skipped."""
         for text in self._tail.lines():
             try:
-                event = json.loads(text)
+                event = parse_json(text)
                 if event["attempt"] == self._attempt and (line := self._describe(event)) is not None:
                     yield line
             except (ValueError, LookupError, TypeError):

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.config.command_line.output_encoding import replace_unencodable
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_plan import RunPlan, plan_run
+from titan_exp.tracking.run_folder.overrides import read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PREDICTION_FLAG = "--prediction"
@@ -21,11 +22,8 @@ PREDICTION_FLAG = "--prediction"
 def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:
     """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or is
     not trusted with the code that it names."""
-    import yaml
-
     experiment = load_experiment(folder.config, trust)
-    typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
-    return plan_run(experiment, typed, folder)
+    return plan_run(experiment, read_overrides(folder.overrides) or (), folder)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     if not folder or rest not in ([], [PREDICTION_FLAG]):
         print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
         return UserError.exit_code
-    replace_unencodable("utf-8")
+    safe_output("utf-8", raw=True)
     prediction = sys.stdin.read() if rest else None
     try:
         return run(replace(plan_relaunch(RunFolder(Path(folder)), trust=True), prediction=prediction)).exit_code

@@ -17,8 +17,8 @@ from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
 from titan_exp.tracking.number_format import format_bytes
+from titan_exp.tracking.run_folder.provenance_records import read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 
 if TYPE_CHECKING:
     from titan_exp.launch.run_plan import RunPlan
@@ -44,22 +44,22 @@ def code_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
 
 def attempt_changes(folder: RunFolder, attempt: int) -> tuple[str, list[str]]:
     """Start that attempt `attempt` continues, and the code changes since: the last attempt, or the parent run."""
-    present = read_json(folder.code) or {}
+    present = read_code(folder.code) or {}
     if attempt > 1:
-        kept = read_json(folder.attempt_logs(attempt - 1) / folder.code.name)
+        kept = read_code(folder.attempt_logs(attempt - 1) / folder.code.name)
         return f"attempt {attempt - 1}", [] if kept is None else code_changes(kept, present)
     name, runs = load_group(folder.config, "checkpoint").continue_from, load_group(folder.config, "paths").runs
     if name is None:
         return "", []
     parent = parent_location(name, Path(runs).expanduser().absolute())
-    recorded = read_json(Path(parent) / folder.code.name)
+    recorded = read_code(Path(parent) / folder.code.name)
     return name, [] if recorded is None else code_changes(recorded, present)
 
 
 def edited_code(folder: RunFolder) -> list[str]:
     """Recorded files that were edited before this process imported them, a line per repository. Snapshots do not
     change: they replace titan_exp and the repository of the current folder."""
-    record = read_json(folder.code) or {}
+    record = read_code(folder.code) or {}
     parts, frozen = recorded_parts(record), record.get("frozen") or {}
     if frozen:
         del parts["titan_exp"]
@@ -108,7 +108,7 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
     provenance, identities = read_provenance(), dict[str, Any]()
     stale: dict[tuple[str, ...], list[RunPlan]] = {}
     for plan in done:
-        recorded = read_json(plan.folder.code)
+        recorded = read_code(plan.folder.code)
         lines = [] if recorded is None else code_changes(recorded, provenance.code_record(plan.experiment))
         lines += _data_changes(plan.folder, plan.experiment, identities)
         if lines:

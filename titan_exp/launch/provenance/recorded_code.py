@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.launch.provenance.provenance import IMPORTED
+from titan_exp.tracking.run_folder.provenance_records import read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.run_folder.state import read_json
 
 _FILE = re.compile(r'^diff --git "?a/(.+?)"? "?b/', re.MULTILINE)
 
@@ -38,11 +41,10 @@ class RecordedCode:
 
 def read_recorded_code(folder: RunFolder) -> RecordedCode:
     """Read the code of a run; without parts if it was not recorded."""
-    record = read_json(folder.code)
-    try:
-        patch = folder.diff.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        patch = ""
+    record = read_code(folder.code)
+    patch = ""
+    with suppress(FileNotFoundError, UserError):
+        patch = read_text(folder.diff)
     parts = [
         RecordedPart(name, *(part.get(field) for field in ("version", "commit", "branch", "dirty")))
         for name, part in ({} if record is None else recorded_parts(record)).items()

@@ -22,13 +22,12 @@ from typing import Any, NoReturn
 
 import psutil
 
-from titan_exp.config.command_line.output_encoding import replace_unencodable
+from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.cuda_allocator import allocator_environment
 from titan_exp.config.machine.host_allocator import return_freed_memory
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.config.secrets.variables import concealed
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
@@ -72,7 +71,7 @@ def run_rank(folder: RunFolder, rank: RankInfo) -> int:
     """Run one rank that has joined its attempt; returns its exit code, or 0 for a saved stop if srun would kill
     peers."""
     return_freed_memory(MAPPED_BYTES)
-    replace_unencodable("utf-8")  # a log is UTF-8 in any locale
+    safe_output("utf-8", raw=True)  # a log is UTF-8 in any locale
     code = _Rank(folder, rank).run()
     return DONE if rank.gang and code == STOPPED else code
 
@@ -82,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m titan_exp.launch.rank.main RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
+    safe_output("utf-8", raw=True)
     folder = RunFolder(arguments[0])
     extend_import_path()
     try:
@@ -140,7 +140,6 @@ class _Rank:
             code, error = _call(_rank_main, str(self.folder.path))
         if error is not None:
             self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
-            error = replace(error, message=concealed(error.message), traceback=concealed(error.traceback))
         watchdog.stop()
         self._end(code, error)
         if error is not None:

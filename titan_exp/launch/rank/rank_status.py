@@ -3,13 +3,16 @@
 A rank that has exited without a recorded end was killed.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
-from titan_exp.tracking.run_folder.state import DONE, STOPPED
+from titan_exp.tracking.run_folder.state import DONE, STOPPED, read_json
 
 FALLBACK_FOLDER = "TITAN_EXP_SPARE"
 """Environment variable: folder on another disk for the record if the run folder is missing or its disk is full."""
@@ -62,7 +65,7 @@ class RankRecord:
 def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
     """Write a rank's record beside the attempt's logs, or into the fallback folder if that fails."""
     name = _name(record.rank)
-    text = json.dumps(asdict(record), indent=2) + "\n"
+    text = concealed(json.dumps(asdict(record), indent=2)) + "\n"
     try:
         write_atomically(folder.make_attempt_logs(attempt) / name, text, durable=False)
     except OSError:
@@ -73,16 +76,13 @@ def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
 
 
 def read_record(folder: RunFolder, attempt: int, rank: int, fallback: Path | None = None) -> RankRecord | None:
-    """Read a rank's record, from the fallback folder first; None before its start."""
+    """Read a rank's record, from the fallback folder first; None before its start, and if it is damaged."""
     for logs in (fallback, folder.attempt_logs(attempt)):
         if logs is None:
             continue
-        try:
-            fields = json.loads((logs / _name(rank)).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        error = fields.pop("error")
-        return RankRecord(**fields, error=None if error is None else RankError(**error))
+        with contextlib.suppress(UserError):  # damaged: as if the rank had not started
+            if (record := read_json(logs / _name(rank), RankRecord)) is not None:
+                return record
     return None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.health.hang_report import HangDiagnosis
 from titan_exp.launch.rank.rank_status import RankError, RankRecord
+from titan_exp.launch.state.tail import last_lines
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
 
 TAIL = 20
@@ -115,8 +116,5 @@ def ended(exit_codes: Iterable[int], stop_reason: str | None) -> AttemptResult:
 
 def tail(log: Path) -> str:
     """Last lines of a log, below its path; empty if there are none."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join([f"End of {log}:", *lines[-TAIL:]]) if lines else ""
+    lines = last_lines(log, TAIL)
+    return "\n".join([f"End of {log}:", *lines]) if lines else ""

@@ -1,7 +1,9 @@
 """Run lookup by study, study/label, id prefix or path."""
 
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +117,11 @@ def _default_runs() -> str:
 
 
 def _all(runs: Path) -> list[RunEntry]:
+    for name in run_groups(runs):
+        try:
+            StudyFolder(runs / name).read()
+        except UserError as error:
+            print(error, file=sys.stderr)
     found = [
         entry for name in run_groups(runs) for entry in _in_group(runs / name) if is_readable_run(entry.folder.path)
     ]
@@ -160,8 +167,10 @@ def _entry(path: Path) -> RunEntry:
 def _in_group(path: Path) -> list[RunEntry]:
     """Runs of a study in order, then its removed runs, then other runs in its folder."""
     study = StudyFolder(path)
-    record: StudyRecord | None = study.read()
+    record: StudyRecord | None = None
     found: dict[Path, RunEntry] = {}
+    with suppress(UserError):  # damaged: its runs are as those of no study
+        record = study.read()
     if record is not None:
         rungs = len(record.rounds.get("rungs", ()))
         for point in record.points:

@@ -14,8 +14,8 @@ def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
         points = [point for point in record.points if point.round == number]
         name = f"rung {number} of {len(rungs)}"
         if not points:
-            yield f"{name}: begins when the rung before is done, with the best {record.rounds['keep']} of it"
+            yield f"{name}: begins when the rung before is done, with the best {record.rounds.get('keep')} of it"
             continue
         states = count_states([statuses[study.run(point).path].state for point in points])
-        chosen = f", the best by {record.rounds['metric']}" if number > 1 else ""
+        chosen = f", the best by {record.rounds.get('metric')}" if number > 1 else ""
         yield f"{name}: to step {points[0].steps}, {len(points)} run(s){chosen}: {states}"

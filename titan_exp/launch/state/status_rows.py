@@ -1,27 +1,27 @@
 """Rows of `titan-exp status`: state, newest metrics and predictions of each run."""
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import yaml
-
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.batch_ramp import sequences_after
+from titan_exp.config.paths.foreign_file import read_text
+from titan_exp.config.schema.typed_config import load_group
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.plan.gate.predicted import read_predicted_metrics
 from titan_exp.tracking.run_folder.group_events import GroupSummary, summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
+from titan_exp.tracking.run_folder.provenance_records import read_environment_record
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import REPORTED, Value
 
-_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
-_STOP_AFTER = re.compile(r"^training:\n(?:  .*\n)*?  stop_after: (\d+)$", re.MULTILINE)
+_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,15})$", re.MULTILINE)
+_STOP_AFTER = re.compile(r"^training:\n(?:  .*\n)*?  stop_after: (\d{1,15})$", re.MULTILINE)
 _RAMP = re.compile(r"^training:\n(?:  .*\n)*?  batch_ramp:$", re.MULTILINE)
 _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 
@@ -75,7 +75,19 @@ class StatusRow:
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
     """Build the status row of each run."""
     now = run_statuses([entry.folder for entry in found])
-    return [_row(entry, now[entry.folder.path]) for entry in found]
+    return [_row_or_damage(entry, now[entry.folder.path]) for entry in found]
+
+
+def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
+    """Row of a run; of one with a damaged file, which is the reason, if the table would fail for it."""
+    try:
+        return _row(entry, status)
+    except UserError as error:
+        name, folder = entry.folder.path.name, str(entry.folder.path)
+        return StatusRow(
+            *(entry.label, entry.group, name, folder, "unreadable", status.step),
+            *(None, None, None, None, None, None, status.job_id, status.reason or str(error), entry.removed),
+        )
 
 
 def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
@@ -138,13 +150,10 @@ def _seconds_left(values: dict[str, Value], step: int, steps: int, sequences: Ca
 
 def _sequences_after(folder: RunFolder) -> Callable[[int], int]:
     """Sequences of the first steps together, or their number where every step has as many."""
-    text = ""
-    with suppress(OSError):
-        text = folder.config.read_text(encoding="utf-8", errors="replace")
-    if _RAMP.search(text) is None:
+    if _RAMP.search(read_text(folder.config)) is None:
         return lambda steps: steps
-    training = yaml.safe_load(text)["training"]
-    return lambda steps: sequences_after(training["batch_ramp"], training["global_batch_size"], steps)
+    training = load_group(folder.config, "training", trust=True)
+    return lambda steps: sequences_after(training.batch_ramp, training.global_batch_size, steps)
 
 
 def _hours(folder: RunFolder, status: RunStatus) -> float:
@@ -160,8 +169,8 @@ def _hours(folder: RunFolder, status: RunStatus) -> float:
 def _configured(entry: RunEntry) -> tuple[int | None, bool]:
     """Total steps, and True if the run is on GPUs, from its configuration."""
     try:
-        text = entry.folder.config.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        text = read_text(entry.folder.config)
+    except FileNotFoundError:
         return (None if entry.point is None else entry.point.steps), False
     # The format is our own, and parsing a thousand files as YAML takes many seconds.
     found, device = _STOP_AFTER.search(text) or _STEPS.search(text), _DEVICE.search(text)
@@ -169,6 +178,6 @@ def _configured(entry: RunEntry) -> tuple[int | None, bool]:
     if device is not None and device[1] != "auto":
         return steps, device[1] == "cuda"
     try:
-        return steps, bool(json.loads(entry.folder.env.read_text())["gpus"])
-    except (OSError, ValueError, KeyError):
+        return steps, bool((read_environment_record(entry.folder.env) or {}).get("gpus"))
+    except UserError:
         return steps, False

@@ -8,13 +8,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder, is_held
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
+
+
+class RoundsRecord(TypedDict, total=False):
+    """Metric and better direction of later rounds and, with halving, rungs and the kept fraction."""
+
+    metric: str
+    better: str
+    rungs: list[Any]
+    keep: Any
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class StudyRecord:
     """Skip reasons of all other points, by label."""
     lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keys that a named list sets together, by its name."""
-    rounds: Mapping[str, Any] = field(default_factory=dict)
+    rounds: RoundsRecord = field(default_factory=RoundsRecord)
     """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Kind and bounds of each range of a search, by key."""
@@ -92,21 +101,7 @@ class StudyFolder:
 
     def read(self) -> StudyRecord | None:
         """Read study.json; None if missing. Raises UserError if it is not a study record."""
-        fields = read_json(self.json)
-        if fields is None:
-            return None
-        try:
-            return StudyRecord(
-                **{
-                    **fields,
-                    "typed": tuple(fields["typed"]),
-                    "lists": {name: tuple(keys) for name, keys in fields.get("lists", {}).items()},
-                    "points": tuple(map(_study_run, fields["points"])),
-                    "removed": tuple(map(_study_run, fields["removed"])),
-                }
-            )
-        except (TypeError, KeyError) as error:
-            raise UserError(f"{self.json} is not a study record ({error}). Remove it; sweep rewrites it.") from None
+        return read_json(self.json, StudyRecord)
 
     def write(self, record: StudyRecord, text: str) -> StudyRecord:
         """Write study.yaml and study.json, archiving earlier versions; returns the record with its removed points.
@@ -117,7 +112,7 @@ class StudyFolder:
         before = self.read()
         now = replace(record, removed=removed_runs(before, record), time=time.time())
         if before is not None:
-            same = self.yaml.exists() and self.yaml.read_text() == text
+            same = self.yaml.exists() and read_text(self.yaml) == text
             if same and replace(before, time=now.time) == now:
                 return before
             # A later round adds points, which is no other version.
@@ -140,11 +135,7 @@ class StudyFolder:
         number = len(list(self.history.glob("*.json"))) + 1
         for path in (self.yaml, self.json):
             if path.exists():
-                write_atomically(self.history / f"{number:03d}{path.suffix}", path.read_text(encoding="utf-8"))
-
-
-def _study_run(fields: Mapping[str, Any]) -> StudyRun:
-    return StudyRun(**{**fields, "overrides": tuple(fields["overrides"])})
+                write_atomically(self.history / f"{number:03d}{path.suffix}", read_text(path))
 
 
 def removed_runs(before: StudyRecord | None, now: StudyRecord) -> tuple[StudyRun, ...]:

@@ -21,6 +21,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
@@ -147,7 +148,8 @@ def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> Predic
         raise
     except Exception as error:
         # Torch's exceptions may hold operators, which have no pickle.
-        raise _PlanningFailedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
+        reason = concealed(str(error).partition("\n")[0])
+        raise _PlanningFailedError(f"{type(error).__name__}: {reason}") from None
 
 
 def _merge(

@@ -1,6 +1,7 @@
 """Predicted metrics of a run, read from its plan.json in the units of metrics.jsonl."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -20,8 +21,12 @@ class PredictedMetrics:
 def read_predicted_metrics(folder: RunFolder) -> PredictedMetrics:
     """Read the predictions of a run; all None if plan.json is missing or damaged."""
     try:
-        found = read_json(folder.plan) or {}
+        found = read_json(folder.plan, _Prediction) or {}
     except UserError:
         return PredictedMetrics()
-    values = (found.get(name) for name in ("memory", "tokens_per_second"))
-    return PredictedMetrics(*(float(value) if isinstance(value, int | float) else None for value in values))
+    return PredictedMetrics(found.get("memory"), found.get("tokens_per_second"))
+
+
+class _Prediction(TypedDict, total=False):
+    memory: float | None
+    tokens_per_second: float | None

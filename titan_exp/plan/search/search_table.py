@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import shown
 from titan_exp.config.groups import batch_ramp
 from titan_exp.config.groups.training import TrainingConfig
@@ -24,7 +24,7 @@ def print_search(
 ) -> None:
     """Print a search result on a terminal, with the command of each row, and GPU-hours if the run's number of tokens is
     known."""
-    console, first = Console(), result.rows[0].candidate
+    console, first = Terminal(), result.rows[0].candidate
     training = first.experiment.training
     devices = f"{groups_of(first.experiment)}{first.layout.world_size} x {device.name}"
     step = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"

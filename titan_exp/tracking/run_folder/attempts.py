@@ -1,17 +1,22 @@
 """attempts.jsonl: one row per start of a run."""
 
 import json
+import re
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import of_kind, parse_json, read_lines
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.file_lock import FileLock
 
 LOCK_TIMEOUT = 30.0
 """Lock timeout in seconds; a rewrite of the file takes milliseconds."""
+
+_FIELD = re.compile(r'"(\w+)": ("[^"\\]*"|\[("[^"\\]*"(, )?)*\]|[\w.+-]+)')
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ class Attempt:
     """Step of the newest checkpoint at the start; 0 without one."""
 
 
+_HINTS = get_type_hints(Attempt)
+
+
 class AttemptLog:
     """Attempt rows of one run. The file is rewritten atomically under a lock."""
 
@@ -53,12 +61,17 @@ class AttemptLog:
         self.path = path
 
     def read(self) -> list[Attempt]:
-        """Read all rows, oldest first. Raises UserError if a line is not a row."""
+        """Read all rows, oldest first, one per number. A damaged line has those fields that can still be read, and
+        names itself. Raises UserError if the file cannot be read."""
+        rows: dict[int, Attempt] = {}
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            for line_number, line in enumerate(read_lines(self.path), 1):
+                number = max(rows, default=0) + 1
+                row = self._parse(line) or self._salvage(line, line_number, number)
+                rows[row.attempt] = row
         except FileNotFoundError:
             return []
-        return [self._parse(number, line) for number, line in enumerate(lines, 1)]
+        return [rows[number] for number in sorted(rows)]
 
     def add(self, **fields: Any) -> Attempt:
         """Append a row with the intent to start; returns it."""
@@ -84,11 +97,21 @@ class AttemptLog:
         return lock
 
     def _write(self, rows: list[Attempt]) -> None:
-        write_atomically(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        write_atomically(self.path, concealed("".join(json.dumps(asdict(row)) + "\n" for row in rows)))
 
-    def _parse(self, number: int, line: str) -> Attempt:
+    def _parse(self, line: bytes) -> Attempt | None:
         try:
-            fields = json.loads(line)
-            return Attempt(**{**fields, "hosts": tuple(fields["hosts"])})
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{self.path}, line {number}: not an attempt of this run. Remove that line.") from None
+            row = parse_json(line, Attempt)
+        except ValueError:
+            return None
+        return row if row.attempt >= 1 else None
+
+    def _salvage(self, line: bytes, line_number: int, number: int) -> Attempt:
+        """Row of a damaged line: the fields between its damages, such as the id of a job that may still run."""
+        found: dict[str, Any] = {}
+        for name, text, *_ in _FIELD.findall(line.decode(errors="replace")):
+            with suppress(ValueError, KeyError):
+                found[name] = of_kind(_HINTS[name], json.loads(text))
+        note = f"line {line_number} of {self.path.name} is damaged"
+        known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0)), "reason": note}
+        return Attempt(**{**known, **found, "attempt": number})

@@ -6,11 +6,13 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import parse_json, read_file
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class FileLock:
     def holder(self) -> LockHolder | None:
         """Last recorded process; None if missing or incomplete."""
         try:
-            return LockHolder(**json.loads(self.path.read_text()))
-        except (OSError, ValueError, TypeError):
+            return parse_json(read_file(self.path), LockHolder)
+        except (OSError, ValueError, UserError):
             return None
 
     def __enter__(self) -> "FileLock":
@@ -87,11 +89,20 @@ class FileLock:
 
     def _open(self, *, query: bool) -> int:
         try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+                raise self._misplaced() from error
             if not query or error.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            return os.open(self.path, os.O_RDONLY)  # a run of another user, or on a read-only disk
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # of another user, or on a read-only disk
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._misplaced()
+        return descriptor
+
+    def _misplaced(self) -> UserError:
+        return UserError(f"{self.path} is no file, where that of a lock belongs. Move it away.")
 
     def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
         while True:

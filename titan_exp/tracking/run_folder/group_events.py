@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from titan_exp.config.paths.group_history import read_group_events
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import read_all_rows, read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -13,12 +15,12 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) -> None:
     """Append an event; an error is logged and ends nothing."""
-    line = json.dumps({"time": time.time(), "attempt": attempt, "event": event, **fields}) + "\n"
+    line = json.dumps({"time": time.time(), "attempt": attempt, "event": event, **fields})
     try:
         # One write in append mode: the launcher and the leading group share the file.
         descriptor = os.open(folder.groups, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            os.write(descriptor, line.encode())
+            os.write(descriptor, f"{concealed(line)}\n".encode())
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -26,16 +28,8 @@ def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) 
 
 
 def read_events(folder: RunFolder) -> list[dict[str, Any]]:
-    """Events of all attempts, oldest first; torn lines are left out."""
-    if not folder.groups.exists():
-        return []
-    events = []
-    for line in folder.groups.read_bytes().splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
+    """Events of all attempts, oldest first; torn and damaged lines are left out."""
+    return list(read_group_events(folder.groups))
 
 
 def newest_quorum(folder: RunFolder) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.state import read_json
 
 LINEAGE_FILE = "lineage.json"
 """File name in the run folder."""
@@ -29,16 +30,7 @@ class Lineage:
     @staticmethod
     def read(run_folder: Path) -> "Lineage | None":
         """Lineage of a run; None if it was not continued from another. Raises UserError if the file is damaged."""
-        path = run_folder / LINEAGE_FILE
-        try:
-            return Lineage(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError):
-            raise UserError(
-                f"{path} names no parent with its step and tokens; it was edited by hand. Remove it, and the run "
-                "counts as one of its own."
-            ) from None
+        return read_json(run_folder / LINEAGE_FILE, Lineage)
 
     def write(self, run_folder: Path) -> None:
         """Write the file of a run."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import FILE_BYTES, LARGEST, LINE_BYTES, open_file, parse_json, read_lines
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.sink import Value
 
@@ -79,35 +80,41 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
     A step logged again after a resume keeps the row of the latest attempt; rows of one step and attempt are merged. A
     torn last line is ignored, so that a running run can be read; any other invalid line raises UserError.
     """
-    if not path.exists():
-        return []
     rows: dict[int, dict[str, Value]] = {}
-    lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line]
-    for number, line in lines:
-        row = _parse(line)
+    damaged = 0
+    for number, line in enumerate(_lines(path), 1):
+        if damaged and line:
+            raise UserError(f"{path}, line {damaged}: not a row of metrics. Remove that line; the others are kept.")
+        row = parse_row(line)
         if row is not None:
             _merge(rows, row)
-        elif number < lines[-1][0]:
-            raise UserError(f"{path}, line {number}: not a row of metrics. Remove that line; the others are kept.")
+        elif line:
+            damaged = number
     return [rows[step] for step in sorted(rows)]
 
 
 def read_all_rows(path: Path) -> Iterator[dict[str, Value]]:
     """Rows as they were written, also of steps that a later attempt trained again; damaged lines are left out."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    yield from (row for line in lines if (row := _parse(line)) is not None)
+    yield from (row for line in _lines(path) if (row := parse_row(line)) is not None)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        yield from read_lines(path)
+    except FileNotFoundError:
+        return
 
 
 def read_last_values(path: Path) -> dict[str, Value]:
-    """Latest value of every key, read from the end of the file alone."""
+    """Latest value of every key, read from the end of the file alone. Raises UserError if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             lines = _last_lines(file)
     except FileNotFoundError:
         return {}
     values: dict[str, Value] = {}
     for line in lines:
-        row = _parse(line)  # None if reading began within a line
+        row = parse_row(line)  # None if reading began within a line
         values |= {} if row is None else {key: value for key, value in row.items() if value is not None}
     return values
 
@@ -118,7 +125,7 @@ def _last_lines(file: BinaryIO) -> list[bytes]:
     while True:
         file.seek(max(0, size - length))
         lines = file.read().split(b"\n")
-        if len(lines) > TAIL_ROWS or length >= size:
+        if len(lines) > TAIL_ROWS or length >= min(size, FILE_BYTES):
             return lines
         length *= 4
 
@@ -129,18 +136,24 @@ def decode(row: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def repair(path: Path) -> None:
-    """Truncate a last line torn by a crash; a complete last line without a newline is terminated."""
-    if not path.exists():
+    """Truncate a last line torn by a crash; a complete last line without a newline is terminated. Raises UserError if
+    it is longer than `LINE_BYTES`."""
+    try:
+        with open_file(path) as file:
+            size, length, text = file.seek(0, os.SEEK_END), TAIL_BYTES, b""
+            while b"\n" not in text and len(text) < size:
+                if length > LINE_BYTES:
+                    raise UserError(f"{path}: its last line is longer than {LINE_BYTES // 2**20} MiB. Remove it.")
+                file.seek(max(0, size - length))
+                text, length = file.read(), length * 4
+    except FileNotFoundError:
         return
-    with path.open("r+b") as file:
-        text = file.read()
-        end = text.rfind(b"\n") + 1
-        if end == len(text):
-            return
-        if _parse(text[end:]) is not None:
-            file.write(b"\n")
-        else:
-            file.truncate(end)
+    torn = text[text.rfind(b"\n") + 1 :]
+    if torn and parse_row(torn) is None:
+        os.truncate(path, size - len(torn))
+    elif torn:
+        with path.open("ab") as whole:
+            whole.write(b"\n")
 
 
 def _merge(rows: dict[int, dict[str, Value]], row: dict[str, Value]) -> None:
@@ -157,14 +170,24 @@ def _attempt(row: dict[str, Value]) -> float:
     return row.get("attempt") or 0
 
 
-def _parse(line: bytes) -> dict[str, Value] | None:
+def parse_row(line: bytes) -> dict[str, Value] | None:
+    """Row of a line; None if it is damaged."""
     try:
-        row = json.loads(line)
+        row = parse_json(line, dict)
     except ValueError:
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step <= LARGEST or not all(map(_is_value, row.values())):
         return None
     return decode(row)
+
+
+def _is_value(value: object) -> bool:
+    if isinstance(value, list):  # of numbers, in the record of expert load
+        return all(type(item) in (int, float) for item in value)
+    if isinstance(value, str):
+        return value in ("NaN", "Infinity", "-Infinity")
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def _encode(value: Value | Sequence[int]) -> Value | Sequence[int] | str:

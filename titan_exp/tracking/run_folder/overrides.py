@@ -6,6 +6,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from yaml import YAMLError
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import of_kind, read_text
+from titan_exp.config.paths.yaml_file import load_node
+
 
 def overrides_text(overrides: Sequence[str]) -> str:
     """Content of a file of overrides."""
@@ -13,11 +19,11 @@ def overrides_text(overrides: Sequence[str]) -> str:
 
 
 def read_overrides(path: Path) -> tuple[str, ...] | None:
-    """Overrides in a file; None if it is missing or was edited by hand."""
+    """Overrides in a file; None if it is missing or holds something else."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return tuple(str(json.loads(line[2:])) for line in lines if line.startswith("- "))
-    except (OSError, ValueError):
+        _, lines = load_node(read_text(path))
+        return of_kind(tuple[str, ...], lines)
+    except (OSError, ValueError, YAMLError, UserError):
         return None
 
 

@@ -13,11 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE
+from titan_exp.config.secrets.variables import concealed
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below, overwrite, write_atomically
 from titan_exp.tracking.run_folder.attempts import Attempt, AttemptLog
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError, LockHolder, is_held
-from titan_exp.tracking.run_folder.state import Heartbeat, RunState, parse_state, read_json
+from titan_exp.tracking.run_folder.state import Heartbeat, RunState, read_json
 
 __all__ = ["Attempt", "Heartbeat", "LockHolder", "LockedError", "RunFolder", "RunState", "write_atomically"]
 
@@ -101,12 +104,12 @@ class RunFolder:
         return logs
 
     def read_state(self) -> RunState | None:
-        """Read state.json; None before the run folder is created."""
-        return parse_state(self.state)
+        """Read state.json; None before the run folder is created. Raises UserError if it is damaged."""
+        return read_json(self.state, RunState)
 
     def write_state(self, state: RunState, *, durable: bool = True) -> None:
         """Replace state.json; without `durable` the caller syncs the folder."""
-        write_atomically(self.state, json.dumps(asdict(state)) + "\n", durable=durable)
+        write_atomically(self.state, concealed(json.dumps(asdict(state))) + "\n", durable=durable)
 
     def beat(self, step: int, *, force: bool = False, warning: str | None = None) -> bool:
         """Write a heartbeat after `step` steps, at most one per second unless `force`; returns True if written. On a
@@ -114,7 +117,7 @@ class RunFolder:
         now = time.monotonic()
         if force or now - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._last_heartbeat = now
-            text = json.dumps({"step": step, "time": time.time(), "warning": warning}) + "\n"
+            text = concealed(json.dumps({"step": step, "time": time.time(), "warning": warning})) + "\n"
             try:
                 write_atomically(self.heartbeat, text, durable=False)
             except OSError as error:
@@ -125,9 +128,10 @@ class RunFolder:
         return False
 
     def read_heartbeat(self) -> Heartbeat | None:
-        """Read the last heartbeat; None before the first."""
-        fields = read_json(self.heartbeat)
-        return None if fields is None else Heartbeat(**fields)
+        """Read the last heartbeat; None before the first. A damaged one counts as none: the next replaces it."""
+        with contextlib.suppress(UserError):
+            return read_json(self.heartbeat, Heartbeat)
+        return None
 
     def warning(self) -> str | None:
         """What a user of the newest attempt should know; None without a warning. It outlives the attempt."""
@@ -145,12 +149,12 @@ class RunFolder:
     def request_stop(self, reason: str) -> None:
         """Request save-and-stop of the ranks; the first reason is kept."""
         if not self.stop.exists():
-            write_atomically(self.stop, reason + "\n")
+            write_atomically(self.stop, concealed(reason) + "\n")
 
     def stop_reason(self) -> str | None:
         """Reason of the stop request; None without one."""
         try:
-            return self.stop.read_text(encoding="utf-8").strip()
+            return read_text(self.stop).strip()
         except FileNotFoundError:
             return None
 

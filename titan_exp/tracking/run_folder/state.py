@@ -1,12 +1,12 @@
 """Run state (`state.json`) and heartbeat of rank 0 (`heartbeat`)."""
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import parse_json, read_file
 
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
 
@@ -46,33 +46,16 @@ class Heartbeat:
         return max(0.0, time.time() - self.time)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a file; None if missing. Raises UserError if it is not a JSON object."""
+def read_json(path: Path, kind: Any = dict) -> Any:
+    """Read a JSON object from a file, of a type as in `of_kind`; None if missing. Raises UserError if it is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_file(path), kind)
     except FileNotFoundError:
         return None
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
+    except ValueError as error:
         raise UserError(
-            f"{path} is not a JSON object; it was edited by hand. Remove it; the state is then derived again."
-        )
-    return value
-
-
-def parse_state(path: Path) -> RunState | None:
-    """Read a run state; None if missing. Raises UserError if it is not a run state."""
-    fields = read_json(path)
-    if fields is None:
-        return None
-    try:
-        state = RunState(**fields)
-    except TypeError as error:
-        raise UserError(f"{path} is not a run state ({error}). Remove it; the state is then derived again.") from None
-    if state.state not in get_args(StateName):
-        raise UserError(f"{path}: {state.state!r} is none of {', '.join(get_args(StateName))}. Remove the file.")
-    return state
+            f"{path} is damaged, or was edited by hand ({error}). Remove it; what it holds then counts as not recorded."
+        ) from None
 
 
 def has_diverged(state: str, reason: str | None) -> bool:

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.tracking.number_format import format_count, format_duration
 from titan_exp.tracking.sinks.sink import Row, Value
 
@@ -32,7 +33,7 @@ class ConsoleSink:
         interval: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or Terminal()
         self._total, self._title, self._interval, self._clock = total_steps, title, interval, clock
         self._row: Row | None = None
         self._warning: str | None = None

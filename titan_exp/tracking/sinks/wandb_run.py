@@ -3,19 +3,20 @@
 Paths, hosts and job ids are omitted from the configuration, so that runs differ only in keys that affect results.
 """
 
-import json
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.run_folder.lineage import Ancestor, ancestors
+from titan_exp.tracking.run_folder.overrides import read_overrides
+from titan_exp.tracking.run_folder.provenance_records import read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import read_json
 
 VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
 """Groups that do not affect the result."""
@@ -88,10 +89,7 @@ def _stored_id(folder: Path) -> str | None:
 
 def _typed(overrides: Path) -> list[str]:
     """Typed overrides that affect the result."""
-    if not overrides.exists():
-        return []
-    typed = OmegaConf.to_container(OmegaConf.load(overrides), resolve=False)
-    return [str(line) for line in typed if not _is_volatile(str(line))] if isinstance(typed, list) else []
+    return [override for override in read_overrides(overrides) or () if not _is_volatile(override)]
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
@@ -110,9 +108,9 @@ def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
 def _study_label(folder: RunFolder, run_id: str) -> str | None:
     """Label of this run's point in its study, without the seed; None outside a study."""
     try:
-        study = json.loads((folder.path.parent / "study.json").read_text(encoding="utf-8"))
+        study = read_json(folder.path.parent / "study.json") or {"points": ()}
         points = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, LookupError, TypeError, AttributeError):
         return None  # a missing label must not disable the sink
     return points.get(run_id)
 
@@ -134,7 +132,7 @@ def _config(
     config = {group: values for group, values in resolved.items() if group not in VOLATILE}
     study = resolved["experiment"]["name"]
     config["experiment"] = {"name": study, "seed": resolved["experiment"]["seed"]}
-    code = json.loads(folder.code.read_text()) if folder.code.exists() else {}
+    code = read_code(folder.code) or {}
     axis, value = _axis(folder, run_id)
     config["run"] = {
         "study": study,
@@ -144,7 +142,7 @@ def _config(
         "run_id": run_id,
         "world_size": world_size,
         "commit": code.get("commit"),
-        "dirty": any(part["dirty"] for part in code.get("imported", ())) or code.get("dirty"),
+        "dirty": any(part.get("dirty") for part in code.get("imported", ())) or code.get("dirty"),
     }
     if ancestor is not None:
         lineage = ancestor.lineage

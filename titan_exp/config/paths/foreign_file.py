@@ -1,0 +1,153 @@
+"""Files that others may have written, such as those of a run folder: read within bounds, and checked against a type.
+
+Anything may be in them, or in their place: a folder, a FIFO, a device, gigabytes, flipped bits, 100,000 brackets.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from titan_exp.config.errors.user_error import UserError
+
+Kind = TypeVar("Kind")
+
+FILE_BYTES = 2**26
+"""Largest file that is read as a whole; records have kilobytes, the study of a thousand points a megabyte."""
+LINE_BYTES = 2**24
+"""Longest line; 94 layers of 128 experts take 70 kB."""
+DEPTH = 64
+"""Most brackets inside one another."""
+LARGEST = 2.0**53
+"""Largest number, to which floats hold every integer; dates, too, can be computed from it."""
+
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading without waiting for a writer.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it is not a file, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}. Move it away.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Content of a file. Raises as `open_file`, and UserError if it is larger than `FILE_BYTES`."""
+    with open_file(path) as file:
+        try:
+            content = file.read(FILE_BYTES + 1)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    if len(content) > FILE_BYTES:
+        raise UserError(f"{path} has more than {FILE_BYTES // 2**20} MiB, which no such file has. Move it away.")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Text of a file, as `read_file`; bytes that are not UTF-8 are replaced."""
+    return read_file(path).decode("utf-8-sig", errors="replace")
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file of any size, without their ends. Raises as `open_file`, and UserError at a line longer than
+    `LINE_BYTES`."""
+    with open_file(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
+            if len(line) == LINE_BYTES:
+                raise UserError(f"{path}, line {number}: longer than {LINE_BYTES // 2**20} MiB. Remove that line.")
+            yield line.removesuffix(b"\n")
+
+
+def parse_json(text: bytes | str, kind: type[Kind] | Any = Any) -> Any:
+    """Value of a JSON text, of a type as in `of_kind`. Raises ValueError if it is none, or is nested too deeply."""
+    text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+    if text.count("[") + text.count("{") > DEPTH and _depth(text) > DEPTH:
+        raise ValueError(f"nested more than {DEPTH} deep")
+    return of_kind(kind, json.loads(text))
+
+
+def of_kind(kind: type[Kind] | Any, value: Any) -> Any:
+    """JSON value as a type: a dataclass, whose fields are all known, a TypedDict, a tuple, a mapping, a union or a
+    scalar. Raises ValueError if it is of another."""
+    if kind is Any:
+        return value
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return _first_of(arguments, value)
+    if origin is Literal:
+        fits = value in arguments
+    elif origin in (int, float):
+        fits = type(value) in (int, origin) and math.isfinite(value) and abs(value) <= LARGEST
+    elif origin in (str, bool, NoneType):
+        fits = type(value) is origin
+    elif origin in (tuple, list):
+        fits = isinstance(value, list)
+        value = origin(of_kind(arguments[0], item) for item in value) if fits else value
+    elif is_dataclass(kind) or is_typeddict(kind):
+        return _record(kind, value)
+    else:
+        fits = isinstance(value, dict)
+        value = {key: of_kind(arguments[1], item) for key, item in value.items()} if fits and arguments else value
+    if not fits:
+        raise ValueError(f"{str(value)[:40]} is not {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def _first_of(kinds: tuple[Any, ...], value: Any) -> Any:
+    for kind in kinds:
+        try:
+            return of_kind(kind, value)
+        except ValueError:
+            continue
+    raise ValueError(
+        f"{str(value)[:40]} is none of {', '.join(getattr(kind, '__name__', str(kind)) for kind in kinds)}"
+    )
+
+
+def _record(kind: Any, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    hints, required = _fields(kind)
+    if missing := required - value.keys():
+        raise ValueError(f"{', '.join(sorted(missing))} is missing")
+    if is_typeddict(kind):
+        return {key: of_kind(hints.get(key, Any), item) for key, item in value.items()}
+    if unknown := value.keys() - hints.keys():
+        raise ValueError(f"{', '.join(sorted(unknown))} is unknown")
+    return kind(**{key: of_kind(hints[key], item) for key, item in value.items()})
+
+
+@cache
+def _fields(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Types of fields, and the fields without a default."""
+    if is_typeddict(kind):
+        return get_type_hints(kind), kind.__required_keys__
+    needed = (field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING)
+    return get_type_hints(kind), frozenset(needed)
+
+
+def _depth(text: str) -> int:
+    level = most = 0
+    for mark in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
+        level += 1 if mark in "[{" else -1
+        most = max(most, level)
+    return most

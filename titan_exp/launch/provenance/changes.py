@@ -95,8 +95,8 @@ def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
     parts = folder.diff.read_bytes().split(b"\ndiff --git a/")[1:]
     largest = [part.partition(b" b/")[0].decode(errors="replace") for part in sorted(parts, key=len, reverse=True)]
     echo(
-        f"{folder.diff} has {format_bytes(size)}, most of it of {_named(largest)}. Every run keeps a copy: commit large "
-        "files, or list them in .gitignore to leave them out."
+        f"{folder.diff} has {format_bytes(size)}, most of it of {_named(largest)}. Every run keeps a copy: commit "
+        "large files, or list them in .gitignore to leave them out."
     )
 
 

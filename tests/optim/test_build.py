@@ -9,6 +9,8 @@ from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.parameter_roles import parameter_roles
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.parameter_groups import named_parameters
@@ -83,6 +85,20 @@ def test_roles_are_those_of_the_modules():
     assert {role for name, role in roles.items() if "norm" in name} == {"vector"}
     assert {role for name, role in roles.items() if name.endswith(("qkv.weight", "down.weight"))} == {"matrix"}
     assert named_parameters([GroupedLinear(2, 4, 8, 0.02)])[0].role == "expert"
+
+
+def test_biases_of_experts_are_vectors():
+    """A stack of vectors is vectors, also where the spec says so."""
+    experts = GroupedLinear(2, 4, 8, 0.02, bias_std=0.0)
+    decayed, kept = build_optimizer([experts], ADAMW).param_groups
+    assert [parameter.shape for parameter in decayed["params"]] == [(2, 8, 4)]
+    assert ([parameter.shape for parameter in kept["params"]], kept["weight_decay"]) == ([(2, 8)], 0.0)
+    assert {named.name: named.role for named in named_parameters([experts])} == {"weight": "expert", "bias": "vector"}
+    spec = model_spec(to_experiment(compose(["model=gpt_oss_debug"])).model)
+    assert spec is not None
+    roles = parameter_roles(spec)
+    assert {role for name, role in roles.items() if name.endswith("bias")} == {"vector"}
+    assert roles["blocks.0.feed_forward.experts.down.weight"] == "expert"
 
 
 def test_roles_have_their_own_learning_rate_and_weight_decay():

@@ -16,7 +16,11 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
 
 OWN = "model.architecture=tests.models.own_family +model.embedding_scale=2.0"
-EXPERIMENTS = {"own": OWN, "float8": f"{OWN} quantization=float8_rowwise quantization.smallest_gemm=0"}
+EXPERIMENTS = {
+    "own": OWN,
+    "normed": "model.architecture=tests.models.own_head_norm +model.gathers=whole",
+    "float8": f"{OWN} quantization=float8_rowwise quantization.smallest_gemm=0",
+}
 MIXER = """
 name: mixer
 architecture: tests.models.own_mixer
@@ -44,6 +48,20 @@ def mixer(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("layout", ["parallelism.tp=2", "parallelism.cp=2", "parallelism.pp=2"])
 def test_a_subclass_of_the_decoder_trains_in_every_layout(tmp_path: Path, one_device, layout: str):
     assert_same_curve(train(tmp_path, *OWN.split(), layout), one_device("own"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("parallelism.tp=2 parallelism.dp_shard=2", marks=pytest.mark.day),
+        # More ranks than key and value heads, which replicate them.
+        pytest.param("parallelism.tp=4 parallelism.sequence_parallel=false", marks=pytest.mark.night),
+        pytest.param("parallelism.tp=2 compile=blocks compile.backend=aot_eager", marks=pytest.mark.night),
+        pytest.param("parallelism.tp=2 activation_checkpoint=full parallelism.cp=2", marks=pytest.mark.night),
+    ],
+)
+def test_a_norm_over_all_heads_sees_those_of_all_ranks(tmp_path: Path, one_device, layout: str):
+    assert_same_curve(train(tmp_path, *EXPERIMENTS["normed"].split(), *layout.split()), one_device("normed"))
 
 
 @pytest.mark.night

@@ -79,6 +79,10 @@ def refusal(*overrides: str) -> str:
             ["return a factor in [0, 1]", "lr_schedule.decay"],
         ),
         ([f"training.objective={OWN}.Corpus"], ["defines no build"]),
+        (
+            ["model.architecture=tests.models.own_head_norm", "+model.gathers=gone", "parallelism.tp=2"],
+            ["blocks.0.attention.gone, and Decoder has no such module", "Rowwise(gathers=...)"],
+        ),
         ([f"{FAULTY}", f"optimizer.name={OWN}.Optimizer", "quantization=mxfp8"], ["quantization.recipe", "needs rho"]),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,

@@ -159,7 +159,7 @@ def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterSca
 
 
 def _is_decayed(named: NamedParameter, config: OptimizerConfig) -> bool:
-    return named.parameter.dim() >= 2 or config.decay_vectors
+    return named.role != "vector" or config.decay_vectors
 
 
 def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None:
@@ -173,7 +173,7 @@ def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
     """Role of a parameter of a module."""
     declared: Role | None = getattr(module, "parameter_role", None)
-    if parameter.dim() < 2:
+    if parameter.dim() - (declared == "expert") < 2:  # a stack of vectors is vectors
         return "vector"
     if declared is not None:
         return declared

@@ -20,7 +20,7 @@ from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
-from titan_exp.models.spec.tp_plan import VocabEmbedding, VocabLogits
+from titan_exp.models.spec.tp_plan import Rowwise, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
 
 INPUTS = ("tokens", "positions", "documents")
@@ -183,6 +183,9 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if name not in planned:
             reason = f"the spec shards {name}, and no module of {kind} has it in its tp_plan()"
             remedy = "def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention has"
+        elif isinstance(linear.tp, Rowwise) and (missing := _missing_beside(model, name, linear.tp.gathers)):
+            reason = f"the spec lets {name} gather the input of {missing}, and {kind} has no such module"
+            remedy = "Rowwise(gathers=...) with the name of a module beside the linear"
         elif not isinstance(planned[name], Linear):
             reason = f"{name} is a {type(planned[name]).__name__}, which is not sharded"
             remedy = "titan_exp.models.blocks.linear.Linear, or tp=None in the spec and parallelism.tp=1"
@@ -190,6 +193,12 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
             continue
         yield Violation(field, degree, reason, remedy)
         return
+
+
+def _missing_beside(model: nn.Module, linear: str, name: str) -> str | None:
+    """Full name of a module beside a linear that is not there; None if it is, or without a name."""
+    path = f"{linear.rpartition('.')[0]}.{name}"
+    return path if name and path not in dict(model.named_modules()) else None
 
 
 def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:

@@ -52,6 +52,8 @@ def token_mixing(config: "Config") -> str | None:
 def _mixing_module(anatomy: Anatomy) -> str | None:
     body = anatomy.body.eval()
     del anatomy.blocks[_enough(anatomy.blocks) :]
+    for linear in [module for module in body.modules() if type(module) is nn.Linear]:
+        linear.forward = partial(_mean, width=linear.out_features)  # type: ignore[method-assign]
     with torch.device("meta"):
         hidden = torch.empty(1, TOKENS, anatomy.embedding.embedding_dim)
         _compute_less(body, hidden)
@@ -155,15 +157,13 @@ def _largest(body: nn.Module, hidden: Tensor) -> int:
 
 
 def _give_cheap_weights(body: nn.Module) -> None:
-    """Give the body's modules on the meta device values that take no memory, and linears that multiply nothing."""
+    """Give the body's modules on the meta device values that take no memory."""
     for module in body.modules():
         for name, parameter in module.named_parameters(recurse=False):
             value = torch.full((), 0.5, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu"))
-        if type(module) is nn.Linear:
-            module.forward = partial(_mean, width=module.out_features)  # type: ignore[method-assign]
 
 
 def _mean(x: Tensor, width: int) -> Tensor:

@@ -10,7 +10,7 @@ def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
     ends: dict[str, Role] = {"embedding.weight": "embedding", "head.weight": "head"}
     return {
         name: "vector"
-        if len(shape) < 2
+        if len(shape) - (name in stacked) < 2
         else ends.get(name, "expert" if name in stacked or len(shape) > 2 else "matrix")
         for name, shape in spec.shapes.items()
     }

@@ -76,6 +76,9 @@ class Rowwise:
 
     splits_input: bool = False
     """True if every rank has the whole input, of which it takes its part."""
+    gathers: str = ""
+    """Name of a module beside the linear and before it, such as a norm over all heads, that is called with the features
+    of all ranks; the linear takes its part of what comes of them. Empty if none is."""
 
 
 @dataclass(frozen=True)

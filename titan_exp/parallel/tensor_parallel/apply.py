@@ -164,8 +164,11 @@ def _shard_linear(
         return
     linear_impl.shard(input_sharded=isinstance(style, Rowwise), amax_reduce=amax_reduce)
     if isinstance(style, Rowwise):
-        divided = _divided(weight, axis, dim=1)
-        sharded = RowParallelLinear(divided, region, linear_impl, bias, splits_input=style.splits_input)
+        divided, splits = _divided(weight, axis, dim=1), style.splits_input
+        if style.gathers:
+            whole, splits = block.get_submodule(style.gathers), True
+            whole.register_forward_pre_hook(partial(_gather_features, region, weight.shape[1]))
+        sharded = RowParallelLinear(divided, region, linear_impl, bias, splits_input=splits)
         if bias is not None and region.sequence:
             mark_partial(sharded, "bias")
         block.set_submodule(name, sharded)
@@ -211,6 +214,13 @@ def _gather_hidden_states(
     if args:
         return (region.gather_input(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
+
+
+def _gather_features(
+    region: TensorParallelGroup, features: int, _: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Arguments of a module with the features of all ranks as the first."""
+    return (region.gather_outputs(args[0], features), *args[1:])
 
 
 def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:

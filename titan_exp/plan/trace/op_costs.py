@@ -69,6 +69,8 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
         return 4 * args[0].numel() * min(rows, columns)  # Householder vectors, then Q
     if packet is _aten._linalg_eigh:
         return 9 * args[0].numel() * args[0].shape[-1]  # tridiagonal form, its eigenvectors, and these rotated back
+    if packet is _aten.linalg_solve_triangular:
+        return args[1].numel() * args[0].shape[-1]  # half of a square matrix, for each column
     namespace, _, name = str(packet).partition(".")
     if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
         raise unknown_operator(str(operator))

@@ -27,9 +27,10 @@ def test_the_lowest_index_wins_at_ties():
     assert choose_experts(many, 2, groups=4, active_groups=2, top2_groups=True).tolist() == [[0, 1]] * 3
 
 
+@pytest.mark.parametrize("shift", [0.0, -1.0], ids=["positive", "negative, as of biased scores"])
 @pytest.mark.parametrize("top2", [False, True])
-def test_experts_of_the_best_groups(top2: bool):
-    found = choose_experts(given := scores(50, 16), 3, groups=4, active_groups=2, top2_groups=top2)
+def test_experts_of_the_best_groups(top2: bool, shift: float):
+    found = choose_experts(given := scores(50, 16) + shift, 3, groups=4, active_groups=2, top2_groups=top2)
     for row, chosen in zip(given.tolist(), found.tolist(), strict=True):
         groups = [row[start : start + 4] for start in range(0, 16, 4)]
         of_group = [sum(sorted(group)[-2:]) if top2 else max(group) for group in groups]

@@ -113,6 +113,19 @@ def temperatures_are_those_of_the_part() -> None:
     )
 
 
+def other_documents_are_visible_in_whole_tiles() -> None:
+    """Of windows and chunks; the causal mask has no such tile of the own block."""
+
+    def make(original: Any) -> Any:
+        def bias(pattern: MaskPattern, segments: Any, tile: Any, **blocks: Any) -> Any:
+            is_whole = tile.kind == "whole" and not pattern.is_causal
+            return original(pattern, None if is_whole else segments, tile, **blocks)
+
+        return bias
+
+    patch(f"{CONTEXT}.attention._bias", make)
+
+
 RING = "parallelism.cp=2 parallelism.cp_method=ring"
 GATHERED = "parallelism.cp=2 parallelism.cp_method=allgather"
 NOTICED: list[tuple[str, str, Callable[[], None]]] = [
@@ -127,6 +140,7 @@ NOTICED: list[tuple[str, str, Callable[[], None]]] = [
     ("mixed", RING, chunks_of_parts_end_one_key_later),
     ("mixed", GATHERED, chunks_of_parts_end_one_key_later),
     ("mixed", RING, attention_knows_no_cuts),
+    ("long documents", RING, other_documents_are_visible_in_whole_tiles),
     ("positions restart", RING, chunks_begin_with_the_part),
     ("mixed", RING, temperatures_are_those_of_the_part),
 ]

@@ -3,15 +3,19 @@
 python -m pytest tests/parity/expert_mutations.py
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ops.test_routing import test_experts_of_the_best_groups as assert_best_groups
 from tests.parity.runs import mutation_test
 from tests.parity.test_qwen3_moe import EXPERIMENTS
 from tests.patching import patch
+from titan_exp.ops.moe import routing
 
 ROUTER = "titan_exp.models.blocks.router"
 Mutation = Callable[[], None]
@@ -167,3 +171,13 @@ NOTICED: list[tuple[str, str, Mutation]] = [
 """Experiment, layout and mutation."""
 
 test_mutation_is_noticed = mutation_test({**EXPERIMENTS, "dense first": DENSE_FIRST}, NOTICED)
+
+
+def test_closed_groups_of_score_zero_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Biased scores may all be negative; those of a training's first steps are not."""
+    changed, plain = dict(vars(routing)), inspect.getsource(routing.choose_experts)
+    exec(plain.replace("-torch.inf", "0.0"), changed)
+    assert "0.0" not in plain
+    monkeypatch.setattr("tests.ops.test_routing.choose_experts", changed["choose_experts"])
+    with pytest.raises(AssertionError):
+        assert_best_groups(top2=False, shift=-1.0)

@@ -14,6 +14,8 @@ MIXED = (
 EXPERIMENTS = {
     "mixed": MIXED,
     "documents": " ".join([MIXED, *LINES]),
+    # Windows and chunks so long that parts of them need no mask, but for documents.
+    "long documents": " ".join([MIXED.replace("window=11", "window=48").replace("chunk=24", "chunk=48"), *LINES]),
     "positions restart": " ".join([MIXED, *LINES, "data.document_mask=false"]),
     "one kv head": f"{MIXED} model.kv_heads=1",
 }
@@ -32,6 +34,7 @@ def one_device(tmp_path_factory):
         pytest.param("mixed", "parallelism.cp=2 parallelism.cp_method=ring", marks=pytest.mark.day),
         ("documents", "parallelism.cp=2 parallelism.cp_method=allgather"),
         ("positions restart", "parallelism.cp=2 parallelism.cp_method=ulysses"),
+        pytest.param("long documents", "parallelism.cp=2 parallelism.cp_method=ring", marks=pytest.mark.night),
         pytest.param("documents", "parallelism.cp=2 parallelism.cp_method=ring", marks=pytest.mark.night),
         pytest.param("mixed", "parallelism.cp=4 parallelism.cp_method=ring", marks=pytest.mark.night),
         pytest.param("mixed", "parallelism.tp=2 parallelism.sequence_parallel=false", marks=pytest.mark.night),

@@ -58,8 +58,15 @@ def assert_is_chain(found: Curve, curves: list[Curve]) -> None:
     assert all(torch.equal(found.weights[name], weight) for name, weight in curves[-1].weights.items())
 
 
-def test_a_ramp_is_a_chain_of_runs(tmp_path: Path):
-    assert_is_chain(*ramp_and_chain(tmp_path))
+BALANCED = f"{EXPERTS} model.moe.balance.coefficient=0.1"
+"""Experts whose balance losses are means over the sequences of a step."""
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param("", marks=pytest.mark.night), pytest.param(BALANCED, marks=pytest.mark.day)]
+)
+def test_a_ramp_is_a_chain_of_runs(tmp_path: Path, model: str):
+    assert_is_chain(*ramp_and_chain(tmp_path, *model.split()))
 
 
 @pytest.mark.night
@@ -113,13 +120,6 @@ def experts_are_balanced_over_the_last_batch() -> None:
 
 @pytest.mark.night
 def test_balance_over_the_last_batch_is_noticed(tmp_path: Path):
-    own = [*EXPERTS.split(), "model.moe.balance.coefficient=0.1"]
-    found = ramp_and_chain(tmp_path, *own, mutate=experts_are_balanced_over_the_last_batch)
+    found = ramp_and_chain(tmp_path, *BALANCED.split(), mutate=experts_are_balanced_over_the_last_batch)
     with pytest.raises(AssertionError):
         assert_is_chain(*found)
-
-
-@pytest.mark.night
-def test_experts_of_a_ramp_are_those_of_a_chain(tmp_path: Path):
-    own = [*EXPERTS.split(), "model.moe.balance.coefficient=0.1"]
-    assert_is_chain(*ramp_and_chain(tmp_path, *own))

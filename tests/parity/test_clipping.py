@@ -1,9 +1,11 @@
 """Clipping by value, by group and by AdaGC: one device's in every layout, and in a run that continues."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.parity.test_continued import assert_continues, continued
@@ -45,7 +47,7 @@ def words(name: str, model: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "model", "layout"),
     [
-        pytest.param("adagc", "training.steps=4", "parallelism.tp=2", marks=pytest.mark.day),
+        pytest.param("adagc", "training.steps=4", "parallelism.tp=2 parallelism.dp_shard=2", marks=pytest.mark.day),
         *(pytest.param(name, *layout, marks=pytest.mark.night) for layout in LAYOUTS for name in CLIPS),
     ],
 )
@@ -78,6 +80,20 @@ def norms_are_of_local_shards() -> None:
     patch("titan_exp.optim.grad_clip.sum_over_shards", lambda _: lambda numbers, parameters: torch.stack(list(numbers)))
 
 
+def shards_of_a_dim_that_two_axes_divide_are_not_summed() -> None:
+    """Their placement is no `Shard` of torch, but another class."""
+
+    def summed(numbers: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        found = [number.clone() for number in numbers]
+        for total, parameter in zip(found, parameters, strict=True):
+            for axis, placement in enumerate(getattr(parameter, "placements", ())):
+                if type(placement) is Shard:
+                    torch.distributed.all_reduce(total, group=parameter.device_mesh.get_group(axis))  # type: ignore[attr-defined]
+        return torch.stack(found)
+
+    patch("titan_exp.optim.grad_clip.sum_over_shards", lambda _: summed)
+
+
 def beyond_is_counted_on_one_shard() -> None:
     patch(
         "titan_exp.optim.clipping.clipper.sum_over_shards",
@@ -108,6 +124,7 @@ def average_norms_are_forgotten() -> None:
     [
         ("adagc", "parallelism.dp_shard=2", norms_are_of_local_shards),
         ("groups", "parallelism.dp_shard=2", norms_are_of_local_shards),
+        ("adagc", "parallelism.tp=2 parallelism.dp_shard=2", shards_of_a_dim_that_two_axes_divide_are_not_summed),
         ("value", "parallelism.tp=2", beyond_is_counted_on_one_shard),
         ("groups", "parallelism.pp=2", stages_limit_groups_alone),
     ],

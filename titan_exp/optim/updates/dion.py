@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_exp.optim.dion import Config
 from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
+from titan_exp.optim.matrices.noise import share_of_signal
 from titan_exp.optim.matrices.sharded_matrix import (
     COLUMNS,
     ROWS,
@@ -55,11 +56,14 @@ class Dion(MatrixOptimizer):
         left = _orthonormal(all_reduce(momentum @ right.mT, sharding.axes, COLUMNS), sharding)
         found = all_reduce(left.mT @ momentum, sharding.axes, ROWS)
         momentum.baddbmm_(left, found, alpha=self._config.momentum - 1)
-        norms = all_reduce(found.square().sum(-1, keepdim=True), sharding.axes, COLUMNS).sqrt_()
-        # Of a momentum without this direction, such as that of an unused expert, the factor stays.
-        right.copy_(torch.where(norms > 0, found / norms.clamp(min=torch.finfo(norms.dtype).tiny), right))
+        squares = all_reduce(found.square().sum(-1, keepdim=True), sharding.axes, COLUMNS)
+        share = share_of_signal(squares, squares.amax(ROWS, keepdim=True))
+        found.mul_(squares.clamp(min=torch.finfo(squares.dtype).tiny).rsqrt_())
+        # A momentum of fewer directions than the rank, as that of an unused expert, has noise in the others; their
+        # factors stay.
+        right.lerp_(found, share)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        step = torch.where(norms > 0, right, 0.0)
+        step = found.mul_(share)
         weight.baddbmm_(left, step, alpha=-group["lr"] * self._config.matrix_scale(sharding.rows, sharding.columns))
 
     def _state_of(self, parameter: Tensor, sharding: ShardedMatrix) -> dict[str, Tensor]:

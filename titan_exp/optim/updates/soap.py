@@ -12,6 +12,7 @@ from titan_exp.optim.matrices.eigenbasis import initial_basis, iterated_basis
 from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
 from titan_exp.optim.matrices.matrix_weight import MatrixWeight, rounds
 from titan_exp.optim.matrices.newton_schulz import BATCH_ELEMENTS
+from titan_exp.optim.matrices.noise import share_of_signal
 from titan_exp.optim.matrices.owners import OwnerGroup, assign_owners
 from titan_exp.optim.matrices.row_splits import join_rows, split_rows
 from titan_exp.optim.matrices.sharded_matrix import COLUMNS, ROWS, local_matrices, sharded_like
@@ -135,7 +136,7 @@ class Soap(MatrixOptimizer):
                 # An eigensolver raises for numbers that are not finite; the trainer reports them.
                 finite = covariance.where(covariance.isfinite(), 0)
                 kept[side].lerp_(covariance.float(), 1 - group["betas"][1])
-                kept[f"{side}_basis"].copy_(initial_basis(finite, min(gradient.shape[-2:])))
+                kept[f"{side}_basis"].copy_(initial_basis(finite))
         return torch.zeros_like(gradient)
 
     def _rotated_adam(
@@ -146,7 +147,10 @@ class Soap(MatrixOptimizer):
         rotated = _rotate(gradient, kept)
         square.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
         root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = _rotate(_rotate(mean, kept).div_(root).div_(1 - beta1**step), kept, back=True)
+        update = _rotate(mean, kept).div_(root).div_(1 - beta1**step)
+        if any(side in kept for side in SIDES):  # a rotation spreads the rounding of large numbers over small ones
+            update.mul_(share_of_signal(square, square.amax((ROWS, COLUMNS), keepdim=True)))
+            update = _rotate(update, kept, back=True)
         for side in (side for side in SIDES if side in kept):
             kept[side].lerp_(_covariance(gradient, side), 1 - beta2)
             if step % self._config.precondition_every == 0:

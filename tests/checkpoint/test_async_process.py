@@ -141,3 +141,24 @@ def test_too_little_shared_memory_falls_back_to_a_thread(tmp_path):
     assert "newest 20" in done.stdout
     assert "/dev/shm of" in done.stdout
     assert "A thread writes checkpoints instead" in done.stdout
+
+
+def _addresses_of_save_process(path: str) -> list[str]:
+    """Addresses on which this rank's save process can be reached."""
+    import torch
+
+    from titan_exp.trainer.distributed import joined_process_group
+
+    with joined_process_group(torch.device("cpu")):
+        model, optimizer = trained()
+        saver = checkpointer(Path(path), "async_process")
+        saver.save(1, [model], optimizer, {}, {"step": 1})
+        saver.wait()
+        found = [opened for process in writing_processes() for opened in process.net_connections()]
+        saver.close()
+        return sorted({opened.laddr.ip for opened in found if opened.status == psutil.CONN_LISTEN})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_save_processes_of_one_machine_listen_on_the_loopback_interface(tmp_path, ranks):
+    assert run_ranks(ranks, _addresses_of_save_process, str(tmp_path)) == [["127.0.0.1"]] * ranks

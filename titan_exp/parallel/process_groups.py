@@ -1,5 +1,6 @@
 """Process groups by name, for custom ops; timeouts; and collectives under the names of the installed torch version."""
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,28 @@ from torch.distributed import distributed_c10d as c10d
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def served_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Serve a store, at a free port if `port` is 0. On the loopback address only this machine's processes reach it; by
+    itself torch listens on all interfaces, whatever the host."""
+    if host != LOOPBACK:
+        return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    listener = socket.create_server((host, port))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def loopback_store(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Store of ranks on one machine, which rank 0 serves."""
+    if rank == 0:
+        return served_store(LOOPBACK, port, timeout)
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -44,6 +44,11 @@ class ProgressTracker:
         self._last_step_end: float | None = None
         self._times: deque[float] = deque(maxlen=MEDIAN_WINDOW)
 
+    @property
+    def has_stepped(self) -> bool:
+        """True once this process has finished a step."""
+        return self._last_step_end is not None
+
     def begin(self, step: int) -> None:
         """Start training after step `step`; the first step may compile, allocate and autotune."""
         self._now = (step, FIRST_STEP, self._clock())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, ClusterConfig
 from titan_exp.config.machine import cuda_support
+from titan_exp.parallel.process_groups import LOOPBACK, loopback_store
 
 TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 """Timeout of collectives without the hang watchdog."""
@@ -119,8 +120,13 @@ def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
     url = "env://" if file is None else f"file://{file}"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, *_ = next(dist.rendezvous(url, rank, world, timeout=JOIN_LIMIT))
-    except dist.DistError as error:
+        # torchrun serves the store itself.
+        served = file is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not served and os.environ.get("MASTER_ADDR") == LOOPBACK:
+            store: dist.Store = loopback_store(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
+        else:
+            store, *_ = next(dist.rendezvous(url, rank, world, timeout=JOIN_LIMIT))
+    except (dist.DistError, OSError) as error:
         raise RanksMissing(
             f"rank {rank}: no answer from rank 0 at MASTER_ADDR:MASTER_PORT = {address} ({error}). "
             "Did rank 0 start, and does its machine accept connections there?"

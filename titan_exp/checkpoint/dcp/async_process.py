@@ -5,11 +5,13 @@ notifies the others through the store, each rank kills its own process, and the 
 """
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
 import signal
 from concurrent.futures import Future
+from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -19,6 +21,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from titan_exp.parallel.process_groups import LOOPBACK, loopback_store
+
+JOIN_LIMIT = timedelta(minutes=5)
+"""Timeout of the save processes' rendezvous."""
 POLL_SECONDS = 0.5
 """Interval in seconds of checks for failures of other ranks' save processes."""
 _torch_subprocess = executor._AsyncCheckpointProcess._checkpointing_subprocess
@@ -101,6 +107,11 @@ def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Failures are raised and logged in the trainer.
     logging.disable(logging.ERROR)
+    if pg_init_info.tcp_store_master_addr == LOOPBACK:
+        # torch's own store listens on all interfaces.
+        rank, world, port = pg_init_info.global_rank, pg_init_info.world_size, pg_init_info.tcp_store_master_port
+        store = dist.HashStore() if world == 1 else loopback_store(rank, port, JOIN_LIMIT)
+        dist.init_process_group = functools.partial(dist.init_process_group, store=store, rank=rank, world_size=world)
     # If the trainer was killed, a failed reply needs no traceback.
     with contextlib.suppress(ConnectionError, EOFError):
         _torch_subprocess(pg_init_info, parent_conn)

@@ -247,8 +247,17 @@ class _Rank:
             launcher=self.rank.launcher,
             controller=self.rank.controller,
             give_up=self._give_up,
+            on_orphaned=self._leave_if_new,
         )
         self.parent_watchdog.start()
+
+    def _leave_if_new(self) -> None:
+        """Exit as a rank of a replica group that has finished no step: it has nothing to save, and would wait for a
+        state of other groups, which have stopped."""
+        if self._in_group and not PROGRESS.has_stepped:
+            self._record(end=time.time(), exit=STOPPED)
+            self._remove_rendezvous_folder()
+            _kill_self(STOPPED)
 
     def _start_watchdog(self) -> Watchdog:
         watchdog = Watchdog(

@@ -24,7 +24,8 @@ SAVE_LIMIT = 600.0
 class ParentWatchdog(threading.Thread):
     """Watchdog thread, running until the process exits.
 
-    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this one.
+    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this one,
+    and `on_orphaned()` may once the launcher has exited.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class ParentWatchdog(threading.Thread):
         launcher: int,
         controller: int,
         give_up: Callable[[str], None],
+        on_orphaned: Callable[[], None],
     ) -> None:
         super().__init__(name="titan_exp parent watchdog", daemon=True)
         self.orphaned = False
         """True if the launcher has exited."""
         self._folder, self._attempt, self._rank, self._world_size = folder, attempt, rank, world_size
         self._launcher, self._controller, self._give_up = launcher, controller, give_up
+        self._on_orphaned = on_orphaned
 
     def run(self) -> None:
         """Poll the parents. An exited parent, even a zombie, shows as a changed parent pid of its child."""
@@ -53,6 +56,7 @@ class ParentWatchdog(threading.Thread):
         self.orphaned = True
         with contextlib.suppress(OSError):  # on a full disk nothing can be saved; the limit below ends the rank
             self._folder.request_stop("the launcher is gone")
+        self._on_orphaned()
         self._end_as_orphan()
 
     def _launcher_is_gone(self) -> bool:

@@ -17,12 +17,12 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.torchft import torchft_extension
 from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.process_groups import LOOPBACK, served_store
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number, replica_id
 from titan_exp.trainer.distributed import TIMEOUT
 
-LOOPBACK = "127.0.0.1"
 ASK_TIMEOUT = timedelta(seconds=60)
 """Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -85,7 +85,7 @@ class QuorumClient:
         address: list[Any] = [None]
         if self._rank == 0:
             host, bind = group.host, LOOPBACK if group.host == LOOPBACK else "0.0.0.0"
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store = served_store(host, 0, TIMEOUT)
             self._server = torchft.ManagerServer(
                 replica_id=replica_id(group, time.time()),
                 lighthouse_addr=group.lighthouse,

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import shown
+from titan_exp.config.hydra.config_sources import use_own_loader
 from titan_exp.config.hydra.repository_config import config_size, repository_config
 from titan_exp.config.secrets.variables import register_secret_resolvers
 
@@ -35,12 +36,13 @@ def larger_of(one: float, other: float) -> int:
 
 
 def register_resolvers() -> None:
-    """Register the resolvers; idempotent."""
+    """Register the resolvers, and the loader of YAML; idempotent."""
     for function in (share_of, rest_of, quotient, larger_of):
         OmegaConf.register_new_resolver(function.__name__, _of_numbers(function), replace=True)
     for reader in (repository_config, config_size):
         OmegaConf.register_new_resolver(reader.__name__, reader, replace=True)
     register_secret_resolvers()
+    use_own_loader()
 
 
 def _of_numbers(function: Callable[..., int]) -> Callable[..., int]:

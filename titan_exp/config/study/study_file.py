@@ -5,11 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
-from titan_exp.config.paths.yaml_file import StrictLoader, read_yaml
+from titan_exp.config.paths.yaml_file import StudyLoader, read_yaml
 from titan_exp.config.study.search import Halving, Search
 from titan_exp.config.study.search_file import read_halving, read_search
 from titan_exp.config.study.study import Axis, Choice, Condition, Direction, Exclusion, Study, split_override
@@ -64,7 +62,7 @@ def read_study(path: Path) -> Study:
     Raises:
         UserError: with a violation for every mistake in it.
     """
-    content = read_yaml(path, "a study", _Loader)
+    content = read_yaml(path, "a study", StudyLoader)
     if not content:
         raise UserError(f"{path} contains no study. A study has {listed(FIELDS, 'and')}.")
     reader = _Reader()
@@ -83,15 +81,6 @@ def facts_of(axis: Axis, choice: Choice) -> dict[str, str]:
     """Values set by a choice, by key; for a list's point also by the list's name, or its own."""
     facts = dict(map(split_override, choice.overrides))
     return facts if axis.keys else facts | {axis.name or choice.label: choice.label.removeprefix(f"{axis.name}=")}
-
-
-class _Loader(StrictLoader):
-    """YAML loader that reads `on`, `off`, `yes` and `no` as strings."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's name, read when the class is used
-        first: [(tag, form) for tag, form in pairs if not tag.endswith(":bool") or first in "tTfF"]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
 
 class _Reader:

@@ -127,6 +127,38 @@ def test_typed_overrides_narrow_add_and_win(study):
         narrowed(zipped, OverridesParser.create().parse_overrides(["a.b=1"]))
 
 
+def test_objects_of_one_key_are_merged_in_their_order(study):
+    read = study(
+        "question: q\nheld_fixed: ['+data.options={a: 1}', training.steps=1, 'data.options={b: 1}']\n"
+        "axes:\n- list: {x: ['data.options={b: 2}'], y: [training.seq_len=8]}\n- grid: {data.options: [{d: 4}]}\n"
+    )
+    typed = ("+data.options={c: 4}", "training.steps=2")
+    x, y = (point.overrides[1:] for point in study_points(read, "", typed))
+    first, last = ("+data.options={a: 1}", "data.options={b: 1}"), ("data.options={d:4}", "+data.options={c: 4}")
+    assert x == (*first, "data.options={b: 2}", *last, "training.steps=2")
+    assert y == (*first, "training.seq_len=8", *last, "training.steps=2")
+
+
+@pytest.mark.parametrize(
+    "typed", [("optimizer.lr=1,2", "optimizer.lr=3,4"), ("training.steps=5,6", "training.steps=7")]
+)
+def test_a_typed_key_is_swept_once(study, typed: tuple[str, ...]):
+    read = study("question: q\naxes:\n- grid: {optimizer.lr: [1, 2]}\n")
+    with pytest.raises(UserError, match="sweeps this key already"):
+        narrowed(read, OverridesParser.create().parse_overrides(list(typed)))
+
+
+def test_two_axes_of_a_point_set_different_keys(study):
+    lr = "- grid: {optimizer.lr: [1e-3, 2e-3]"
+    read = study(f"question: q\naxes:\n{lr}}}\n{lr}, model: [a]}}\n")
+    with pytest.raises(UserError, match=r"two axes set optimizer\.lr in one point: optimizer\.lr=1e-3 and"):
+        study_points(read, "")
+    read = study(
+        f"question: q\naxes:\n- grid: {{model: [a, b]}}\n{lr}}}\n  when: {{model: a}}\n{lr}}}\n  unless: {{model: a}}\n"
+    )
+    assert len(study_points(read, "")) == 4
+
+
 def test_the_name_of_a_list_chooses_among_its_points(study):
     read = study("axes:\n  - {name: how, list: {x: [a=1], y: [a=2, b=3], z: []}}\n  - grid: {optimizer.lr: [1, 2]}\n")
 

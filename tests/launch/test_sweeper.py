@@ -13,7 +13,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import Submission, SubmitOptions
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.launch.slurm.executor import SlurmExecutor
@@ -57,6 +60,42 @@ def test_points_are_every_combination() -> None:
     assert [overrides for overrides, _ in expand("+a=choice(x,y)", "~b")] == [("+a=x", "~b"), ("+a=y", "~b")]
     assert [overrides for overrides, _ in expand("a=[1,2],[3]")] == [("a=[1,2]",), ("a=[3]",)]
     assert len(expand("a=1")) == 1
+
+
+def test_objects_of_one_key_are_merged_as_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["+data.options={a: 1, b: 1}", "data.options={b: 2}", "+data.options={c: {d: 3}}", "training.steps=1"]
+    words = ["model=llama_debug", "plan.gate=off", *typed, "training.steps=2"]
+    once = composed(words)
+    assert (once.data.options, once.training.steps) == ({"a": 1, "b": 2, "c": {"d": 3}}, 2)
+    for swept in ("optimizer.lr=1e-3,2e-3", "data.options={b: 3},{b: 4}"):
+        found = [composed([*overrides]) for overrides, _ in expand(*words, swept)]
+        assert [run.data.options for run in found] == [
+            {**once.data.options, "b": run.data.options["b"]} for run in found
+        ]
+        assert {run.training.steps for run in found} == {2}
+    assert [run.data.options["b"] for run in found] == [3, 4]
+
+
+def composed(words: Sequence[str]) -> Experiment:
+    return to_experiment(compose(list(words)))
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("a=1,2", "a=3,4"), "a=1,2,3,4"),
+        (("a=1,2", "b=1", "+a=range(3,5)"), "a=1,2,range(3,5)"),
+        (("a=1,2", "a=3"), "a=1,2"),
+    ],
+)
+def test_a_key_is_swept_once(words: tuple[str, ...], remedy: str) -> None:
+    with pytest.raises(UserError, match=r"sweeps this key already") as caught:
+        expand(*words)
+    assert str(caught.value).endswith(f"Give its values once: {remedy}")
+    if "range" not in remedy:
+        expand(remedy)
+    assert [overrides for overrides, _ in expand("a=3", "a=1,2")] == [("a=3", "a=1"), ("a=3", "a=2")]
 
 
 def test_a_scheduler_gets_all_points_at_once(

@@ -52,6 +52,20 @@ def values_of(override: Override) -> list[str]:
     )
 
 
+def require_swept_once(typed: Sequence[Override]) -> None:
+    """Raise UserError if a key that is swept is swept again, or set afterwards, which would undo the sweep. Objects
+    are merged, as in one run."""
+    swept: dict[str, str] = {}
+    for change in typed:
+        key, text = change.get_key_element().lstrip("+~"), change.input_line or ""
+        merges = not change.is_sweep_override() and isinstance(change.value(), dict)
+        if key in swept and not merges:
+            values = f"{swept[key]},{text.partition('=')[2]}" if change.is_sweep_override() else swept[key]
+            raise UserError(f"{text}: {swept[key]} sweeps this key already. Give its values once: {values}")
+        if change.is_sweep_override():
+            swept[key] = text
+
+
 def chosen_size(study: Study, size: str | None) -> str:
     """Requested size, or the first; empty if the study has none."""
     if size is None:
@@ -78,6 +92,7 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
             a search another axis.
     """
     fixed: list[str] = []
+    require_swept_once(typed)
     for change in typed:
         key, texts = change.key_or_group, values_of(change)
         varying = [axis for axis in study.axes if key in (axis.name, *keys_of(axis))]
@@ -160,6 +175,7 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = (), proposed: S
         variant = " ".join(_shortened(choice, leaves) for choice in choices) or "(nothing varies)"
         exclusions = [exclusion.reason for exclusion in study.exclude if _all_hold(exclusion.conditions, facts)]
         varied = [text for choice in choices for text in choice.overrides]
+        _require_set_once(study, varied)
         for seed in study.seeds or (None,):
             seeded = [] if seed is None else [f"{SEED}={seed}"]
             overrides = _last_wins([*base, *varied, *seeded, *fixed])
@@ -225,9 +241,26 @@ def keys_of(axis: Axis) -> list[str]:
 
 
 def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides, keeping the last of each key."""
-    last = {text.partition("=")[0].lstrip("+"): index for index, text in enumerate(overrides)}
-    return tuple(overrides[index] for index in sorted(last.values()))
+    """Overrides, keeping the last of each key, and objects before it, with which it is merged."""
+    kept, final = list[str](), set[str]()
+    for text in reversed(overrides):
+        key, _, value = text.partition("=")
+        if (key := key.lstrip("+")) not in final:
+            kept.append(text)
+        if not value.startswith("{"):
+            final.add(key)
+    return tuple(reversed(kept))
+
+
+def _require_set_once(study: Study, varied: Sequence[str]) -> None:
+    """Raise UserError if two axes of a point set one key."""
+    texts: dict[str, str] = {}
+    for text in varied:
+        key, value = split_override(text)
+        if key in texts and not value.startswith("{"):
+            remedy = "Put its values into one axis, or let the axes exclude each other by when and unless."
+            raise UserError(f"{study.path}: two axes set {key} in one point: {texts[key]} and {text}. {remedy}")
+        texts[key] = text
 
 
 def _require_different(study: Study, points: Sequence[Point]) -> None:

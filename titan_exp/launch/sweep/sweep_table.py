@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.command_line.remarks import forgotten_tokenizer
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission, executor_for
@@ -36,8 +37,8 @@ def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left:
 
 def plain_console() -> Console:
     """Console with the terminal's width, or 240 columns if the output is not a terminal."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=240)
 
 
 def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.study.points import Point, values_of
+from titan_exp.config.study.points import Point, require_swept_once, values_of
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.provenance.changes import report_stale
 from titan_exp.launch.run_console import RunConsole
@@ -26,12 +26,12 @@ from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
-    """Cartesian product of the swept values, the last key varying fastest. Raises UserError about an interval."""
-    choices: dict[str, list[tuple[str, bool]]] = {}
-    for override in overrides:
-        choices[override.get_key_element()] = [(text, override.is_sweep_override()) for text in values_of(override)]
+    """Cartesian product of the swept values, the last key varying fastest; the other overrides are in each point, in
+    their order, as `train` applies them. Raises UserError about an interval, and a key that is swept and set again."""
+    require_swept_once(overrides)
+    choices = [[(text, override.is_sweep_override()) for text in values_of(override)] for override in overrides]
     found = []
-    for combination in itertools.product(*choices.values()):
+    for combination in itertools.product(*choices):
         swept = " ".join(text for text, is_swept in combination if is_swept)
         found.append(Point(tuple(text for text, _ in combination), swept or "(nothing swept)"))
     return found

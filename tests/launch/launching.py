@@ -102,7 +102,7 @@ def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
 
 def main(overrides: list[str]) -> int:
     """What `titan-exp train` does with its overrides."""
-    from titan_exp.config.command_line.output_encoding import replace_unencodable
+    from titan_exp.config.command_line.safe_output import safe_output
     from titan_exp.config.errors.user_error import UserError
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
@@ -110,7 +110,7 @@ def main(overrides: list[str]) -> int:
     from titan_exp.launch.run_plan import plan_run
 
     fast_hydra.install()
-    replace_unencodable()
+    safe_output()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return run(plan_run(to_experiment(compose(overrides)), overrides)).exit_code

@@ -10,6 +10,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.config.secrets.names import is_secret_variable
 from titan_exp.config.secrets.variables import concealed, require_variables, revealed
 from titan_exp.launch.provenance.secrets import mask_override
 from titan_exp.launch.run_id import run_id
@@ -139,3 +140,106 @@ def test_nothing_of_a_real_run_holds_the_value(tmp_path: Path, monkeypatch: pyte
     found = [path for path in (tmp_path / "runs").rglob("*") if path.is_file() and VALUE.encode() in path.read_bytes()]
     assert found == []
     assert "token ${oc.env:CORPUS_TOKEN}" in "".join(path.read_text() for path in folder.rglob("rank-00000.log"))
+
+
+LEAK = """\
+import json, logging, os, sys, warnings, threading
+from titan_exp.data.sources.base import RandomAccessSource
+SECRETS = [value for name, value in os.environ.items() if name in {names!r}]
+class Corpus(RandomAccessSource):
+    def __init__(self, config, token="none"):
+        for secret in [*SECRETS, token]:
+            print("printed", secret, json.dumps(secret), file=sys.stderr)
+            logging.getLogger("theirs").warning("logged %s", secret)
+            warnings.warn(f"warned of {{secret}}")
+        thread = threading.Thread(target=self.fail)
+        thread.start()
+        thread.join()
+        if "RANK" in os.environ or token != "none":
+            self.fail()
+    def fail(self):
+        raise RuntimeError("denied:\\n" + " ".join([*SECRETS, os.environ["CORPUS_TOKEN"]]))
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return "a text of some words " * 40
+"""
+CHECKED = """\
+import torch
+class Sgd(torch.optim.SGD):
+    def __init__(self, params, lr=1.0, token=""):
+        raise RuntimeError(f"denied: {token}")
+"""
+UNREAD = {
+    "MYAPIKEY": "plain-but-secret-value",
+    "DB_PWD": "correcthorsebatterystaple",
+    "PGPASS": "Tr0ub4dor&3",
+    "SERVICE_CREDS": 'quo"ted\\back9',
+    "ANY_URL": "postgres://joe:pa55word-of-joe@db/x",
+    "ANY_NAME": "hf_" + "aBcDeFgHiJkLmNoPqRsT",
+}
+"""Secrets that no configuration reads, by variable."""
+
+
+def leaks(text: str) -> list[str]:
+    values = [*UNREAD.values(), "pa55word-of-joe", VALUE]
+    return [value for value in values if value in text or json.dumps(value)[1:-1] in text]
+
+
+def test_secrets_that_no_configuration_reads_are_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "leaking_corpus.py").write_text(LEAK.format(names=[*UNREAD, "CORPUS_TOKEN"]))
+    monkeypatch.chdir(tmp_path)
+    for name, value in UNREAD.items():
+        monkeypatch.setenv(name, value)
+    words = ["model=llama_debug", "data.source=leaking_corpus.Corpus", "training.steps=2", "plan.gate=off"]
+    assert main(["train", *words, "cluster.device=cpu", "experiment.name=x", "tracking.wandb_mode=offline"]) == 1
+    assert main(["show", "x"]) == 0
+    assert main(["logs", "x"]) == 0
+    said = "".join(capfd.readouterr())
+    assert "denied" in said
+    assert leaks(said) == []
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert {path.name: leaks(path.read_bytes().decode(errors="replace")) for path in files} == {
+        path.name: [] for path in files
+    }
+    (folder,) = (path for path in (tmp_path / "runs" / "x").iterdir() if (path / "config.yaml").is_file())
+    log = "".join(path.read_text() for path in folder.rglob("rank-00000.log"))
+    for text in ("printed ${oc.env:MYAPIKEY}", "logged ${oc.env:DB_PWD}", "warned of ${oc.env:PGPASS}", "joe:${oc.env"):
+        assert text in log
+    for path in (folder / "state.json", folder / "attempts.jsonl"):
+        assert "denied" in path.read_text()
+
+
+def test_the_check_of_your_own_code_conceals_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "checked_optimizer.py").write_text(CHECKED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORPUS_TOKEN", "sesame")  # too short for a secret that is found by its looks
+    words = [
+        "model=llama_debug",
+        "optimizer.name=checked_optimizer.Sgd",
+        "+optimizer.options.token=${oc.env:CORPUS_TOKEN}",
+    ]
+    assert main(["train", *words, "cluster.device=cpu", "experiment.name=x"]) == 2
+    said = "".join(capfd.readouterr())
+    assert "denied: ${oc.env:CORPUS_TOKEN}" in said
+    assert "sesame" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *(
+            (name, True)
+            for name in ("MYAPIKEY", "DB_PWD", "MYSQL_PWD", "PGPASSWORD", "HFTOKEN", "GITHUB_PAT", "AWS_KEYS")
+        ),
+        *((name, True) for name in ("SENTRY_DSN", "mySecret", "Api_Key2", "SESSION_COOKIE", "JWT", "SSH_PASSPHRASE")),
+        *((name, False) for name in ("PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "KEYBOARD", "COMPAT", "AUTHOR")),
+        *((name, False) for name in ("PATH", "XAUTHORITY", "MAX_TOKENS", "HF_HOME", "NCCL_DEBUG", "PASSES")),
+    ],
+)
+def test_names_of_secrets(name: str, is_secret: bool):
+    assert is_secret_variable(name) is is_secret

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from rich.console import Console
 from rich.table import Table
 
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -140,7 +140,7 @@ def _print(title: str, widths: Sequence[int], found: Sequence[Coordinates], slop
         values = [coordinates.changes[-1][kind] for coordinates in found]
         verdict = f"{slopes[kind]:+.2f} {'fails' if abs(slopes[kind]) > LARGEST_SLOPE else 'passes'}"
         table.add_row("", "change", *(f"{value:.4f}" for value in values), verdict, end_section=True)
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(table)
     console.print(f"A slope is that of log2 size against log2 width; a change passes within ±{LARGEST_SLOPE}.")
 

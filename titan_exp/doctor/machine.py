@@ -11,10 +11,10 @@ from typing import Annotated
 
 import torch
 from annotated_types import Interval
-from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
@@ -55,7 +55,7 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
         require_usable_cuda()
     on_gpu = torch.cuda.is_available() and experiment.cluster.device != "cpu"
     device, runs = torch.device("cuda", 0) if on_gpu else torch.device("cpu"), Path(experiment.paths.runs).expanduser()
-    console = Console(highlight=False, stderr=options.json)
+    console = Terminal(markup=True, stderr=options.json)
     measured = measure(device, runs, options.seconds, run_on_ranks, console.print)
     try:
         saved = f"saved in {write_rates(runs / '.cache', measured)}"

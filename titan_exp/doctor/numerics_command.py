@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
@@ -133,7 +133,7 @@ def _print_report(report: NumericsReport, title: str) -> None:
     for error in report.projections:
         numbers = (_format(value) for value in (error.own, error.output, error.weight_gradient))
         table.add_row(error.name, "yes" if error.quantized else "high", *numbers)
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(table)
     console.print(
         "Signal-to-noise ratio in dB, worst gradient first; 20 dB is an error of 10 %, 40 dB of 1 %. "

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.config.command_line.options import take_options
+from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -116,7 +116,7 @@ def evaluate_command(
         cells |= {"loss (nats)": f"{found.loss:.4f}", "perplexity": f"{found.perplexity:.4g}"}
     table = Table(*cells)
     table.add_row(*cells.values())
-    Console(highlight=False).print(table)
+    Terminal().print(table)
     for line in expert_classes.lines(evaluation.layers, found.tokens) if evaluation.layers else ():
         print(line)
     for line in loss_by_position.lines(evaluation.octaves) if evaluation.octaves else ():

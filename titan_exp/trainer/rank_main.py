@@ -7,7 +7,7 @@ import time
 import torch.distributed as dist
 
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.config.secrets.variables import conceal_output, require_variables
+from titan_exp.config.secrets.variables import require_variables
 from titan_exp.tracking.logging import configure_logging, get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.file_lock import LockedError
@@ -30,8 +30,7 @@ def main(run_folder: str) -> None:
     """
     folder = RunFolder(run_folder)
     experiment = load_experiment(folder.config, trust=True)
-    if require_variables(experiment):
-        conceal_output()
+    require_variables(experiment)
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank, folder.logs)
     if rank == 0:

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import titan_exp
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.secrets.variables import concealed
 
 MAX_FRAMES = 6
 """Frames printed of one traceback, the innermost ones."""
@@ -34,7 +35,8 @@ def user_traceback(error: BaseException, packages: Collection[str] = ()) -> str:
         return ""
     cut = [f"  ... {len(frames) - MAX_FRAMES} more frames of yours"] if len(frames) > MAX_FRAMES else []
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return "\n".join([*cut, *frames[-MAX_FRAMES:], *(f"  {line}" for line in message.splitlines()[:MAX_FRAMES])])
+    lines = [*cut, *frames[-MAX_FRAMES:], *(f"  {line}" for line in message.splitlines()[:MAX_FRAMES])]
+    return concealed("\n".join(lines))  # here, as another process may print it
 
 
 @contextmanager

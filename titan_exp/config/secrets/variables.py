@@ -8,13 +8,12 @@ import dataclasses
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.schema.identity_keys import is_among
-from titan_exp.config.secrets.names import is_secret_variable
+from titan_exp.config.secrets.names import is_secret_variable, secret_values
 
 Config = TypeVar("Config")
 
@@ -71,9 +70,11 @@ def require_variables(config: object, field: str = "") -> set[str]:
 
 
 def concealed(text: str) -> str:
-    """Text with each secret that this process has read as its interpolation."""
-    for value in sorted(_revealed, key=len, reverse=True):
-        text = text.replace(value, _revealed[value])
+    """Text with an interpolation in place of each secret: those that this process has read, and all others of its
+    environment."""
+    secrets = {value: f"${{oc.env:{name}}}" for value, name in secret_values(os.environ.items()).items()} | _revealed
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, secrets[value])
     return text
 
 
@@ -81,23 +82,6 @@ LABELS = ("experiment.notes", "experiment.tags")
 """Keys with text that nothing reads, in which a secret variable stays as typed."""
 SECRET = "its name says that the value is secret, and only options of your own code may read it"
 """Reason against a secret variable in another key."""
-
-
-def conceal_output() -> None:
-    """Write secrets as their interpolations to standard output and standard error, which are kept in the run folder."""
-    sys.stdout, sys.stderr = cast(TextIO, _ConcealedOutput(sys.stdout)), cast(TextIO, _ConcealedOutput(sys.stderr))
-
-
-class _ConcealedOutput:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(concealed(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 _SET = "set it in the environment in which the run is launched; its value is recorded nowhere"

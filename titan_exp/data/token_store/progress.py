@@ -23,11 +23,12 @@ class ProgressDisplay:
         if not sys.stderr.isatty():
             yield self
             return
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from titan_exp.config.command_line.terminal import Terminal
+
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
             self._bar, self._task = bar, bar.add_task("", total=self._parts, completed=self._done)
             yield self
 

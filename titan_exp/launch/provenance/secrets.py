@@ -5,31 +5,18 @@ Detects known token formats, values after names such as `api_key`, and values of
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.config.schema.import_path_keys import import_paths_in
-from titan_exp.config.secrets.names import CREDENTIAL_NAME, is_secret_key, is_secret_variable
+from titan_exp.config.secrets.names import CREDENTIAL_NAME, SHAPES, URL_USER, is_secret_key, secret_values
 from titan_exp.config.secrets.variables import LABELS, SECRET, variables_in, without_variables
 
 MASK = "***"
 
-_SHAPES = re.compile(
-    r"hf_[A-Za-z0-9]{16,}"
-    r"|(?:sk|rk)-(?:[A-Za-z]+-)*[A-Za-z0-9_]{16,}"
-    r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}|glpat-[A-Za-z0-9_-]{16,}"
-    r"|wandb_v\d_[A-Za-z0-9_]{16,}"
-    r"|xox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"
-    r"|AIza[A-Za-z0-9_-]{30,}"
-    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"
-)
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-_URL_USER = re.compile(
-    r"(?P<before>[a-z][a-z0-9+.-]*://)(?P<secret>[^\s/@:'\"]*:[^\s/@'\"]+|[^\s/@:'\"]{16,})(?=@)", re.IGNORECASE
-)
 # Any quoted value matches; a bare one needs a digit, or code such as `token = tokenizer.next` would be masked.
 _QUOTED = re.compile(
     rf"(?P<before>\b{CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
@@ -43,15 +30,15 @@ _BARE = re.compile(
 
 def mask(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Replace every credential in a text by `***`."""
-    return _masked(text, _secret_values(environment))
+    return _masked(text, secret_values(environment.items()))
 
 
-def _masked(text: str, secrets: Sequence[str]) -> str:
+def _masked(text: str, secrets: Iterable[str]) -> str:
     for value in secrets:
         text = text.replace(value, MASK)
     text = _PRIVATE_KEY.sub(rf"\1{MASK}\2", text)
-    text = _SHAPES.sub(MASK, text)
-    for pattern in (_URL_USER, _QUOTED, _BARE):
+    text = SHAPES.sub(MASK, text)
+    for pattern in (URL_USER, _QUOTED, _BARE):
         text = pattern.sub(_masked_match, text)
     return text
 
@@ -72,7 +59,7 @@ def mask_override(override: str, environment: Mapping[str, str] = os.environ) ->
 def refuse_secrets(config: Mapping[str, object]) -> None:
     """Raise UserError about keys with credentials, since ranks read config.yaml and it cannot be masked; and about
     secret variables in keys that user code does not read."""
-    secrets = _secret_values(os.environ)
+    secrets = secret_values(os.environ.items())
     found = []
     for key, value in _leaves(config):
         if not isinstance(value, str) or not value:
@@ -101,16 +88,6 @@ def _remedy(key: str) -> str:
     if key.startswith("cluster."):
         return "leave it out: jobs inherit the environment, and their shell reads $NAME"
     return f"type the value, or use a variable with another name; secrets may be in {listed(OPTIONS)}"
-
-
-def _secret_values(environment: Mapping[str, str]) -> list[str]:
-    values = {value for name, value in environment.items() if is_secret_variable(name) and _is_random(value)}
-    return sorted(values, key=len, reverse=True)
-
-
-def _is_random(value: str) -> bool:
-    """True if a value looks like a secret rather than a flag, a path or a word."""
-    return len(value) >= 8 and not value.startswith(("/", ".")) and any(c.isdigit() for c in value)
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:

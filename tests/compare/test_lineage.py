@@ -102,7 +102,7 @@ def test_a_circle_ends(family: tuple[Path, Path, Path]):
 def test_a_damaged_file_is_named(family: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]):
     first, middle, _ = family
     (middle / "lineage.json").write_text('{"parent": 1}')
-    with pytest.raises(UserError, match=r"lineage\.json names no parent"):
+    with pytest.raises(UserError, match=r"lineage\.json is damaged"):
         Lineage.read(middle)
     assert children(first) == []
     (row,) = status_rows(find_runs([str(middle)], middle.parents[1]))

@@ -45,10 +45,11 @@ def run(argv: Sequence[str]) -> int:
     statuses = run_statuses([entry.folder for entry in entries])
     retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]
     others = [statuses[entry.folder.path].state for entry in entries if entry not in retried]
-    unknown = [entry for entry in entries if statuses[entry.folder.path].state == "unknown"]
+    unknown = [entry for entry in entries if statuses[entry.folder.path].state in ("unknown", "unreadable")]
     for entry in unknown:
-        reason = statuses[entry.folder.path].reason
-        print(f"{entry.label}: not retried, as it may be queued or running: {reason}", file=sys.stderr)
+        status = statuses[entry.folder.path]
+        why = ", as it may be queued or running" if status.state == "unknown" else ""
+        print(f"{entry.label}: not retried{why}: {status.reason}", file=sys.stderr)
     if others:
         first = entries[0]
         hint = f" titan-exp train {shlex.join(first.train_arguments)} continues it."

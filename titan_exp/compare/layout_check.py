@@ -12,6 +12,7 @@ from typing import Any
 from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.run_record import Run
 from titan_exp.config.schema.config_diff import flatten
+from titan_exp.tracking.run_folder.metric_rows import column_of
 
 STEPS = 10
 """Steps with a tolerance, as many as the parity tests train."""
@@ -83,7 +84,11 @@ def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _losses(run: Run) -> dict[int, float]:
-    return {int(row["step"] or 0): float(loss) for row in run.rows if (loss := row.get("loss")) is not None}
+    return {
+        int(step or 0): float(loss)
+        for step, loss in zip(column_of(run.rows, "step"), column_of(run.rows, "loss"), strict=True)
+        if loss is not None
+    }
 
 
 def _relative(one: float, two: float) -> float:

@@ -13,6 +13,7 @@ from titan_exp.config.schema.typed_config import read_values
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.run_folder.group_events import summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage, ancestors, read_history
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.run_folder.overrides import read_overrides
 from titan_exp.tracking.run_folder.provenance_records import read_code, read_environment_record
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
@@ -72,7 +73,7 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens of the whole job at the last row; 0 without rows."""
-        return int(next((row["tokens"] for row in reversed(self.rows) if row.get("tokens")), 0) or 0)
+        return int(next((tokens for row in reversed(self.rows) if (tokens := row.get("tokens"))), 0) or 0)
 
     @property
     def step(self) -> int:
@@ -81,6 +82,8 @@ class Run:
 
     def series(self, key: str, up_to: float = math.inf, *, above: float = -1.0) -> tuple[list[float], list[float]]:
         """Known values of a metric with their token counts, above `above` and up to `up_to` tokens."""
+        if isinstance(self.rows, MetricRows):
+            return self.rows.series(key, "tokens", above=above, up_to=up_to)
         known = [
             (float(tokens), float(value))
             for row in self.rows

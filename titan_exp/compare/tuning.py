@@ -16,6 +16,7 @@ from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.metric_rows import column_of
 
 ROUNDING = 1e-9
 """Relative difference between equal losses."""
@@ -179,7 +180,8 @@ def _reached(runs: Sequence[Run], targets: Mapping[object, float], tokens: float
         seen = None if target is None else target_metric(target + ROUNDING * abs(target)).read(run, tokens)
         if seen is None:
             continue
-        steps.append(next(float(row["step"] or 0) for row in run.rows if row.get("tokens") == seen))
+        pairs = zip(column_of(run.rows, "step"), column_of(run.rows, "tokens"), strict=True)
+        steps.append(next(float(step or 0) for step, tokens in pairs if tokens == seen))
         speed = _mean_speed(run, seen)
         seconds += [(seen - run.begins) / speed] if speed else []
     return Reached(estimate(steps), len(steps), len(runs)), Reached(estimate(seconds), len(seconds), len(runs))

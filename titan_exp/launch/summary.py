@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 from itertools import pairwise
 
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
@@ -31,8 +32,9 @@ def summarize(folder: RunFolder) -> Summary:
     """Read a run's summary from its folder."""
     state = folder.read_state()
     rows = read_metrics(folder.metrics)
-    warm = [row for before, row in pairwise(rows) if before.get("attempt") == row.get("attempt")]
-    speeds = [speed for row in warm or rows if (speed := row.get("tokens_per_second")) is not None]
+    attempts, speeds = list(rows.column("attempt")), list(rows.column("tokens_per_second"))
+    warm = [speed for pair, speed in zip(pairwise(attempts), speeds[1:], strict=True) if pair[0] == pair[1]]
+    speeds = [speed for speed in warm or speeds if speed is not None]
     step = state.step if state else 0
     if state and rows and rows[-1].get("attempt") == state.attempt:
         step = max(step, int(rows[-1]["step"] or 0))  # ahead of state.json if the disk is full
@@ -63,5 +65,5 @@ def known_metrics(loss: Value, validation_loss: Value, tokens_per_second: Value)
     return [text.format(value) for text, value in texts.items() if value is not None]
 
 
-def _last(rows: list[dict[str, Value]], key: str) -> Value:
-    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+def _last(rows: MetricRows, key: str) -> Value:
+    return next((value for value in reversed(list(rows.column(key))) if value is not None), None)

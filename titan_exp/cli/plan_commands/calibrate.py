@@ -157,7 +157,7 @@ def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
 
 def _memory(folder: RunFolder, *, on_gpu: bool) -> float | None:
     key = "memory_reserved" if on_gpu else "memory"
-    found = [value for row in read_metrics(folder.metrics) if (value := row.get(key)) is not None]
+    found = [value for value in read_metrics(folder.metrics).column(key) if value is not None]
     return max(found) * GIB if found else None
 
 

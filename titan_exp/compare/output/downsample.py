@@ -7,6 +7,7 @@ from typing import Any
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.run_record import Run
 from titan_exp.tracking.run_folder.final_value import last_fiftieth
+from titan_exp.tracking.run_folder.metric_rows import column_of
 
 POINTS = 120_000
 """Maximum number of points of a page, over all runs."""
@@ -43,9 +44,9 @@ def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
     whose mean is the run's loss, and others.
     """
     known = [
-        (float(row["tokens"] or 0), float(row["step"] or 0), float(value))
-        for row in run.rows
-        if (value := row.get(key)) is not None and row.get("tokens") is not None
+        (float(tokens), float(step or 0), float(value))
+        for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
+        if value is not None and tokens is not None
     ]
     size = math.ceil(len(known) / most) or 1
     while len(groups := _groups(known, size)) > most:

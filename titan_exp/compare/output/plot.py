@@ -15,8 +15,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_count
 from titan_exp.tracking.run_folder.final_value import last_fiftieth
 from titan_exp.tracking.run_folder.lineage import ancestors, read_history
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.sink import Value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ def draw(run_folder: Path) -> Path:
     return save_figure(figure, run_folder / "loss.png")
 
 
-def _rows(run_folder: Path) -> list[dict[str, Value]]:
+def _rows(run_folder: Path) -> MetricRows:
     path = RunFolder(run_folder).metrics
     rows = read_history(path.parent)
     if not rows:
@@ -64,7 +64,7 @@ def _rows(run_folder: Path) -> list[dict[str, Value]]:
     return rows
 
 
-def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
+def _draw_loss(axes: "Axes", rows: MetricRows) -> None:
     steps, losses = _series(rows, "loss")
     if len(losses) < 20:
         axes.plot(steps, losses, color=TRAIN, marker="o", markersize=4, label="train")
@@ -76,14 +76,15 @@ def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
         axes.plot(
             steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
         )
-    diverged = [float(row["step"] or 0) for row in rows if not math.isfinite(row.get("loss") or 0.0)]
+    pairs = zip(rows.column("step"), rows.column("loss"), strict=True)
+    diverged = [float(step) for step, loss in pairs if not math.isfinite(loss or 0.0)]
     for step in diverged:
         axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == diverged[0] else None)
     axes.set_ylabel("loss (nats per token)")
     style_axes(axes)
 
 
-def _draw_small(axes: "Axes", rows: list[dict[str, Value]], key: str, label: str) -> None:
+def _draw_small(axes: "Axes", rows: MetricRows, key: str, label: str) -> None:
     steps, values = _series(rows, key)
     few = {"marker": "o", "markersize": 3} if len(values) < 20 else {}
     axes.plot(steps, values, color=QUIET, linewidth=1.2, **few)
@@ -103,10 +104,11 @@ def style_axes(axes: "Axes") -> None:
     axes.margins(x=0.02)
 
 
-def _resumes(rows: list[dict[str, Value]]) -> list[float]:
+def _resumes(rows: MetricRows) -> list[float]:
     """First steps of later attempts."""
-    starts = [after for before, after in pairwise(rows) if (before.get("attempt") or 0) < (after.get("attempt") or 0)]
-    return [float(row["step"] or 0) for row in starts]
+    attempts = pairwise(attempt or 0 for attempt in rows.column("attempt"))
+    steps = list(rows.column("step"))
+    return [float(step) for step, (before, after) in zip(steps[1:], attempts, strict=True) if before < after]
 
 
 def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label: str) -> None:
@@ -115,7 +117,7 @@ def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label:
             axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=style, label=label if step == steps[0] else None)
 
 
-def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
+def _add_tokens(axes: "Axes", rows: MetricRows) -> None:
     """Add a secondary x axis in tokens."""
     last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
     if last is None:
@@ -132,11 +134,11 @@ def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
     return lambda places: np.asarray(places) * factor
 
 
-def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]], begins: Sequence[int]) -> None:
+def _add_title(figure: "Figure", run_folder: Path, rows: MetricRows, begins: Sequence[int]) -> None:
     folder = run_folder.resolve()
     losses, validation = (_series(rows, key)[1] for key in ("loss", "validation_loss"))
-    own = [row for row in rows if (row["step"] or 0) > max(begins, default=-1)]
-    _, speeds = _series(own, "tokens_per_second")
+    begin = max(begins, default=-1)
+    speeds = [speed for step, speed in zip(*_series(rows, "tokens_per_second"), strict=True) if step > begin]
     parts = [f"step {rows[-1]['step']}"]
     if tokens := rows[-1].get("tokens"):
         parts.append(f"{format_count(tokens)} tokens")
@@ -158,7 +160,7 @@ def save_figure(figure: "Figure", path: Path) -> Path:
     return path
 
 
-def _series(rows: list[dict[str, Value]], key: str) -> Series:
+def _series(rows: MetricRows, key: str) -> Series:
     """Steps and values of a metric; infinity becomes NaN, which leaves a gap."""
-    known = [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(key)) is not None]
-    return [step for step, _ in known], [value if math.isfinite(value) else math.nan for _, value in known]
+    steps, values = rows.series(key, "step", above=-1, up_to=math.inf)
+    return steps, [value if math.isfinite(value) else math.nan for value in values]

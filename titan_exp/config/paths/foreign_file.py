@@ -128,11 +128,11 @@ def _record(kind: Any, value: Any) -> Any:
         raise ValueError("not an object")
     hints, required = _fields(kind)
     if missing := required - value.keys():
-        raise ValueError(f"{', '.join(sorted(missing))} is missing")
+        raise ValueError(f"without {', '.join(sorted(missing))}")
     if is_typeddict(kind):
         return {key: of_kind(hints.get(key, Any), item) for key, item in value.items()}
     if unknown := value.keys() - hints.keys():
-        raise ValueError(f"{', '.join(sorted(unknown))} is unknown")
+        raise ValueError(f"with an unknown {', '.join(sorted(unknown))}")
     return kind(**{key: of_kind(hints[key], item) for key, item in value.items()})
 
 

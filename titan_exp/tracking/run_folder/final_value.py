@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from titan_exp.tracking.run_folder.metric_rows import column_of
 from titan_exp.tracking.sinks.sink import Value
 
 Item = TypeVar("Item")
@@ -12,7 +13,7 @@ Item = TypeVar("Item")
 def final_value(rows: Sequence[Mapping[str, Value]], name: str) -> float | None:
     """Last value of a metric, or of the training loss, since a single batch is noisy, the mean of the last 2 % of its
     rows; NaN if it is not finite, None if it was never logged."""
-    values = [float(value) for row in rows if (value := row.get(name)) is not None]
+    values = [float(value) for value in column_of(rows, name) if value is not None]
     if name != "loss":
         return values[-1] if values else None
     return tail_mean(values)

@@ -70,7 +70,7 @@ def summarize_groups(folder: RunFolder) -> GroupSummary | None:
     quorums = [event for event in events if event["event"] == "quorum"]
     newest = quorums[-1] if quorums else {"groups": [], "quorum": None}
     rows = read_metrics(folder.metrics)
-    stalls = [float(row.get("stall") or 0.0) for row in rows]
+    stalls = [float(stall or 0.0) for stall in rows.column("stall")]
     return GroupSummary(
         living=len(newest["groups"]),
         groups=len({event["group"] for event in events if event["event"] == "started"}),

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.state import read_json
 
@@ -86,16 +87,16 @@ def children(run_folder: Path) -> list[tuple[Path, Lineage]]:
     return found
 
 
-def read_history(run_folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def read_history(run_folder: Path, file: str = "metrics.jsonl") -> MetricRows:
     """Rows of a run's metrics, after those of its parents up to the steps at which it and they were continued.
 
     `file` may be another file of such rows. A parent that is not on this machine has no rows. Raises UserError if a row
     is damaged.
     """
-    rows: list[dict[str, Any]] = read_metrics(run_folder / file)
+    rows = read_metrics(run_folder / file)
     for ancestor in ancestors(run_folder):
         if ancestor.folder is not None:
             step = ancestor.lineage.step
             earlier = read_metrics(ancestor.folder / file)
-            rows = [*(row for row in earlier if (row["step"] or 0) <= step), *rows]
+            rows = MetricRows(chain((row for row in earlier if row["step"] <= step), rows))
     return rows

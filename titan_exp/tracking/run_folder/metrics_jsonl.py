@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.foreign_file import FILE_BYTES, LARGEST, LINE_BYTES, open_file, parse_json, read_lines
 from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.sinks.sink import Value
 
 TAIL_BYTES = 16384
@@ -74,23 +75,22 @@ class JsonlSink:
             self._buffer = self._buffer[self._file.write(self._buffer) :]
 
 
-def read_metrics(path: Path) -> list[dict[str, Value]]:
+def read_metrics(path: Path) -> MetricRows:
     """Read the rows of a metrics file, one per step, sorted by step.
 
     A step logged again after a resume keeps the row of the latest attempt; rows of one step and attempt are merged. A
     torn last line is ignored, so that a running run can be read; any other invalid line raises UserError.
     """
-    rows: dict[int, dict[str, Value]] = {}
-    damaged = 0
+    rows, damaged = MetricRows(), 0
     for number, line in enumerate(_lines(path), 1):
         if damaged and line:
             raise UserError(f"{path}, line {damaged}: not a row of metrics. Remove that line; the others are kept.")
         row = parse_row(line)
         if row is not None:
-            _merge(rows, row)
+            rows.merge(row)
         elif line:
             damaged = number
-    return [rows[step] for step in sorted(rows)]
+    return rows.in_order()
 
 
 def read_all_rows(path: Path) -> Iterator[dict[str, Value]]:
@@ -154,20 +154,6 @@ def repair(path: Path) -> None:
     elif torn:
         with path.open("ab") as whole:
             whole.write(b"\n")
-
-
-def _merge(rows: dict[int, dict[str, Value]], row: dict[str, Value]) -> None:
-    step = row["step"]
-    assert isinstance(step, int)
-    known = rows.get(step)
-    if known is None or _attempt(row) > _attempt(known):
-        rows[step] = row
-    elif _attempt(row) == _attempt(known):
-        known.update(row)
-
-
-def _attempt(row: dict[str, Value]) -> float:
-    return row.get("attempt") or 0
 
 
 def parse_row(line: bytes) -> dict[str, Value] | None:

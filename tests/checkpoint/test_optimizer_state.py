@@ -1,6 +1,7 @@
 """State of any optimizer is saved and restored, whatever it is and whenever it was made."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from tests.optim.own_states import Counting, Generating
 from tests.parity.runs import Curve, train
 from tests.parity.test_continued import SAVING, assert_continues
 from tests.patching import patch
+from tests.ranks import run_ranks
 from titan_exp.checkpoint.optimizer_state import (
+    differing_between_ranks,
     init_optimizer_state,
     optimizer_state_dict,
     optimizer_values,
@@ -23,6 +26,7 @@ from titan_exp.checkpoint.optimizer_state import (
 from titan_exp.checkpoint.state_values import UnsavedStateError
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.optim.parameter_groups import remember_groups
+from titan_exp.trainer.distributed import joined_process_group
 
 OWN = "tests.optim.own_states"
 Mutation = Callable[[], None] | None
@@ -145,6 +149,19 @@ def test_damaged_values_are_no_traceback(values: dict[str, Any]):
     model, optimizer = built()
     with pytest.raises(UserError, match="damaged"):
         prepare_optimizer_state([model], optimizer, {}, values)
+
+
+def _differing() -> list[str]:
+    rank = int(os.environ["RANK"])
+    with joined_process_group(torch.device("cpu")):
+        state = {"optimizer.a.step": torch.tensor(3.0), "optimizer.a.rank": torch.tensor(float(rank))}
+        state |= {f"optimizer.only.{rank}": torch.tensor(1.0), "model.a": torch.tensor(float(rank))}
+        state["optimizer_values.state.a"] = torch.tensor([rank], dtype=torch.uint8)
+        return differing_between_ranks(state, None)
+
+
+def test_ranks_that_disagree_are_found():
+    assert run_ranks(2, _differing) == [["optimizer.a.rank", "optimizer_values.state.a"]] * 2
 
 
 def own(kind: str) -> list[str]:

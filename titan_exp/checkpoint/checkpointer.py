@@ -17,6 +17,7 @@ from titan_exp.checkpoint.dcp.checksums import find_damage_on_ranks, has_checksu
 from titan_exp.checkpoint.dcp.storage_writer import PublishingWriter
 from titan_exp.checkpoint.init_from import load_initial_weights
 from titan_exp.checkpoint.load_state import RestoredState, load_state, read_progress
+from titan_exp.checkpoint.optimizer_state import differing_between_ranks
 from titan_exp.checkpoint.remote.background_upload import STOP_SECONDS, BackgroundUploader, steps_to_upload
 from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import CONFIG, RemoteRun
@@ -38,6 +39,8 @@ from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.logging import get_logger
 
 T = TypeVar("T")
+MAX_NAMED = 3
+"""Most keys named in one message."""
 
 
 class Checkpointer:
@@ -61,6 +64,8 @@ class Checkpointer:
         self.durable: int | None = None
         """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
+        self._differing: set[str] = set()
+        """Keys about which ranks have been found to disagree."""
         self._clock = clock
         self._failures = SaveFailures(self.folder, config.fail_after_minutes, clock)
         self._last_save = clock()
@@ -140,6 +145,7 @@ class Checkpointer:
             state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
             state = {**training_state_dict(parts, optimizer, data, progress), **group_states}
+            self._name_differing(differing_between_ranks(state, self._group))
         writer = PublishingWriter(self.folder, step)
         save = self._pending = _PendingSave(step, begin, self._clock())
         self._newest = step
@@ -304,6 +310,18 @@ class Checkpointer:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
         require_intact(path, self._group)
         load_initial_weights(path, parts, self.config.initial_exclude, self._group)
+
+    def _name_differing(self, keys: Sequence[str]) -> None:
+        """Say once which of the optimizer's state a resumed run has from one rank alone."""
+        new = [key for key in keys if key not in self._differing]
+        self._differing |= set(new)
+        if new:
+            get_logger().error(
+                "ranks disagree about %s%s of the optimizer's state, and a checkpoint has the values of one of them: a "
+                "resumed run will differ. Sum them over ranks, or keep them in tensors of the parameter's shape",
+                ", ".join(new[:MAX_NAMED]),
+                f" and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else "",
+            )
 
     def _is_saved(self, step: int) -> bool:
         """True if every rank has saved this step; a save process may be killed after others reported success."""

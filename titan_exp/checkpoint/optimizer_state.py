@@ -7,6 +7,7 @@ keeps as a plain tensor of its shard's shape; and `none` for a parameter without
 """
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from titan_exp.optim.weight_average import AVERAGE
 from titan_exp.tracking.logging import get_logger
 
 OPTIMIZER_PREFIX, VALUES_PREFIX = "optimizer.", "optimizer_values."
+SMALL = 16
+"""Largest number of elements of a whole tensor that ranks compare before a save."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,24 @@ def empty_tensors(
         elif place is not None:
             found[key] = _empty(named[place[0]], tensor)
     return found
+
+
+def differing_between_ranks(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
+    """Keys of the optimizer's values and small whole tensors that ranks hold with other contents; collective over the
+    group. A checkpoint has those of one rank."""
+    own = {
+        key: zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for key, value in state.items()
+        if key.startswith(VALUES_PREFIX)
+        or (key.startswith(OPTIMIZER_PREFIX) and not isinstance(value, DTensor) and value.numel() <= SMALL)
+    }
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, own, group=group)
+    known = dict[str, set[int]]()
+    for found in everywhere:
+        for key, checksum in found.items():
+            known.setdefault(key, set()).add(checksum)
+    return sorted(key for key, checksums in known.items() if len(checksums) > 1)
 
 
 def average_key(name: str) -> str:

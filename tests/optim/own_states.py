@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -90,3 +91,11 @@ class Closing(Counting):
     @torch.no_grad()
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
+
+
+class Reducing(Counting):
+    """Gradients are averaged once more, over all ranks."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        dist.all_reduce(gradient)
+        parameter.sub_(gradient / dist.get_world_size(), alpha=group["lr"])

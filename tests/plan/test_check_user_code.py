@@ -103,7 +103,7 @@ def test_what_would_fail_is_refused(overrides: list[str], parts: list[str]):
             [f"optimizer.name=torch.optim.{name}"]
             for name in ("Adagrad", "Rprop", "ASGD", "RAdam", "Adamax", "Adadelta")
         ],
-        *[[f"optimizer.name={STATES}.{name}"] for name in ("Counting", "OnShards")],
+        *[[f"optimizer.name={STATES}.{name}"] for name in ("Counting", "OnShards", "Reducing")],
         [f"optimizer.name={STATES}.Hidden", "checkpoint=none"],
         ["model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}"],
         ["data.source=tests.data.corpora.OwnStream", "data.validation_documents=1024"],

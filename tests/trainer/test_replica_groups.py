@@ -123,12 +123,15 @@ PIPELINE = [*SETTINGS, *SPLIT, "model.layers=4", "parallelism.pp=2", "parallelis
 # Both copies of the embedding are on the first rank.
 TIED = [*PIPELINE, "parallelism.pp_schedule=ZBVZeroBubble", "model.tied_embeddings=true"]
 EXPERTS = [*SETTINGS, "model=deepseek_debug"]
+# Numbers, lists and a late tensor of its state, and counts of its group.
+OWN = [*SETTINGS, "optimizer.name=tests.optim.own_states.Counting", "optimizer.lr=1e-3"]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         EXPERTS,
+        OWN,
         pytest.param(PIPELINE, marks=pytest.mark.night),
         pytest.param([*PIPELINE, "parallelism.pp_schedule=Interleaved1F1B"], marks=pytest.mark.night),
         pytest.param(TIED, marks=pytest.mark.night),

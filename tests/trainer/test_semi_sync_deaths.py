@@ -332,6 +332,13 @@ def _own_state_is_lost(_: ReplicaGroup) -> None:
     semi_sync_trainer.load_own_state = lambda *_, **named: False
 
 
+@pytest.mark.night
+def test_a_resumed_run_has_every_state_of_its_groups(tmp_path):
+    words = [*SAVED, "optimizer.name=tests.optim.own_states.Counting", "optimizer.lr=1e-3"]
+    expected = train_groups(tmp_path / "whole", words)
+    assert_bitwise(resumed(tmp_path / "resumed", saved=words), expected)
+
+
 @pytest.mark.parametrize("words", [pytest.param(SAVED, marks=pytest.mark.night), STREAMED], ids=["diloco", "streaming"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, words):
     expected = train_groups(tmp_path / "whole", words)

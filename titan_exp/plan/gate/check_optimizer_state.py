@@ -4,10 +4,13 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_exp.checkpoint.optimizer_state import (
     optimizer_state_dict,
@@ -50,11 +53,12 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
         return
     try:
         others = list[_Trial]()
-        for step in range(1, STEPS + 1):
-            for one in (trial, *others):
-                one.step(step)
-            if step in RESTORED_AFTER and saves:
-                others.append(trial.restored())
+        with _one_rank():
+            for step in range(1, STEPS + 1):
+                for one in (trial, *others):
+                    one.step(step)
+                if step in RESTORED_AFTER and saves:
+                    others.append(trial.restored())
     except UnsavedStateError as error:
         yield Violation("optimizer.name", name, str(error), f"keep none of it in the optimizer, {_WITHOUT}")
         return
@@ -127,6 +131,19 @@ class _Trial:
             for key, value in mine.items()
             if key not in known and type(value) in kinds and not same_value(value, others.get(key))
         ]
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Process group of one rank, for optimizers that send messages."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _samples(named: Sequence[NamedParameter]) -> list[NamedParameter]:

@@ -686,7 +686,7 @@ BY_ROLE = [
 ]
 """An optimizer that treats matrices apart, and a sharded embedding."""
 
-SHARED_SHARDS = ["parallelism.dp_shard=3", "training.global_batch_size=12"]
+SHARED_SHARDS = ["parallelism.dp_shard=3", "training.global_batch_size=12", "data.streaming=true"]
 """Three ranks that read 64 virtual shards together."""
 
 STATISTICS = ["model.architecture=tests.trainer.own_statistics", "parallelism.dp_shard=2", *LINES]

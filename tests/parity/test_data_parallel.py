@@ -45,10 +45,10 @@ EXPERIMENTS = {
     "documents": " ".join(LINES),
     "tied": "model.tied_embeddings=true",
     "unclipped": "training.max_grad_norm=null",
-    "twelve rows": f"training.global_batch_size=12 {' '.join(LINES)}",
+    "twelve rows": f"training.global_batch_size=12 {' '.join(LINES)} data.streaming=true",
     # One step of AdamW with so large an epsilon that the update is 100 times the gradient, beside small weights.
-    "gradients of twelve rows": "training.global_batch_size=12 training.steps=1 optimizer.lr=1e8 optimizer.eps=1e6 "
-    "optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
+    "gradients of twelve rows": "training.global_batch_size=12 data.streaming=true training.steps=1 optimizer.lr=1e8 "
+    "optimizer.eps=1e6 optimizer.weight_decay=0 training.max_grad_norm=null lr_schedule=constant",
 }
 
 

@@ -133,6 +133,7 @@ def write_and_die(out: Path, after: int) -> None:
     write(out)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("after", [1, 2, 7], ids=["captions", "a record", "the manifest"])
 def test_a_killed_process_leaves_no_partial_files_in_the_finished_store(store: Path, tmp_path: Path, after: int):
     process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(tmp_path / "store", after))

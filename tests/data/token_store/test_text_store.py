@@ -215,6 +215,7 @@ def _open(run: Experiment, results: Any) -> None:
     results.put(rows_of(next(loader(run))))
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_processes_tokenize_once_and_a_killed_one_is_continued(tmp_path: Path, cache: Path):
     """Four ranks start together; the one that writes is killed in the middle, and another takes over."""
     reads = tmp_path / "reads"
@@ -271,6 +272,7 @@ def test_without_a_place_in_the_cache_this_machines_temporary_folder_is_taken(
     assert rows_of(next(loader(text_run(tmp_path / "files", streaming=True))))
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, cache: Path):
     """A limit on the size of files fails a write as a full disk does."""
     run = text_run(write_random(tmp_path / "files", [60_000]))

@@ -1,5 +1,6 @@
 """Flux in every layout: curve and weights of one device, with noise, times and dropped texts keyed by sample."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -83,6 +84,17 @@ def test_the_curve_is_that_of_one_device(layout: str, words: str, on_one_device:
     assert len(losses) == 10
     assert [last[key] for key in losses] == pytest.approx([expected[key] for key in losses], rel=1e-5)
     assert "validation_perplexity" not in last
+
+
+def views_are_errors() -> None:
+    warnings.filterwarnings("error", "FSDP2-wrapped module", UserWarning)
+
+
+def test_no_unit_of_fsdp_returns_a_view(words: str, tmp_path: Path):
+    """FSDP would warn of it, on every rank."""
+    layout = "parallelism.dp_replicate=2 parallelism.tp=2 training.micro_batch_size=1 training.steps=1"
+    given = [word for word in words.split() if not word.startswith("training.evaluate_every")]
+    assert train(tmp_path, *given, *layout.split(), mutate=views_are_errors).disputed == []
 
 
 def weights_begin_with_noise() -> None:

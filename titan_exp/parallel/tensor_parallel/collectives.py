@@ -78,8 +78,7 @@ class TensorParallelGroup:
 
 def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1 or not region.by_sequence:
-        tokens = all_gather(x.flatten(0, 1), region.degree, region.group)
-        return tokens.view(x.shape[0], -1, *x.shape[2:])
+        return _unflattened(all_gather(x.flatten(0, 1), region.degree, region.group), x)
     parts = all_gather(x, region.degree, region.group).chunk(region.degree)
     if x.dtype.itemsize == 1:
         return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
@@ -88,10 +87,13 @@ def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
 
 def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1 or not region.by_sequence:
-        # No view, which FSDP2 warns about where it is the output of the embedding.
-        tokens = reduce_scatter(x.flatten(0, 1), region.degree, region.group)
-        return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
+        return _unflattened(reduce_scatter(x.flatten(0, 1), region.degree, region.group), x)
     return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
+
+
+def _unflattened(tokens: Tensor, x: Tensor) -> Tensor:
+    """Tokens by row of the batch. No view, which FSDP2 warns about where it is the output of one of its units."""
+    return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
 
 
 class _AllGatherSeq(torch.autograd.Function):

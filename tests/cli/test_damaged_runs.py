@@ -37,7 +37,7 @@ TYPED = [
 SECONDS = 20
 """Limit of one command; a FIFO would be waited for without end."""
 GOOD, BAD = "good", "bad"
-SHARE = 1
+SHARE = 8
 """By day one case in so many, the same each time."""
 
 
@@ -69,8 +69,8 @@ VERBS: dict[str, Callable[[Path], int]] = {
     "start again": start_again,
     "train": verb("train", "--config-path", "{bad}", "data.preview=1"),
     "continue_from": verb("train", *TYPED, "training.steps=6", "checkpoint.continue_from={bad}", "data.preview=1"),
-    "generate": verb("generate", "{bad}", "prompt=x", "max_tokens=1"),
-    "evaluate": verb("evaluate", "{bad}", "batches=1"),
+    "generate": verb("generate", "{bad}", "prompt=x", "tokens=1"),
+    "evaluate": verb("evaluate", "{bad}"),
 }
 ONE_LINE = ("status", "status NAME", "compare", "compare NAME")
 """Verbs of several runs, of which the good one is shown."""

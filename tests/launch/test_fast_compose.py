@@ -48,3 +48,18 @@ def test_values_alone_are_not_composed_again(composer: tuple[FastCompose, list[l
 def test_errors_are_hydras(override: str, composer: tuple[FastCompose, list[list[str]]]):
     with pytest.raises(HydraException):
         composer[0](["optimizer.lr=1", override])
+
+
+def test_points_that_fail_alike_are_composed_once(composer: tuple[FastCompose, list[list[str]]]):
+    compose_quickly, calls = composer
+    chosen = ["model=llama_debug", "optimizer=sgd"]
+    causes = set[HydraException]()
+    for lr in range(5):
+        with pytest.raises(HydraException, match=r"optimizer\.betas") as caught:
+            compose_quickly([*chosen, f"optimizer.lr={lr}", "optimizer.betas=[0.9,0.99]"])
+        causes.add(caught.value)
+    assert len(causes) == 1
+    assert calls[-2:] == [chosen, [*chosen, "optimizer.lr=0", "optimizer.betas=[0.9,0.99]"]]
+    with pytest.raises(HydraException, match=r"optimizer\.betas=\[0\.8,0\.99\]"):
+        compose_quickly([*chosen, "optimizer.betas=[0.8,0.99]"])
+    assert compose_quickly([*chosen, "optimizer.lr=7"]).optimizer.lr == 7

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +22,7 @@ class FastCompose:
         self._compose, self._parser = compose, parser
         self._composed: dict[tuple[str, ...], bytes] = {}
         self._parsed: dict[str, Override] = {}
+        self._failures: dict[tuple[str, ...], HydraException] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """Compose overrides. Raises HydraException if a key or option does not exist."""
@@ -33,12 +35,22 @@ class FastCompose:
         if chosen not in self._composed:
             self._composed[chosen] = pickle.dumps(self._compose(list(chosen)))
         cfg: DictConfig = pickle.loads(self._composed[chosen])  # trusted bytes; five times as fast as deepcopy
-        try:
-            for override in later:
+        for override in later:
+            try:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
-        except OmegaConfBaseException:
-            return self._compose(list(overrides))  # raises with a better message
+            except OmegaConfBaseException:
+                return self._compose_again(overrides, (*chosen, str(override.input_line)))
         return cfg
+
+    def _compose_again(self, overrides: Sequence[str], cause: tuple[str, ...]) -> DictConfig:
+        """Compose overrides of which one fails, with Hydra's better message; once for all points of the same cause."""
+        if cause in self._failures:
+            raise self._failures[cause]
+        try:
+            return self._compose(list(overrides))
+        except HydraException as error:
+            self._failures[cause] = error
+            raise
 
     def _parse(self, text: str) -> Override:
         if text not in self._parsed:

@@ -79,7 +79,10 @@ def plan_sweep(
         if planned.setdefault(planned_point.plan.folder.path, planned_point) is not planned_point:
             duplicates.append(planned_point)
     if refused:
-        reasons = [SkippedPoint(point, explain_point(error, point.overrides)) for point, error in refused]
+        # Points with one cause have one explanation, for which Hydra composes several times.
+        causes = {error.__cause__ or error: (error, point.overrides) for point, error in reversed(refused)}
+        explained = {cause: explain_point(*first) for cause, first in causes.items()}
+        reasons = [SkippedPoint(point, explained[error.__cause__ or error]) for point, error in refused]
         raise cannot_run(f"{len(refused)} point(s) {where} cannot run, so none was started.", reasons)
     if not planned:
         raise cannot_run(f"None of the {len(points)} points {where} can run here.", skipped)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra._internal import defaults_list as hydra_defaults
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
@@ -28,7 +29,9 @@ PARSE, CACHE = OverridesParser.parse_rule, CachingConfigRepository.__init__
 
 def install() -> None:
     """Parse every file, override and interpolation once, merge every list of files once, copy metadata without
-    reflection, index choices only for interpolated defaults."""
+    reflection, index choices only for interpolated defaults. Another Hydra than 1.3 is left as it is."""
+    if not hydra.__version__.startswith("1.3"):
+        return
     ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list = _remembered()
     CachingConfigRepository.__init__ = _cache_of  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parsed()

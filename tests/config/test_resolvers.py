@@ -27,3 +27,8 @@ def test_registering_twice_changes_nothing():
     register_resolvers()
     register_resolvers()
     assert OmegaConf.create({"a": "${share_of:0.5,8}"}).a == 4
+
+
+def test_no_version_of_omegaconf_warns(recwarn: pytest.WarningsRecorder):
+    register_resolvers()
+    assert [str(warning.message) for warning in recwarn] == []

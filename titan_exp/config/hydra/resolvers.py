@@ -1,7 +1,9 @@
 """OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`, and model repositories."""
 
 from collections.abc import Callable
+from inspect import signature
 from math import isfinite
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -38,11 +40,16 @@ def larger_of(one: float, other: float) -> int:
 def register_resolvers() -> None:
     """Register the resolvers, and the loader of YAML; idempotent."""
     for function in (share_of, rest_of, quotient, larger_of):
-        OmegaConf.register_new_resolver(function.__name__, _of_numbers(function), replace=True)
+        _register(function.__name__, _of_numbers(function), replace=True)
     for reader in (repository_config, config_size):
-        OmegaConf.register_new_resolver(reader.__name__, reader, replace=True)
-    register_secret_resolvers()
+        _register(reader.__name__, reader, replace=True)
+    register_secret_resolvers(_register)
     use_own_loader()
+
+
+# OmegaConf 2.4 gives the function the name of an older one, which took other arguments.
+_is_renamed = "replace" in signature(OmegaConf.register_resolver).parameters
+_register: Any = OmegaConf.register_resolver if _is_renamed else OmegaConf.register_new_resolver
 
 
 def _of_numbers(function: Callable[..., int]) -> Callable[..., int]:

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -26,12 +26,11 @@ _revealed: dict[str, str] = {}
 """Interpolation by value that this process has read."""
 
 
-def register_secret_resolvers() -> None:
-    """Replace OmegaConf's `oc.env` and `oc.decode`, which would read secrets while composing; idempotent."""
-    from omegaconf import OmegaConf
-
-    OmegaConf.register_new_resolver("oc.env", _env, replace=True)
-    OmegaConf.register_new_resolver("oc.decode", _decode, replace=True)
+def register_secret_resolvers(register: Callable[..., None]) -> None:
+    """Replace OmegaConf's `oc.env` and `oc.decode`, which would read secrets while composing, by a function of
+    OmegaConf; idempotent."""
+    register("oc.env", _env, replace=True)
+    register("oc.decode", _decode, replace=True)
 
 
 def variables_in(value: object) -> list[str]:

@@ -8,6 +8,8 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +71,8 @@ def peer(job: Job) -> dict[str, Any]:
         _let_torchtitan_use_the_cpu()
     # torchtitan imports torchft where it finds it, and with it telemetry that a GPU machine need not have.
     sys.modules["torchft"] = None  # type: ignore[assignment]  # found nowhere
+    if job.tiny and find_spec("triton") is None:
+        _import_kernels_without_triton()
     from torchtitan.config import ConfigManager  # type: ignore[import-not-found]
     from torchtitan.models.moe import MoEArgs  # type: ignore[import-not-found]
     from torchtitan.protocols.train_spec import register_train_spec  # type: ignore[import-not-found]
@@ -121,6 +125,27 @@ def peer(job: Job) -> dict[str, Any]:
         trainer.close()
         torch.distributed.destroy_process_group()
     return found
+
+
+def _import_kernels_without_triton() -> None:
+    """Import torchtitan's kernels, none of which a CPU calls, with a stand-in for triton while they are defined."""
+    name, package = "torchtitan.models.moe.kernels", find_spec("torchtitan")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    file = Path(package.submodule_search_locations[0], "models", "moe", "kernels.py")
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
+    vars(triton).update(jit=lambda function: function, language=language)
+    vars(language).update(constexpr=int)
+    sys.modules |= {"triton": triton, "triton.language": language}
+    try:
+        kernels = module_from_spec(spec)
+        spec.loader.exec_module(kernels)
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+    sys.modules[name] = kernels
 
 
 def _let_torchtitan_use_the_cpu() -> None:

@@ -292,6 +292,25 @@ def test_both_real_sides_compute_the_same_from_the_same_weights(tmp_path: Path):
         assert losses[name, "ours"][0] != losses[name, "ours"][-1]
 
 
+HIDE_TRITON = """\
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec.__func__
+def hide(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] == "triton" else find(cls, name, path, target)
+PathFinder.find_spec = classmethod(hide)
+"""
+
+
+@pytest.mark.night
+@needs_peer
+def test_the_check_on_a_cpu_needs_no_triton(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(HIDE_TRITON)
+    words = ["--tiny", "--rounds", "1", "--warmup", "1", "--steps", "2", "--rows", "8b_bf16_eager"]
+    places = ["--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
+    done = run(*words, *places, path=f"{tmp_path}:{PEER}")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
 @pytest.mark.night
 def test_a_checkout_needs_no_installed_distribution(tmp_path: Path):
     for folder in (Path(entry) for entry in sys.path if Path(entry).name == "site-packages"):

@@ -34,8 +34,9 @@ from titan_exp.data.tokenizers.base import Tokenizer
 
 LARGEST_TEXT = 2**30
 """Bytes of text above which documents are tokenized while training: a store takes 2 to 4 bytes for each token."""
-PART_BYTES, SHARD_TOKENS = 2**25, 2**27
-"""Bytes of text for which another process is worth its start; tokens of a shard."""
+PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
+"""Bytes of text for which another process is worth its start, with the tokenizer `bytes` and with one that merges;
+tokens of a shard."""
 _SAMPLES = 64
 _LOGGER = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class StoredText:
     digest: str
     """Digest of what its store is made from."""
 
+    @property
+    def _parts(self) -> int:
+        return 1 + self.size // (PART_BYTES if self.data.tokenizer == "bytes" else MERGED_PART_BYTES)
+
     def find(self) -> Manifest | None:
         """Find the finished store; None if there is none."""
         return next(filter(None, (_finished(place / self.digest) for place in _places())), None)
@@ -65,7 +70,7 @@ class StoredText:
             return found
         problems = list[str]()
         for place in _places(make=True):
-            if self.size >= PART_BYTES:  # by every rank, since rank 0 may be one that waits
+            if self._parts > 1:  # by every rank, since rank 0 may be one that waits
                 megabytes, folder = self.size / 1e6, place / self.digest
                 _LOGGER.info("tokenizing %.0f MB of text, once for this and later runs, in %s", megabytes, folder)
             try:
@@ -92,9 +97,8 @@ class StoredText:
                 return found
             shutil.rmtree(store, ignore_errors=True)
             data = replace(self.data, validation_split=None, validation_fraction=held_out_fraction(self.data))
-            parts = 1 + self.size // PART_BYTES
-            corpus = Corpus(data, parts)
-            job = TokenizeJob(unfinished, data, parts, SHARD_TOKENS, corpus.fingerprint)
+            corpus = Corpus(data, self._parts)
+            job = TokenizeJob(unfinished, data, self._parts, SHARD_TOKENS, corpus.fingerprint)
             write_store(job, corpus, str(unfinished), len(os.sched_getaffinity(0)))
             if _stamp(data) != getattr(getattr(self.source, "content", None), "stamp", None):
                 shutil.rmtree(unfinished)
@@ -117,7 +121,7 @@ def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> Store
     if size > LARGEST_TEXT:
         return None
     made_from = [
-        [VERSION, PART_BYTES, SHARD_TOKENS],
+        [VERSION, PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS],
         [data.source, sorted(data.options.items()), list(data.paths), len(source)] if own else [],
         fingerprint(source, data),
         content_identity(source),

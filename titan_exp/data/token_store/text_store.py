@@ -76,10 +76,9 @@ class StoredText:
             try:
                 return self._make(place / self.digest)
             except OSError as error:
-                if error.filename is not None and not str(error.filename).startswith(str(place)):
+                if not _is_of(place, error):
                     with explain_disk_errors(place):
                         raise
-                shutil.rmtree(place / self.digest, ignore_errors=True)
                 problems.append(f"{place}: {error.strerror or error}")
                 _LOGGER.warning("%s; each machine keeps its tokens of the text elsewhere, if it can", problems[-1])
         reason = f"the tokens of the text can be written nowhere ({'; '.join(problems)})"
@@ -99,7 +98,12 @@ class StoredText:
             data = replace(self.data, validation_split=None, validation_fraction=held_out_fraction(self.data))
             corpus = Corpus(data, self._parts)
             job = TokenizeJob(unfinished, data, self._parts, SHARD_TOKENS, corpus.fingerprint)
-            write_store(job, corpus, str(unfinished), len(os.sched_getaffinity(0)))
+            try:
+                write_store(job, corpus, str(unfinished), len(os.sched_getaffinity(0)))
+            except OSError as error:
+                if _is_of(folder, error):  # a full disk keeps nothing of it
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                raise
             if _stamp(data) != getattr(getattr(self.source, "content", None), "stamp", None):
                 shutil.rmtree(unfinished)
                 raise UserError("The text changed while it was tokenized. Type the same command again.")
@@ -152,6 +156,11 @@ def _places(*, make: bool = False) -> Iterator[Path]:
         # Everybody may write beside it: another user's folder of this name is not read.
         if S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             yield folder / "tokens"
+
+
+def _is_of(place: Path, error: OSError) -> bool:
+    """True if an error is of a place for stores, and not of a file of the text."""
+    return error.filename is None or str(error.filename).startswith(str(place))
 
 
 def _finished(folder: Path) -> Manifest | None:

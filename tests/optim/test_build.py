@@ -101,6 +101,16 @@ def test_biases_of_experts_are_vectors():
     assert roles["blocks.0.feed_forward.experts.down.weight"] == "expert"
 
 
+@pytest.mark.parametrize(
+    ("shape", "role"),
+    [((4,), "vector"), ((1, 1, 4, 1), "vector"), ((1, 4), "matrix"), ((4, 1), "matrix"), ((2, 3, 4), "expert")],
+)
+def test_numbers_per_head_are_a_vector_in_any_shape(shape: tuple[int, ...], role: str):
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(shape))
+    assert named_parameters([module])[0].role == role
+
+
 def test_roles_have_their_own_learning_rate_and_weight_decay():
     model = torch.nn.ModuleList([real_model(), GroupedLinear(2, 4, 8, 0.02)])
     config = replace(ADAMW, lr_scales={"expert": 0.5, "embedding": 2.0}, weight_decays={"expert": 0.0, "vector": 0.3})

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale
 from titan_exp.models.spec.fused_rows import FusedRows
+from titan_exp.models.spec.parameter_roles import is_vector
 
 _BUILT = "built_param_groups"
 """Attribute of an optimizer: values of its parameter groups when it was built."""
@@ -173,7 +174,7 @@ def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
     """Role of a parameter of a module."""
     declared: Role | None = getattr(module, "parameter_role", None)
-    if parameter.dim() - (declared == "expert") < 2:  # a stack of vectors is vectors
+    if is_vector(parameter.shape, stacked=declared == "expert"):
         return "vector"
     if declared is not None:
         return declared

@@ -1,5 +1,7 @@
 """Roles of a model's parameters, by its spec. Imports no torch."""
 
+from collections.abc import Sequence
+
 from titan_exp.config.groups.optimizer import Role
 from titan_exp.models.spec.model_spec import ModelSpec
 
@@ -10,7 +12,15 @@ def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
     ends: dict[str, Role] = {"embedding.weight": "embedding", "head.weight": "head"}
     return {
         name: "vector"
-        if len(shape) - (name in stacked) < 2
+        if is_vector(shape, stacked=name in stacked)
         else ends.get(name, "expert" if name in stacked or len(shape) > 2 else "matrix")
         for name, shape in spec.shapes.items()
     }
+
+
+def is_vector(shape: Sequence[int], *, stacked: bool) -> bool:
+    """True for one vector, for a stack of one per expert, and for numbers per head that broadcast, as [1, 1, heads, 1].
+
+    Of two dims, one of size 1 is a matrix all the same: a linear layer with one output.
+    """
+    return len(shape) - stacked < 2 or (len(shape) > 2 and sum(size > 1 for size in shape) < 2)

@@ -1,6 +1,7 @@
 """Submissions from odd surroundings: another launcher's environment, variables of sbatch, folders with odd names."""
 
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,25 @@ def test_ranks_get_the_snapshot_without_the_submitting_environment(
     found = seen(folder, 1)
     assert found["env"]["OMP_NUM_THREADS"] == "3"
     assert next(path for path in found["path"] if "/.code-" in path).startswith(str(cluster.runs))
+
+
+def test_a_generated_module_is_in_the_job(cluster: Submitting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = tmp_path / "own"
+    (own / "generating").mkdir(parents=True)
+    (own / "generating" / "_version.py").write_text("VERSION = 'generated'\n")
+    (own / ".gitignore").write_text("_version.py\n")
+    (own / "generating" / "decay.py").write_text(
+        "from pathlib import Path\nfrom generating._version import VERSION\n"
+        "def slow(progress): return 1 - progress\n"
+        "def main(path): (Path(path) / 'ran').write_text(VERSION + __file__)\n"
+    )
+    subprocess.run(["git", "init", "-q", str(own)], check=True)
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(str(own))
+    monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "generating.decay.main")
+    folder, _ = cluster.submitted("lr_schedule.decay=generating.decay.slow")
+    assert cluster.ended(folder, "done", "failed") is None
+    assert (folder.path / "ran").read_text().startswith(f"generated{cluster.runs}/.code-")
 
 
 def test_the_configuration_beats_variables_of_sbatch(cluster: Submitting, monkeypatch: pytest.MonkeyPatch):

@@ -61,6 +61,7 @@ def test_a_folder_that_another_user_put_there_is_refused(tmp_path: Path) -> None
         ((0o2775, 0, DAEMON), (0o2775, BIN), None, "idea belongs to bin"),
         ((0o2755, 0, DAEMON), (0o2775, DAEMON), None, "idea belongs to daemon"),
         ((0o1777, 0, DAEMON), (0o2775, DAEMON), None, "idea belongs to daemon"),
+        ((0o2775, 0, DAEMON), (0o2775, 4242), None, None),
         # In a container, a number without a name is the owner of the machine's folder.
         ((0o755, 4242, 0), (0o755, 4242), None, None),
     ],

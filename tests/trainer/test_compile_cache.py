@@ -50,14 +50,14 @@ def compile_a_product(path: str) -> dict[str, int]:
 
 def test_a_rank_keeps_its_compiled_code_beside_the_runs(tmp_path: Path):
     path = made_run(tmp_path / "runs", "experiment.name=named")
-    assert run_ranks(1, train_rank, str(path)) == [str(tmp_path / f"runs/.cache/compile-{os.geteuid()}")]
+    assert run_ranks(1, train_rank, str(path)) == [str(tmp_path / f"runs/.compile-{os.geteuid()}")]
 
 
 def test_a_moved_run_keeps_its_cache_inside(tmp_path: Path):
     path = made_run(tmp_path / "runs")
     (tmp_path / "elsewhere").mkdir()
     moved = path.rename(tmp_path / "elsewhere" / "copy")
-    assert run_ranks(1, train_rank, str(moved)) == [str(moved / f".cache/compile-{os.geteuid()}")]
+    assert run_ranks(1, train_rank, str(moved)) == [str(moved / f".compile-{os.geteuid()}")]
 
 
 def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch):
@@ -71,7 +71,17 @@ def test_another_process_finds_what_one_compiled(tmp_path: Path):
     path = made_run(tmp_path / "runs")
     (first,) = run_ranks(1, compile_a_product, str(path))
     assert (first["autograd_cache_miss"], first.get("autograd_cache_hit", 0)) == (1, 0)
-    assert any((tmp_path / f"runs/.cache/compile-{os.geteuid()}").rglob("*"))
+    assert any((tmp_path / f"runs/.compile-{os.geteuid()}").rglob("*"))
     (again,) = run_ranks(1, compile_a_product, str(path))
     assert (again["autograd_cache_hit"], again.get("autograd_cache_miss", 0)) == (1, 0)
     assert (again["fxgraph_cache_hit"], again.get("fxgraph_cache_miss", 0)) == (2, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to other users")
+def test_compiled_code_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    planted = tmp_path / f"runs/.compile-{os.geteuid()}"
+    planted.mkdir(parents=True)
+    os.chown(planted, 1, 1)
+    set_compile_cache(RunFolder(tmp_path / "runs/first/0123456789ab"), "first")
+    assert VARIABLE not in os.environ

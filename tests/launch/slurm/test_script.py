@@ -12,7 +12,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Script, render, sbatch_options
-from titan_exp.launch.slurm.submit import group_by_resources, resources_of
+from titan_exp.launch.slurm.submit import _without_outer_jobs, group_by_resources, resources_of
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -167,3 +167,26 @@ def test_log_has_a_second_name_in_the_run_folder(tmp_path: Path):
     for _ in range(2):  # a requeued job appends
         assert run_script(tmp_path, script_in(tmp_path), environment).returncode == 0
     assert (tmp_path / "run" / "logs" / "slurm-12.out").samefile(tmp_path / "slurm-12.out")
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], {"TIMELIMIT", "MEM_PER_CPU", "ACCOUNT", "EXCLUSIVE", "CPUS_PER_GPU"}),
+        (["cluster.time_limit=10", "cluster.account=mine"], {"MEM_PER_CPU", "EXCLUSIVE", "CPUS_PER_GPU"}),
+        (["cluster.memory_gb=0"], {"TIMELIMIT", "ACCOUNT", "EXCLUSIVE", "CPUS_PER_GPU"}),
+        (["cluster.sbatch_args=['--exclusive=user']"], {"TIMELIMIT", "MEM_PER_CPU", "ACCOUNT", "CPUS_PER_GPU"}),
+        (["cluster.cpus_per_gpu=3"], {"TIMELIMIT", "MEM_PER_CPU", "ACCOUNT", "EXCLUSIVE"}),
+        (["cluster.device=cpu"], {"TIMELIMIT", "MEM_PER_CPU", "ACCOUNT", "EXCLUSIVE", "CPUS_PER_GPU", "GPUS", "GRES"}),
+    ],
+)
+def test_defaults_of_sbatch_count_for_open_keys(monkeypatch: pytest.MonkeyPatch, words: list[str], kept: set[str]):
+    names = {"TIMELIMIT", "MEM_PER_CPU", "ACCOUNT", "EXCLUSIVE", "CPUS_PER_GPU", "GPUS", "GRES"}
+    for name in (*names, "OUTPUT", "ARRAY_INX", "WAIT", "JOB_NAME", "NO_REQUEUE"):
+        monkeypatch.setenv(f"SBATCH_{name}", "gpu:2" if name == "GRES" else "1")
+    one = script("cluster=slurm", *words)
+    assert {*_without_outer_jobs(one)} & {f"SBATCH_{name}" for name in kept} == set()
+    rest = {f"SBATCH_{name}" for name in names - kept}
+    assert rest < {*_without_outer_jobs(one)}
+    monkeypatch.setenv("SBATCH_GRES", "nvme:1")
+    assert "SBATCH_GRES" not in _without_outer_jobs(one)

@@ -208,6 +208,8 @@ def _without_outer_jobs(script: Script) -> dict[str, str | None]:
         for option in options
         for variable in VARIABLES.get(option, (option.upper().replace("-", "_"),))
     }
+    if "gpu" not in os.environ.get("SBATCH_GRES", ""):
+        ours.discard("SBATCH_GRES")  # a default of other resources
     return {
         **outer_launch(),
         **{name: None for name in os.environ if name in ours or name in GPUS},

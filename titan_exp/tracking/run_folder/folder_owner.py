@@ -81,11 +81,12 @@ def _is_mine(owner: int, folder: Path) -> bool:
 
 
 def _is_member(user: int, group: int) -> bool:
+    """True if a user is in a group, or unknown here: a container knows no members, who alone can have written there."""
     try:
         entry = pwd.getpwuid(user)
-        return group in os.getgrouplist(entry.pw_name, entry.pw_gid)
     except KeyError:
-        return False
+        return True
+    return group in os.getgrouplist(entry.pw_name, entry.pw_gid)
 
 
 def _name(user: int) -> str:

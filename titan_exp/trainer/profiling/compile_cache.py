@@ -23,11 +23,15 @@ def set_compile_cache(folder: RunFolder, run_name: str) -> None:
     """
     if VARIABLE not in os.environ:
         with contextlib.suppress(UserError, OSError):  # another user's: torch's own default then
-            os.environ[VARIABLE] = str(own_folder(cache_of(folder, run_name) / f"compile-{os.geteuid()}"))
+            # Not in `.cache`, whose owner could replace it.
+            os.environ[VARIABLE] = str(own_folder(_runs_of(folder, run_name) / f".compile-{os.geteuid()}"))
 
 
 def cache_of(folder: RunFolder, run_name: str) -> Path:
     """Cache folder shared by runs: `.cache` under `paths.runs`, or in a run folder that was moved elsewhere."""
+    return _runs_of(folder, run_name) / ".cache"
+
+
+def _runs_of(folder: RunFolder, run_name: str) -> Path:
     path = folder.path.resolve()
-    home = path.parents[1] if path.parent.name == run_name else path
-    return home / ".cache"
+    return path.parents[1] if path.parent.name == run_name else path

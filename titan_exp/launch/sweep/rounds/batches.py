@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.search import Search
 from titan_exp.config.study.study import Choice
+from titan_exp.launch.state.study_folder import RoundsRecord
 from titan_exp.launch.sweep.rounds.optuna_search import import_optuna, next_batch
 from titan_exp.launch.sweep.rounds.rounds import Finished, Rounds
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
@@ -59,7 +59,7 @@ class Batches(Rounds):
             return []
         return [f"{left} more point(s), in batches of {self.search.batch}, are proposed from the results of these."]
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RoundsRecord:
         """Metric and direction."""
         return {"metric": self.metric, "better": self.better}
 

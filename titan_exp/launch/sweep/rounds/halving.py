@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.search import Halving
+from titan_exp.launch.state.study_folder import RoundsRecord
 from titan_exp.launch.sweep.rounds.rounds import Finished, Rounds
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
 
@@ -90,7 +90,7 @@ class Rungs(Rounds):
         lines.append(f"All rungs: {trained:,} steps, {trained / whole:.0%} of the {whole:,} of {first} whole run(s).")
         return lines
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RoundsRecord:
         """Metric, direction and rungs."""
         halving = self.halving
         return {

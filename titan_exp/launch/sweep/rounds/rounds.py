@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Direction
+from titan_exp.launch.state.study_folder import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
 from titan_exp.tracking.run_folder.final_value import final_value
 from titan_exp.tracking.run_folder.lineage import read_history
@@ -71,7 +71,7 @@ class Rounds:
         """Sentences about the rounds after that of `plan`, which follows the finished ones."""
         return []
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RoundsRecord:
         """Description in study.json, for `status` and `compare`."""
         return {}
 

@@ -360,6 +360,40 @@ def test_an_interrupted_search_returns_the_best_so_far():
     assert workers == 0
 
 
+CUT_OFF = """
+import json
+from tests.plan.test_search import composed
+from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.search.layouts import fixed_keys, search_space
+from titan_exp.plan.search.search import LayoutSearch
+
+def cut_off(line):
+    if line.startswith("3 layouts"):
+        raise KeyboardInterrupt
+
+words = ["training.micro_batch_size=1", "parallelism.cp=1", "parallelism.pp=1", "activation_checkpoint=full"]
+result = LayoutSearch(search_space(composed(*words), 16, fixed_keys(words)), device_named("h100"), 10, cut_off).run()
+degrees = [row.candidate.parallelism for row in result.rows]
+print(json.dumps([result.stopped, [[own.dp_replicate > 1, own.tp > 1, own.tp <= 8] for own in degrees]]))
+"""
+
+
+def test_a_search_that_is_cut_off_has_planned_the_plain_layouts():
+    """FSDP alone, with tensor parallelism in a node, and with replicas: whatever the first estimates say."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_OFF],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    stopped, kinds = json.loads(done.stdout)
+    assert stopped
+    assert sorted(kinds) == [[False, False, True], [False, True, True], [True, False, True]]
+
+
 def test_a_time_limit_that_a_finalizer_ignores_is_enforced_a_second_later():
     began = time.perf_counter()
     with suppress(KeyboardInterrupt), interrupt_after(0.01):

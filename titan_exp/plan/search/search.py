@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -46,6 +46,10 @@ SLOWER = 1.1
 REFUSED, EXCESS = 2, 1.3
 """Number of layouts per round that are faster than the best but do not fit, from which the descent goes towards less
 memory, if they need no more than so many times the device's."""
+
+PLAIN = ("dp_shard", "tp", "dp_replicate", "pp", "cp", "ep")
+"""Axes of plain layouts: FSDP alone, and with one other axis, tensor parallelism within a node. One of each is planned
+before the search follows its estimates, so that one that is cut off early has them."""
 
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
@@ -108,6 +112,11 @@ class LayoutSearch:
         self._sampled = set[int]()
         self._costs: dict[Key, LayoutCost] = {}
         self._expanded, self._refused = set[Key](), set[Key]()
+        self._plain: dict[str, list[int]] = {axis: [] for axis in PLAIN}
+        """Layouts of each plain kind that has no planned one yet."""
+        for each in self._candidates:
+            if (kind := _plain_kind(each, space.fixed)) is not None:
+                self._plain[kind].append(each.number)
 
     @cached_property
     def _estimates(self) -> Estimates:
@@ -202,7 +211,9 @@ class LayoutSearch:
             found = len(self._fastest())
             # Layouts with better estimates may suffice: wait for their plans before planning slower ones.
             while len(running) < cores and (seeds or not running or not found + len(running) >= self._limit > found):
-                candidate = None if seeds and shown else self._next(running.values(), near=bool(seeds))
+                candidate = self._next_plain(running.values())
+                if candidate is None and not (seeds and shown):
+                    candidate = self._next(running.values(), near=bool(seeds))
                 shown = shown or candidate is not None
                 if candidate is None and not seeds:
                     break
@@ -226,6 +237,19 @@ class LayoutSearch:
         allowed = allowed & (estimates.least_bytes <= self._room) & (estimates.least_seconds <= slowest)
         number = int(np.where(allowed, estimates.seconds, np.inf).argmin())
         return self._candidates[number] if allowed[number] else None
+
+    def _next_plain(self, running: Collection[int]) -> Candidate | None:
+        """Layout with the best estimate among those of a plain kind that is neither planned nor being traced, or None;
+        also before the first estimate."""
+        estimates = self._estimates
+        for kind, numbers in list(self._plain.items()):
+            alike = [number for number in numbers if self._open[number]]
+            fitting = [number for number in alike if 0 < estimates.least_bytes[number] <= self._room[number]]
+            if len(alike) < len(numbers) or (estimates.seconds.any() and not fitting):
+                del self._plain[kind]
+            elif fitting and not set(numbers) & set(running):
+                return self._candidates[min(fitting, key=lambda number: estimates.seconds[number])]
+        return None
 
     def _fastest(self) -> list[LayoutCost]:
         """Layouts that fit, fastest first; of those that only refine the same layout, the fastest."""
@@ -267,6 +291,15 @@ class LayoutSearch:
         seconds = start.step_seconds * estimates.least_seconds[number] / estimates.seconds[own]
         needed = start.reserved + estimates.least_bytes[number] - estimates.bytes[own]
         return bool(seconds <= SLOWER * start.step_seconds and needed <= self._room[number])
+
+
+def _plain_kind(candidate: Candidate, fixed: Collection[str]) -> str | None:
+    """Axis that a plain layout uses besides FSDP and typed degrees; None for other layouts."""
+    own = candidate.parallelism
+    used = [axis for axis in PLAIN[1:] if f"parallelism.{axis}" not in fixed and getattr(own, axis) > 1]
+    if len(used) > 1 or own.tp > max(1, candidate.layout.node_size) or (own.dp_shard == 1 and "pp" not in used):
+        return None
+    return used[0] if used else PLAIN[0]
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:

@@ -1,17 +1,22 @@
-"""sbatch submission of a job or job array: a script with a path, and nothing pickled.
+"""sbatch submission of a job or job array through submitit: a script with a path, and nothing pickled.
 
 Before sbatch is called, the intent is recorded in each run's attempts.jsonl, with a token that is also in the job's
 comment. After a crash in between, the token shows if a job exists.
 """
 
+import contextlib
+import io
 import os
-import re
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor
 
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
@@ -160,18 +165,44 @@ class Batch:
         write_atomically(script, self.text, durable=False)
         # flock holds the lock while sbatch runs, even if this process is killed.
         command = ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(script)]
-        with environment(_without_outer_jobs(self._script)):
-            answer = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if answer.returncode == TIMED_OUT:
-            raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s")
-        if answer.returncode:
-            message = " ".join(answer.stderr.replace("sbatch: error: ", "").split())
-            raise RejectedError(message or f"sbatch ended with exit code {answer.returncode}")
-        found = re.search(r"job (\d+)", answer.stdout)
-        if found is None:
-            raise UncertainError(f"sbatch printed no job id: {answer.stdout.strip()[:200]!r}")
-        job = found[1]
+        try:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                contextlib.redirect_stderr(io.StringIO()),
+                environment(_without_outer_jobs(self._script)),
+            ):
+                job = _Executor(Path(folder), self.text, command).submit_script()
+        except FailedJobError as error:
+            ended = error.__cause__
+            if not isinstance(ended, subprocess.CalledProcessError):
+                raise UncertainError("sbatch's output cannot be read") from None
+            if ended.returncode == TIMED_OUT:
+                raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
+            message = " ".join(str(error).replace("sbatch: error: ", "").split())
+            raise RejectedError(message or f"sbatch ended with exit code {ended.returncode}") from None
+        except FailedSubmissionError as error:
+            printed = str(error).partition('"')[2].rpartition('"')[0]
+            raise UncertainError(f"sbatch printed no job id: {printed[:200]!r}") from None
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
+
+
+class _Executor(SlurmExecutor):
+    """submitit's SlurmExecutor with our batch script and command, which pickles nothing. Its own folder is a temporary
+    one: in a path of the user's it would replace `%j` and `%t`."""
+
+    def __init__(self, folder: Path, text: str, command: list[str]) -> None:
+        super().__init__(folder)
+        self._text, self._sbatch = text, command
+
+    def submit_script(self) -> str:
+        """Call sbatch; returns the job id."""
+        return str(self._submit_command("").job_id)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._text
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return self._sbatch
 
 
 def submissions_folder(runs: Path) -> Path:

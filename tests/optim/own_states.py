@@ -97,5 +97,13 @@ class Reducing(Counting):
     """Gradients are averaged once more, over all ranks."""
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        dist.all_reduce(gradient)
-        parameter.sub_(gradient / dist.get_world_size(), alpha=group["lr"])
+        local, part = (x.to_local() if isinstance(x, DTensor) else x for x in (parameter, gradient))
+        dist.all_reduce(part)
+        local.sub_(part / dist.get_world_size(), alpha=group["lr"])
+
+
+class Norms(Counting):
+    """A norm that is summed over ranks when it is read."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        self.state[parameter]["norm"] = gradient.square().sum()

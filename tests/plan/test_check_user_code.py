@@ -65,6 +65,11 @@ def refusal(*overrides: str) -> str:
         ),
         (["optimizer.name=torch.optim.LBFGS"], ["doesn't support per-parameter options"]),
         (["optimizer.name=torch.optim.SparseAdam"], ["does not support dense gradients"]),
+        (
+            ["optimizer.name=torch.optim.Rprop", "parallelism.dp_shard=2"],
+            ["parallelism.dp_shard=2", "torch cannot shard", "parallelism.dp_shard=1"],
+        ),
+        ([f"optimizer.name={STATES}.Norms", "parallelism.tp=2"], ["norm is a DTensor placed", "checkpoint=none"]),
         ([f"optimizer.name={STATES}.Closing"], ["step() needs closure", "optimizer=adamw"]),
         ([f"optimizer.name={STATES}.Hidden"], ["keeps self.count outside", "self.state[parameter]", "checkpoint=none"]),
         ([f"optimizer.name={STATES}.Generating"], ["generator is a torch", "Generator", "checkpoint=none"]),
@@ -103,7 +108,11 @@ def test_what_would_fail_is_refused(overrides: list[str], parts: list[str]):
             [f"optimizer.name=torch.optim.{name}"]
             for name in ("Adagrad", "Rprop", "ASGD", "RAdam", "Adamax", "Adadelta")
         ],
-        *[[f"optimizer.name={STATES}.{name}"] for name in ("Counting", "OnShards", "Reducing")],
+        *[
+            [f"optimizer.name={STATES}.{name}", "parallelism.dp_shard=2"]
+            for name in ("Counting", "OnShards", "Reducing")
+        ],
+        ["optimizer.name=torch.optim.RAdam", "parallelism.dp_shard=2"],
         [f"optimizer.name={STATES}.Hidden", "checkpoint=none"],
         ["model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}"],
         ["data.source=tests.data.corpora.OwnStream", "data.validation_documents=1024"],

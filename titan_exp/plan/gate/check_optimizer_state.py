@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_exp.checkpoint.optimizer_state import (
@@ -22,6 +25,7 @@ from titan_exp.checkpoint.state_values import UnsavedStateError
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.build import build_named
 from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
@@ -53,7 +57,7 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
         return
     try:
         others = list[_Trial]()
-        with _one_rank():
+        with _fake_ranks(1):
             for step in range(1, STEPS + 1):
                 for one in (trial, *others):
                     one.step(step)
@@ -66,6 +70,7 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
         if device_type(experiment.cluster) == "cuda":  # an optimizer may need a GPU
             return
         raise
+    yield from _sharded_violations(named, experiment)
     for other, after in zip(others, RESTORED_AFTER, strict=False):
         if trial.weights_differ(other):
             kept = ", ".join(f"self.{key}" for key in trial.hidden_state(other)) or "state"
@@ -101,14 +106,21 @@ class _Trial:
         if isinstance(self.optimizer, HasGradientPoint):
             self.optimizer.to_gradient_point()
         for one in self._named:
-            one.parameter.grad = 0.1 * torch.randn(one.parameter.shape)
+            parameter = one.parameter
+            gradient = 0.1 * torch.randn_like(local_tensor(parameter.detach()))
+            if isinstance(parameter, DTensor):
+                gradient = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def values(self) -> dict[str, Any]:
+        """Values of the optimizer as a checkpoint has them."""
+        return json.loads(json.dumps(optimizer_values([self._model], self.optimizer)))
+
     def restored(self) -> "_Trial":
         """Another trial with this one's weights and state, as through a checkpoint."""
-        parts, tensors = [self._model], optimizer_state_dict([self._model], self.optimizer)
-        values = json.loads(json.dumps(optimizer_values(parts, self.optimizer)))
+        tensors, values = optimizer_state_dict([self._model], self.optimizer), self.values()
         other = _Trial([replace(one, parameter=_copy(one.parameter)) for one in self._named], self._experiment)
         prepare_optimizer_state([other._model], other.optimizer, saved_tensors(tensors), values)
         found = optimizer_state_dict([other._model], other.optimizer)
@@ -133,13 +145,39 @@ class _Trial:
         ]
 
 
+def _sharded_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
+    """Violations of steps on sharded parameters, whose numbers mean nothing here."""
+    degrees = experiment.parallelism.dp_shard, experiment.parallelism.tp
+    if max(degrees) == 1:
+        return
+    key, degree = ("dp_shard", degrees[0]) if degrees[0] > 1 else ("tp", degrees[1])
+    name = experiment.optimizer.name
+    with _fake_ranks(2):
+        mesh, samples = init_device_mesh("cpu", (2,)), _samples(named)
+        shards = [DTensor.from_local(one.parameter.detach(), mesh, [Shard(0)]) for one in samples]
+        sharded = [replace(one, parameter=nn.Parameter(shard)) for one, shard in zip(samples, shards, strict=True)]
+        trial = _Trial(sharded, experiment)
+        try:
+            for step in (1, 2):
+                trial.step(step)
+            trial.values()
+        except UnsavedStateError as error:
+            yield Violation("optimizer.name", name, str(error), f"keep none of it in the optimizer, {_WITHOUT}")
+        except Exception as error:
+            # Other errors may be of what other ranks would have sent.
+            if "sharding" in str(error).lower():
+                reason = f"torch cannot shard an operation of its step: {str(error).partition(chr(10))[0][:200]}"
+                remedy = f"parallelism.{key}=1; or compute on parameter.to_local()"
+                yield Violation(f"parallelism.{key}", degree, f"{name}: {reason}", remedy)
+
+
 @contextmanager
-def _one_rank() -> Iterator[None]:
-    """Process group of one rank, for optimizers that send messages."""
+def _fake_ranks(count: int) -> Iterator[None]:
+    """Process group of ranks of which the others send nothing."""
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield
     finally:

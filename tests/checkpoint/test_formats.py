@@ -40,6 +40,8 @@ def test_transformers_computes_the_same_from_an_export(name: str, tmp_path: Path
     with torch.no_grad():
         torch.testing.assert_close(our_logits(name, weights(name), ids), theirs(ids).logits, atol=2e-6, rtol=1e-5)
     assert theirs.generation_config.eos_token_id == 1
+    assert theirs.generation_config.bos_token_id is None, "the end of a text begins none"
+    assert not theirs.generation_config.do_sample
 
 
 @pytest.mark.proves("llama", "import")

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.saving import checkpointer, saved, trained
-from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, find_damage
+from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 
 pytestmark = pytest.mark.usefixtures("one_rank")

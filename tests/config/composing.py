@@ -30,7 +30,7 @@ def experiment(*overrides: str) -> Experiment:
             with open_dict(cfg):
                 del OmegaConf.select(cfg, group)[name]
         else:
-            OmegaConf.update(cfg, key, value, merge=True, force_add=override.is_add())
+            OmegaConf.update(cfg, key, value, merge=True, force_add=override.is_add() or override.is_force_add())
     return to_experiment(cfg)
 
 

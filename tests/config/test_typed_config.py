@@ -1,14 +1,19 @@
+import copy
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.config.composing import experiment, refused
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.schema import annotation_of, value_keys
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment, to_yaml
+from titan_exp.rules import violations
 
 
 def test_values_become_the_fields_types():
@@ -220,3 +225,30 @@ def test_hydras_own_node_is_left_out():
     cfg = compose()
     cfg = type(cfg)({**cfg, "hydra": {"verbose": True}})
     assert to_experiment(cfg) == experiment()
+
+
+TEXTS = [key for key in value_keys() if annotation_of(key) in (str, str | None)]
+
+
+@pytest.mark.parametrize("value", [["a", "b"], {"a": 1}, [], {}, 7, 0.5, True, None, "", "no such name", "a.b"])
+def test_a_text_of_another_type_is_a_refusal(value: object):
+    """Names of optimizers, families, sources, paths: whatever is typed, no traceback follows."""
+    assert len(TEXTS) > 30
+    cfg = compose(["model=llama_debug"])
+    for key in TEXTS:
+        if OmegaConf.select(cfg, key.rpartition(".")[0]) is None:
+            continue  # of another option
+        changed = copy.deepcopy(cfg)
+        OmegaConf.update(changed, key, value, merge=False, force_add=True)
+        try:
+            with suppress(UserError):
+                violations(to_experiment(changed))
+        except Exception as error:
+            raise AssertionError(f"{key}={value!r}") from error
+
+
+@pytest.mark.parametrize("key", ["optimizer.name", "model.architecture", "parametrization.name"])
+@pytest.mark.parametrize("value", ["[a,b]", "{a:1}", "true"])
+def test_a_component_that_is_no_text_is_the_one_violation(key: str, value: str):
+    (found,) = refused("model=llama_debug", f"{key}={value}")
+    assert (found.field, found.reason) == (key, "it must be text")

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from titan_exp.cli.main import main
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_name
 from titan_exp.config.schema.typed_config import to_experiment
@@ -118,3 +120,38 @@ def test_a_retried_child_begins_at_its_own_state(tmp_path: Path, launched: list[
     checkpoint = plan.experiment.checkpoint
     assert checkpoint.continue_from == f"first/{child.run_id}"
     assert (checkpoint.continue_step, checkpoint.continue_data) == (None, "same")
+
+
+def test_an_option_replaces_a_group_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A run's config.yaml has values and no groups."""
+    parent = saved(tmp_path, 20, "optimizer.lr=3e-4")
+    words = ["train", "--config-path", str(parent.folder.path), "optimizer=sgd", "optimizer.momentum=0.5"]
+    assert main([*words, "--cfg", "job"]) == 0
+    optimizer = yaml.safe_load(capsys.readouterr().out)["optimizer"]
+    assert (optimizer["name"], optimizer["momentum"]) == ("sgd", 0.5)
+    assert "betas" not in optimizer
+    assert optimizer["lr"] != 3e-4
+    assert main(["train", "--config-path", str(parent.folder.path), "model=qwen3_debug", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["architecture"] == "qwen3"
+
+
+def test_the_weights_of_a_run_may_get_another_optimizer(tmp_path: Path):
+    parent = saved(tmp_path, 20)
+    words = ["training.steps=40", f"checkpoint.continue_from={parent.folder.path}", "optimizer=sgd"]
+    with pytest.raises(UserError, match="is that of adamw") as caught:
+        planned(tmp_path, *words)
+    (found,) = caught.value.violations
+    back, weights = found.remedy.removesuffix(", which takes the weights alone").split("; or ")
+    planned(tmp_path, *words, back)
+    assert planned(tmp_path, *words, *weights.split()).experiment.checkpoint.initial == str(parent.folder.path)
+
+
+@pytest.mark.parametrize("key", ["initial", "continue_from"])
+def test_an_experiments_folder_is_its_run(tmp_path: Path, key: str):
+    parent = saved(tmp_path, 20)
+    for name in (str(tmp_path / "first"), "first", parent.run_id[:6]):
+        checkpoint = planned(tmp_path, "training.steps=40", f"checkpoint.{key}={name}").experiment.checkpoint
+        assert str(getattr(checkpoint, key)).endswith(f"first/{parent.run_id}"), name
+    saved(tmp_path, 20, "optimizer.lr=1e-3")
+    with pytest.raises(UserError, match="2 runs match"):
+        planned(tmp_path, "training.steps=40", f"checkpoint.{key}={tmp_path / 'first'}")

@@ -141,6 +141,8 @@ def test_or_from_a_hugging_face_folder(tmp_path, tied):
 
 def test_a_pipeline_complains_of_what_any_rank_misses(tmp_path):
     train(tmp_path / "first", *SAVING)
+    # The model that is described has them, so that the names of the weights decide.
+    (tmp_path / "first" / "config.yaml").write_text("model: {architecture: llama, layers: 6}")
     settings = [f"checkpoint.initial={tmp_path / 'first'}", "model.layers=6", "parallelism.pp=2"]
     with pytest.raises(AssertionError, match=r"missing in the checkpoint: .*blocks\.4\.") as caught:
         train(tmp_path / "second", *settings)

@@ -126,7 +126,7 @@ def test_a_start_before_the_first_checkpoint_takes_the_same_step_again(tmp_path:
     ("override", "field", "says"),
     [
         ("model.dim=96", "model.dim", "/0123456789ab has 64"),
-        ("model.tied_embeddings=true", "model.tied_embeddings", "has False"),
+        ("model.tied_embeddings=true", "model.tied_embeddings", "has false"),
         ("model.rope.theta=1e6", "model.rope.theta", "has 10000.0"),
         ("experiment.seed=1", "experiment.seed", "have seed 0"),
         ("training.steps=5", "training.steps", "is of step 5"),
@@ -221,7 +221,7 @@ def test_ranks_continue_from_one_checkpoint(tmp_path: Path, parent: tuple[Path, 
 
 def test_weights_alone_cannot_be_continued(tmp_path: Path):
     _, folder = run(tmp_path / "parent", *SAVING, "checkpoint.last=weights")
-    with pytest.raises(UserError, match=r"holds weights only.*checkpoint\.initial="):
+    with pytest.raises(UserError, match=r"holds weights only.*checkpoint\.continue_from=null checkpoint\.initial="):
         run(tmp_path / "child", *child(folder.path, "training.steps=12", step=10))
 
 

@@ -12,6 +12,7 @@ from tests.trainer.test_trainer import experiment, run
 from titan_exp.checkpoint import optimizer_state
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.parallel import meta_init
@@ -138,6 +139,21 @@ def test_no_weight_is_drawn_that_is_replaced(tmp_path, recorder, monkeypatch):
     export_weights(open_checkpoint(first), tmp_path / "export", ExportOptions("huggingface"))
     assert recorder.of(tmp_path / "hf", *initial[1:], f"checkpoint.initial={tmp_path / 'export'}")[0] == []
     assert all(torch.equal(weights[name], value) for name, value in loaded.items())
+
+
+def test_weights_of_another_function_are_refused_and_named(tmp_path, caplog):
+    """Their names and shapes agree: only the checkpoint's own description tells them apart."""
+    run(tmp_path / "first", "checkpoint.mode=sync", "training.steps=1")
+    other = [f"checkpoint.initial={tmp_path / 'first'}", "training.steps=1", "model.heads=8", "model.kv_heads=4"]
+    other += ["model.head_dim=8"]
+    with pytest.raises(UserError, match=r"(?s)another model.*model\.heads=8.*has 4.*model\.head_dim=8"):
+        run(tmp_path / "other", *other)
+    caplog.set_level("INFO")
+    accepting = "checkpoint.accept_changes=[model.heads,model.kv_heads,model.head_dim]"
+    run(tmp_path / "accepted", *other, accepting, "model.context=4096", "model.init_std=0.5")
+    (line,) = [text for text in caplog.messages if "another model" in text]
+    heads = "model.heads=8 (4 there), model.kv_heads=4 (2 there), model.head_dim=8 (16 there)"
+    assert line.endswith(f"model.context=4096 (512 there), {heads}")
 
 
 def test_a_model_that_declares_nothing_is_not_built_again_on_resume(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from torch import nn
 from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, is_training_state, model_state_dict, sync_tied_weights
 from titan_exp.config.errors.user_error import UserError, shown
+from titan_exp.rules.weights.given_weights import weight_pattern
 from titan_exp.tracking.logging import get_logger
 
 MAX_LISTED = 12
@@ -81,17 +82,11 @@ def _explain_mismatch(
         lines.append(f"  patterns of checkpoint.initial_exclude that match nothing: {_list(unused)}")
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
     if names:
-        groups = sorted({_group(name) for name in names})
+        groups = sorted({weight_pattern(name) for name in names})
         lines.append(
             f"  Use the model that was trained, or exclude these: checkpoint.initial_exclude='{shown(groups)}'"
         )
     return "\n".join(lines)
-
-
-def _group(name: str) -> str:
-    """Pattern of a child's weights, or of those of one block."""
-    parts = name.split(".")
-    return ".".join([*parts[: 2 if parts[0] == "blocks" and len(parts) > 2 else 1], "*"]) if "." in name else name
 
 
 def _list(names: list[str]) -> str:

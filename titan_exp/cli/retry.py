@@ -75,4 +75,5 @@ def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> in
     if not trust:
         require_plain(entry.folder.config)
     path = str(entry.folder.path.absolute())
-    return train(["--config-path", path, *BEGINNING, *overrides, f"checkpoint.continue_from={path}"])
+    # The user's come last, so that checkpoint.continue_from=null takes the weights alone.
+    return train(["--config-path", path, *BEGINNING, f"checkpoint.continue_from={path}", *overrides])

@@ -19,9 +19,10 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout, with_automatic_kernels
 from titan_exp.config.machine.devices import offered_devices
-from titan_exp.config.paths.checkpoint_paths import saved_state
+from titan_exp.config.paths.checkpoint_paths import initial_folder, saved_state
 from titan_exp.config.paths.foreign_file import read_file, read_text
 from titan_exp.config.paths.parent_run import normalize_parent
+from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.run_signature import signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
@@ -64,7 +65,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     """
     # Before the rules, whose messages quote values.
     refuse_secrets(to_dict(experiment))
-    experiment = _with_parent(experiment)
+    experiment = _with_parent(_with_initial(experiment))
 
     def path_of(resolved: Experiment) -> Path:
         return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
@@ -75,6 +76,20 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
 
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
     return RunPlan(resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), RunFolder(path_of(resolved)))
+
+
+def _with_initial(experiment: Experiment) -> Experiment:
+    """Name the run of `checkpoint.initial` by its folder, if a name or its experiment's folder is given."""
+    initial = experiment.checkpoint.initial
+    if not initial or is_url(initial) or initial_folder(initial) is not None:
+        return experiment
+    try:
+        path = run_path(initial, Path(experiment.paths.runs).expanduser())
+    except UserError:
+        if Path(initial).expanduser().exists():
+            raise  # several runs
+        return experiment  # the rules say what a run is
+    return replace(experiment, checkpoint=replace(experiment.checkpoint, initial=path))
 
 
 def _with_parent(experiment: Experiment) -> Experiment:

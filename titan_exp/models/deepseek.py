@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.types import Count, PositiveInt
+from titan_exp.config.groups.types import BlockCount, PositiveInt
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
 from titan_exp.models.convert.deepseek_config import (
     FIXED,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class Config(LatentAttentionConfig):
     """Shape of a DeepSeek."""
 
-    dense_layers: Count
+    dense_layers: BlockCount
     """First layers, whose feed-forward is dense."""
     ffn_dim: PositiveInt
     """Width of the feed-forward of dense layers; a multiple of 32."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.model import NO_CHANGE, Change, ModelConfig
 from titan_exp.config.hydra.repository_config import CONFIG_KEYS, config_size
 from titan_exp.models.convert.hf_config import ANY_TYPE, HuggingFace
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
@@ -22,17 +22,39 @@ if TYPE_CHECKING:
     from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
+def _class_values(config: "Config") -> Mapping[str, Any]:
+    """Values that the class reads, with its defaults, without sizes that are fields here and what every class of
+    transformers has."""
+    from titan_exp.models.hf_class.load_class import class_config, require_transformers
+
+    require_transformers()
+    from transformers import PretrainedConfig
+
+    others = {*PretrainedConfig().to_dict(), *(name for names in CONFIG_KEYS.values() for name in names)}
+    return {key: value for key, value in class_config(config).to_dict().items() if key not in others - {"model_type"}}
+
+
+def _change(_: "Config", key: str) -> Change:
+    """Another value of a key of `config.json`: a rate of dropout may be meant, ids of tokens and the draw of initial
+    weights change nothing."""
+    if "dropout" in key:
+        return Change.MEANT
+    return Change.NOTHING if key.endswith(("_token_id", ".use_cache", ".initializer_range")) else Change.FUNCTION
+
+
 @dataclass(frozen=True)
 class Config(ModelConfig):
     """A repository's `config.json`, and sizes in place of its own."""
 
-    repository: str
+    repository: str = field(metadata=NO_CHANGE)
     """Folder with a `config.json`, or a name on the hub; read when the run is composed."""
-    config_overrides: dict[str, Any] = field(hash=False)
+    config_overrides: dict[str, Any] = field(hash=False, metadata=NO_CHANGE)
     """Values in place of those in `config.json`."""
-    config_json: dict[str, Any] = field(hash=False)
+    config_json: dict[str, Any] = field(hash=False, metadata={"compared": _class_values, "change": _change})
     """Content of `config.json` with the overrides, so that a run does not depend on the folder."""
-    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
+        metadata=NO_CHANGE
+    )
     """Kernel behind attention, as for other families."""
 
 

@@ -35,6 +35,7 @@ from titan_exp.rules.layout import (
     semi_sync,
     tensor_parallel,
 )
+from titan_exp.rules.layout.pipeline_parallel import schedule_is_known
 from titan_exp.rules.rule import Rule, find_violations
 from titan_exp.rules.stores import latent_store, token_store
 
@@ -101,6 +102,10 @@ def check(experiment: Experiment, has_begun: HasBegun | None = None) -> Experime
 
 def violations(experiment: Experiment, has_begun: HasBegun | None = None) -> list[Violation]:
     """All rule violations of an experiment on this machine."""
+    if unreadable := list(schedule_is_known(experiment.parallelism)):
+        # Others read the schedule: they are checked with one that every layout has.
+        parallelism = replace(experiment.parallelism, pp_schedule="1F1B")
+        return [*unreadable, *violations(replace(experiment, parallelism=parallelism), has_begun)]
     always = RULES if has_begun is None else (*paths.LAUNCH_RULES, *RULES)
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))

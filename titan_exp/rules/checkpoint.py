@@ -2,24 +2,32 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.paths.checkpoint_paths import huggingface_folder, saved_state
+from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
+from titan_exp.config.paths.checkpoint_paths import initial_folder
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.rules.rule import Refuse, rules
+from titan_exp.rules.weights.given_weights import given_weights, model_misfits, tokenizer_misfit
 
 
 def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
     """The path is a complete checkpoint. URLs are opened when the run starts."""
     path = checkpoint.initial
-    if path is not None and is_url(path):
+    if path is None:
+        return
+    if is_url(path):
         if (problem := problem_of_url(path)) is not None:
             yield Violation("checkpoint.initial", _without_credentials(path), *problem)
-    elif path is not None and (not path or (saved_state(path) or huggingface_folder(path)) is None):
+        return
+    folder = initial_folder(path) if path else None
+    if folder is None:
         yield Violation(
             "checkpoint.initial",
             path or "''",
@@ -27,6 +35,26 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
             "a run folder with checkpoints/step-…, one of these (ls -d runs/*/*/checkpoints/* lists them), or a "
             "Hugging Face folder with config.json and safetensors",
         )
+    elif (missing := missing_part(folder)) is not None:
+        earlier = intact_before(folder)
+        remedy = "another copy of it, or another checkpoint" if earlier is None else f"checkpoint.initial={earlier}"
+        yield Violation("checkpoint.initial", path, f"{folder.name} is not complete: {missing}", remedy)
+
+
+def initial_weights_fit(checkpoint: CheckpointConfig, model: ModelConfig, data: DataConfig) -> Iterator[Violation]:
+    """Weights on this machine are of this model, and know the words of this tokenizer."""
+    path = None if checkpoint.initial is None or is_url(checkpoint.initial) else initial_folder(checkpoint.initial)
+    if path is None or missing_part(path) is not None:
+        return
+    assert checkpoint.initial is not None, "there is a path"
+    chosen: dict[str, Any] = {"exclude": checkpoint.initial_exclude, "accepted": checkpoint.accept_changes}
+    try:
+        given = given_weights(checkpoint.initial, path, model)
+        if given is not None:
+            yield from model_misfits(model, given, **chosen)
+            yield from tokenizer_misfit(data, model, given, **chosen)
+    except UserError as error:
+        yield Violation("checkpoint.initial", checkpoint.initial, str(error), "another copy, or other weights")
 
 
 def remote_is_supported(checkpoint: CheckpointConfig) -> Iterator[Violation]:
@@ -90,5 +118,5 @@ RULES = rules(
 )
 """Rules checked at every start."""
 
-BEGINNING_RULES = rules(initial_weights_exist)
+BEGINNING_RULES = rules(initial_weights_exist, initial_weights_fit)
 """Rules about inputs of a run's first start, skipped on resume."""

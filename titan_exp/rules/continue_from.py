@@ -1,6 +1,5 @@
 """Rules of a continued run: its parent has a checkpoint, and fits."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -9,24 +8,22 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
-from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND
+from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_of
 from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.typed_config import read_values
-from titan_exp.models.spec.mtp import MTP_WEIGHT
-from titan_exp.models.spec.rope import ROPE
 from titan_exp.rules.rule import Refuse, rules
+from titan_exp.rules.weights.given_weights import from_config, model_misfits, tokenizer_misfit
 
 FIELD = "checkpoint.continue_from"
-MAY_DIFFER = ("model.name", ATTENTION_BACKEND, "model.context", MTP_WEIGHT)
-"""Keys of the model that change no weight."""
 
 
 def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Iterator[Violation]:
@@ -37,10 +34,15 @@ def parent_has_a_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) ->
     if is_url(location):
         if (problem := problem_of_url(location)) is not None:
             yield Violation(FIELD, location.partition("://")[0] + "://…", *problem)
-    elif local_checkpoint(checkpoint, paths) is None:
+    elif (path := local_checkpoint(checkpoint, paths)) is None:
         step = "" if checkpoint.continue_step is None else f" of step {checkpoint.continue_step}"
         remedy = "a run with checkpoints: ls -d runs/*/*/checkpoints/step-* lists them"
         yield Violation(FIELD, checkpoint.continue_from, f"it has no complete checkpoint{step}", remedy)
+    elif (missing := missing_part(path)) is not None:
+        earlier = intact_before(path)
+        step = None if earlier is None else step_of(earlier)
+        remedy = "another copy of it" if step is None else f"checkpoint.continue_step={step}"
+        yield Violation(FIELD, checkpoint.continue_from, f"{path.name} is not complete: {missing}", remedy)
 
 
 def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -53,17 +55,18 @@ def steps_are_left(checkpoint: CheckpointConfig, paths: PathsConfig, training: T
         yield Violation(key, training.last_step, reason, f"{key} above {step}")
 
 
-def parent_fits(
-    checkpoint: CheckpointConfig, paths: PathsConfig, model: ModelConfig, optimizer: OptimizerConfig, run: RunConfig
+def parent_has_this_model(
+    checkpoint: CheckpointConfig, paths: PathsConfig, model: ModelConfig, data: DataConfig
 ) -> Iterator[Violation]:
-    """A parent on this machine has the same model, optimizer and seed."""
-    path = local_checkpoint(checkpoint, paths)
-    if path is None:
-        return
-    # A configuration that cannot be read is compared at the start, from the checkpoint.
-    with suppress(UserError):
-        saved = read_values(path.parent.parent / "config.yaml")
-        yield from misfits(saved, checkpoint, model, optimizer, run)
+    """A parent on this machine has the same model and tokenizer."""
+    yield from model_misfits_of(_saved(checkpoint, paths), checkpoint, model, data)
+
+
+def parent_has_this_state(
+    checkpoint: CheckpointConfig, paths: PathsConfig, optimizer: OptimizerConfig, run: RunConfig
+) -> Iterator[Violation]:
+    """A parent on this machine has the same optimizer and seed."""
+    yield from state_misfits(_saved(checkpoint, paths), checkpoint, paths, optimizer, run)
 
 
 def tail_is_whole(
@@ -117,30 +120,42 @@ def _recorded_data(run: Path) -> Mapping[str, Any]:
     return {}
 
 
-def misfits(
+def model_misfits_of(
+    saved: Mapping[str, Any], checkpoint: CheckpointConfig, model: ModelConfig, data: DataConfig
+) -> Iterator[Violation]:
+    """Values of the model and of the tokenizer that must be those of the parent's configuration, and are not."""
+    if checkpoint.continue_from is not None and isinstance(saved.get("model"), Mapping):
+        given, accepted = from_config(checkpoint.continue_from, saved), checkpoint.accept_changes
+        yield from model_misfits(model, given, exclude=None, accepted=accepted)
+        yield from tokenizer_misfit(data, model, given, exclude=None, accepted=accepted)
+
+
+def state_misfits(
     saved: Mapping[str, Any],
     checkpoint: CheckpointConfig,
-    model: ModelConfig,
+    paths: PathsConfig,
     optimizer: OptimizerConfig,
     run: RunConfig,
 ) -> Iterator[Violation]:
-    """Values that must be those of the parent's configuration, and are not."""
-    weights_alone = f"checkpoint.initial={checkpoint.continue_from}, which takes weights alone"
+    """Values of the optimizer and of the data that must be those of the parent's configuration, and are not."""
+    location = parent_location(str(checkpoint.continue_from), Path(paths.runs).expanduser())
+    weights_alone = f"checkpoint.continue_from=null checkpoint.initial={location}, which takes the weights alone"
     theirs = flatten(saved)
-    ours = flatten(dataclasses.asdict(model), "model.")
-    # A declared scaling may stretch the parent's context; a forgotten one would lose the parent's.
-    stretched = ours.get(f"{ROPE}.scaling", "none") != "none"
-    scaling = {key for key in ours if key.startswith(f"{ROPE}.")} - {f"{ROPE}.theta"}
-    may_differ = {*MAY_DIFFER, *(scaling if stretched else ())}
-    for key, value in ours.items():
-        if key not in may_differ and theirs.get(key, value) != value:
-            yield Violation(key, value, f"{checkpoint.continue_from} has {theirs[key]}", f"{key}={theirs[key]}")
     if (name := theirs.get("optimizer.name", optimizer.name)) != optimizer.name:
         reason = f"the optimizer state of {checkpoint.continue_from} is that of {name}"
         yield Violation("optimizer.name", optimizer.name, reason, f"optimizer={name}; or {weights_alone}")
     if checkpoint.continue_data == "same" and (seed := theirs.get("experiment.seed", run.seed)) != run.seed:
         remedy = f"experiment.seed={seed}; or checkpoint.continue_data=restart"
         yield Violation("experiment.seed", run.seed, f"the data of {checkpoint.continue_from} have seed {seed}", remedy)
+
+
+def _saved(checkpoint: CheckpointConfig, paths: PathsConfig) -> Mapping[str, Any]:
+    """Configuration of a parent on this machine. One that cannot be read is compared at the start, from the
+    checkpoint."""
+    path = local_checkpoint(checkpoint, paths)
+    with suppress(UserError):
+        return {} if path is None else read_values(path.parent.parent / "config.yaml")
+    return {}
 
 
 def local_checkpoint(checkpoint: CheckpointConfig, paths: PathsConfig) -> Path | None:
@@ -168,6 +183,7 @@ RULES = rules(
 """Rules checked at every start."""
 
 BEGINNING_RULES = rules(
-    parent_has_a_checkpoint, steps_are_left, parent_fits, tail_is_whole, rows_have_the_parents_length
+    *(parent_has_a_checkpoint, steps_are_left, parent_has_this_model, parent_has_this_state),
+    *(tail_is_whole, rows_have_the_parents_length),
 )
 """Rules about the parent, skipped once the run has a checkpoint of its own."""

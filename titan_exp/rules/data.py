@@ -1,19 +1,24 @@
 """Data rules: source, validation split and tokenizer."""
 
 import glob
-import json
 import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.paths.data_files import LOADERS, missing_decompressor, tokenizer_file, unlimited_split
-from titan_exp.config.schema.builtins import BYTES_VOCABULARY, LATENTS, SOURCES, STORES, TOKENIZERS
+from titan_exp.config.paths.data_files import (
+    LOADERS,
+    missing_decompressor,
+    tokenizer_file,
+    tokenizer_words,
+    unlimited_split,
+)
+from titan_exp.config.schema.builtins import LATENTS, SOURCES, STORES, TOKENIZERS
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary
@@ -80,8 +85,8 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
         yield Violation("data.tokenizer", name, f"there is no file {path}", remedy)
         return
     try:
-        tokens = BYTES_VOCABULARY if name == "bytes" else store_vocabulary(data) if name == "store" else _tokens(path)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        tokens = store_vocabulary(data) if name == "store" else max(tokenizer_words(name).values()) + 1
+    except UserError:
         reason = f"{path} is not a tokenizer.json of Hugging Face's tokenizers"
         remedy = "save one with tokenizer.save('tokenizer.json'), or data.tokenizer=bytes"
         yield Violation("data.tokenizer", name, reason, remedy)
@@ -148,13 +153,6 @@ def _nearby(path: str) -> str:
     if not os.access(folder, os.R_OK | os.X_OK):
         return f"it may exist: {folder} is closed to you, so ask its owner"
     return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
-
-
-def _tokens(path: Path) -> int:
-    described = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = described["model"]["vocab"]
-    own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*own, *(token["id"] for token in described.get("added_tokens") or [])]) + 1
 
 
 RULES = rules(

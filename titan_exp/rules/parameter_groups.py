@@ -24,8 +24,9 @@ def roles_have_parameters(spec: ModelSpec, model: ModelConfig, optimizer: Optimi
     for name in ("lr_scales", "weight_decays"):
         values: dict[Role, float] = getattr(optimizer, name)
         for role in values.keys() & missing.keys():
-            remedy = "leave it out" if role == "expert" else f"optimizer.{name}.embedding={values[role]}"
-            yield Violation(f"optimizer.{name}.{role}", values[role], missing[role], remedy)
+            out = f"~optimizer.{name}.{role}"
+            moved = "" if role == "expert" else f" ++optimizer.{name}.embedding={values[role]}"
+            yield Violation(f"optimizer.{name}.{role}", values[role], missing[role], f"{out}{moved}")
 
 
 def patterns_match(spec: ModelSpec, optimizer: OptimizerConfig) -> Iterator[Violation]:

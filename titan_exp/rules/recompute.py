@@ -3,13 +3,37 @@
 from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
-from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
+from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.machine.aten_ops import known_operators, read_entry
 from titan_exp.rules.rule import Refuse, rules
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 """Compile backends that choose a graph's saved activations."""
+
+
+def compiled_blocks(compile: CompileConfig) -> str:
+    """Overrides with which a backend that chooses what is saved compiles the blocks."""
+    words = [] if compile.enabled else ["compile=blocks"]
+    if "blocks" not in compile.components:
+        words.append(f"compile.components='{shown(['blocks', *compile.components])}'")
+    if compile.backend not in PARTITIONING_BACKENDS:
+        words.append(f"compile.backend={PARTITIONING_BACKENDS[0]}")
+    return " ".join(words)
+
+
+def budget_is_chosen(activation_checkpoint: ActivationCheckpointConfig, compile: CompileConfig) -> Iterator[Violation]:
+    """Mode `budget` is the compiler's choice of what the graph of a block saves."""
+    if activation_checkpoint.mode != "budget":
+        return
+    if not compile.compiles("blocks"):
+        reason = "the compiler chooses what fits into the budget, and does not compile the blocks"
+    elif compile.backend not in PARTITIONING_BACKENDS:
+        reason = f"compile.backend={compile.backend} does not choose what is saved"
+    else:
+        return
+    remedy = f"{compiled_blocks(compile)}, or activation_checkpoint=selective, every_n or full"
+    yield Violation("activation_checkpoint.mode", "budget", reason, remedy)
 
 
 def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> Iterator[Violation]:
@@ -49,24 +73,7 @@ RULES = rules(
         "there are {model.layers} blocks, so that none would be recomputed",
         "at most activation_checkpoint.every={model.layers}, or activation_checkpoint=none",
     ),
-    Refuse(
-        "activation_checkpoint.mode",
-        lambda activation_checkpoint, compile: (
-            activation_checkpoint.mode == "budget" and not compile.compiles("blocks")
-        ),
-        "the compiler chooses what fits into the budget, and does not compile the blocks",
-        "compile=blocks, or activation_checkpoint=selective, every_n or full",
-    ),
-    Refuse(
-        "activation_checkpoint.mode",
-        lambda activation_checkpoint, compile: (
-            activation_checkpoint.mode == "budget"
-            and compile.compiles("blocks")
-            and compile.backend not in PARTITIONING_BACKENDS
-        ),
-        "compile.backend={compile.backend} does not choose what is saved",
-        f"compile.backend={' or '.join(PARTITIONING_BACKENDS)}",
-    ),
+    budget_is_chosen,
     Refuse(
         "compile.components",
         lambda compile: compile.enabled and not compile.components,

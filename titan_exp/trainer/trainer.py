@@ -42,7 +42,7 @@ from titan_exp.trainer.gc import GarbageCollection
 from titan_exp.trainer.log_head import log_lineage
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.metrics import Report
-from titan_exp.trainer.parent_state import load_parent_state
+from titan_exp.trainer.parent_state import load_parent_state, require_same_function
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
@@ -436,10 +436,11 @@ class Trainer:
         self.built.init_weights(lambda name: any(fnmatchcase(name, pattern) for pattern in exclude))
         cache = cache_of(self.folder, self.experiment.experiment.name)
         path = str(local_copy(config.initial, cache=cache / "remote"))
+        require_same_function(self.experiment, path)
         folder = huggingface_folder(path)
         if folder is None:
             self.checkpointer.load_initial_weights(self.model.parts, path)
             return
         for part in self.model.parts:
-            load_hf_sharded(part, self.experiment.model, folder, exclude)
+            load_hf_sharded(part, self.experiment.model, folder, exclude, config.accept_changes)
         get_logger().info("weights from %s", folder)

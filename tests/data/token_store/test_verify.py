@@ -63,7 +63,7 @@ def test_truncated_or_missing_files_are_refused(store: Manifest):
         ("{", "cannot be read as JSON"),
         ("{}", "not that of a token store"),
         ('{"format": "titan_exp token store", "version": 2}', "format version 2"),
-        ('{"format": "titan_exp token store", "version": 1}', "has no valid 'tokenizer'"),
+        ('{"format": "titan_exp token store", "version": 1}', "is damaged: tokenizer is nothing"),
     ],
 )
 def test_an_invalid_manifest_is_refused(text: str, says: str, store: Manifest):

@@ -8,44 +8,23 @@ import json
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from titan_exp.checkpoint.dcp.storage_reader import damaged_checkpoint, min_file_sizes
+from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE, FileChecksum, parse_checksums
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
-CHECKSUMS_FILE = "checksums.json"
-"""File name of the checksums, written last."""
 _CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
-
-
-@dataclass(frozen=True)
-class FileChecksum:
-    """Size in bytes and CRC-32 of a file."""
-
-    size: int
-    crc32: int
 
 
 def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
     """Write `checksums.json` into a checkpoint."""
     files = {name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(checksums.items())}
     write_atomically(path / CHECKSUMS_FILE, json.dumps({"files": files}, indent=1) + "\n")
-
-
-def parse_checksums(text: str) -> dict[str, FileChecksum]:
-    """Parse `checksums.json` into checksums by file name. Raises ValueError, KeyError, TypeError or AttributeError."""
-    files = json.loads(text)["files"]
-    checksums = {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
-    for name, checksum in checksums.items():
-        # int() also accepts capitals, which a flipped bit may produce.
-        if files[name]["crc32"] != f"{checksum.crc32:08x}":
-            raise ValueError(f"{files[name]['crc32']!r} is not a checksum as it is written")
-    return checksums
 
 
 def has_checksums(path: Path) -> bool:
@@ -63,7 +42,7 @@ def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
             if any(has_checksums(neighbour) for neighbour in path.parent.glob("step-*")):
                 return f"{CHECKSUMS_FILE} is missing, which other checkpoints beside it have"
             return _find_short_file(path) if shard == 0 else None
-        checksums = parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        checksums = parse_checksums((path / CHECKSUMS_FILE).read_bytes())
     except Exception as error:  # damaged bytes break JSON and pickles in any way
         return f"its metadata cannot be read ({type(error).__name__}: {error})"
     if METADATA_FILE not in checksums:

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from titan_exp.checkpoint.dcp.checksums import FileChecksum, write_checksums
+from titan_exp.checkpoint.dcp.checksums import write_checksums
 from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.paths.checkpoint_files import FileChecksum
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 from titan_exp.tracking.run_folder.atomic_write import mkdir_below
 

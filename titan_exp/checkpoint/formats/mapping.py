@@ -1,7 +1,8 @@
 """Mapping readers between titan_exp parameters and another format's tensors, one slice at a time."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.tensor_reader import TensorReader, window_extent
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, TensorRows
+from titan_exp.models.spec.lookup import model_spec
 
 HELD_BYTES = 2**28
 """Bytes of a parameter read at once, and of stacked experts, at least one: of a larger one only needed rows are."""
@@ -145,6 +148,16 @@ class ExportReader:
 
     def _bytes(self, ours: str) -> int:
         return torch.Size(self._map.shapes[ours]).numel() * self._store.dtype(ours).itemsize
+
+
+def require_size(model: ModelConfig, shapes: Iterable[Sequence[int]], where: str) -> None:
+    """Raise UserError if a model has many times the numbers of these tensors, before its rows are listed."""
+    spec, held = model_spec(model), sum(math.prod(shape) for shape in shapes)
+    if spec is not None and spec.parameters > 64 * held + 2**20:
+        raise UserError(
+            f"{where}: the model that is described has {spec.parameters:,} parameters, and its files hold {held:,}. "
+            "A file is missing, or the description is damaged."
+        )
 
 
 def check_tensors(

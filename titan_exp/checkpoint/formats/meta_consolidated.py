@@ -1,17 +1,17 @@
 """Meta's Llama checkpoints: `params.json` and `consolidated.*.pth`, one file per model-parallel rank."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_exp.checkpoint.formats.mapping import require_size
 from titan_exp.checkpoint.formats.tensor_reader import window_extent
 from titan_exp.checkpoint.formats.torch_file import torch_load_safely
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.foreign_json import read_object
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.meta_params import from_params
@@ -79,10 +79,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
     `known` replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files
     do not belong together.
     """
-    try:
-        params: dict[str, Any] = json.loads((folder / "params.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'params.json'} is not valid JSON: {error}") from error
+    params = read_object(folder / "params.json")
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [file.name.split(".")[1] for file in files]
     if numbers != [f"{number:02d}" for number in range(len(files))]:
@@ -104,6 +101,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
         ffn_dim=first[gate].shape[0] * len(pieces),
         tied=head not in first or _equal(pieces, embedding, head),
     )
+    require_size(config, (tensor.shape for piece in pieces for tensor in piece.values()), str(folder))
     return config, ConsolidatedReader(pieces, state_dict_map(config, "llama").their_shapes)
 
 

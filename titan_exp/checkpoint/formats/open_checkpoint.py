@@ -1,6 +1,5 @@
 """Checkpoint opening in any format: run, DCP, Hugging Face, diffusers, Meta, torchtune or torch file."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from titan_exp.checkpoint.dcp.checksums import find_damage, raise_if_damaged
 from titan_exp.checkpoint.formats.block_fp8 import BlockFP8Reader
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
-from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors
+from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
 from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
 from titan_exp.checkpoint.formats.mxfp4 import MXFP4Reader
 from titan_exp.checkpoint.formats.prefixed import PrefixedReader
@@ -21,8 +20,10 @@ from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.data_files import tokenizer_path
+from titan_exp.config.paths.foreign_json import read_object, table
 from titan_exp.config.schema.typed_config import load_group
-from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
+from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
@@ -224,7 +225,7 @@ def _open_torch_file(path: Path, trust: bool) -> OpenCheckpoint:
             f"{path} is a torch file, but not of titan-exp: it has no 'model' and 'config' (it has "
             f"{', '.join(map(str, list(content)[:4]))}). For Meta's files use the folder with params.json."
         )
-    model, special = from_json(content["config"], path, trust)
+    model, special = from_json(table(content["config"], f"{path}: config"), path, trust)
     return _own_names(path, "torch", model, TorchFileReader(tensors), special)
 
 
@@ -249,6 +250,7 @@ def _mapped(
         raise UserError(
             f"{path}: the architecture {model.architecture} has no tensor names in the format {mapped_format}."
         )
+    require_size(model, store.shapes.values(), str(path))
     row_map = state_dict_map(model, mapped_format)
     wanted = {name: shape for name, shape in row_map.stored_shapes.items() if name not in row_map.copies}
     check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
@@ -264,7 +266,7 @@ def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
 
 def _described_model(folder: Path, trust: bool) -> tuple[ModelConfig, Mapping[str, Any]]:
     """Model and special tokens of a converted checkpoint's `model.json`."""
-    return from_json(json.loads((folder / FILE).read_text(encoding="utf-8")), folder / FILE, trust)
+    return from_json(read_object(folder / FILE), folder / FILE, trust)
 
 
 def _tokenizer_in(folder: Path) -> str | None:

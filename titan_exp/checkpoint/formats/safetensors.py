@@ -14,11 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_files import INDEX, parse_index
 
 STEM = "model"
 """First part of the names of Hugging Face's files."""
-INDEX = f"{STEM}.safetensors.index.json"
-"""Index from tensor names to files."""
 
 _DTYPES = {
     "F32": torch.float32,
@@ -56,15 +55,11 @@ class SafetensorsReader:
         if self._file is not None or not index.is_file():
             found = sorted(self.folder.glob(self._file or "*.safetensors"))
             return {name: file.name for file in found for name in self._open(file.name).keys()}  # noqa: SIM118
-        try:
-            listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is damaged: it has no weight_map. Download the folder again.") from error
-        missing = sorted({file for file in listed.values() if not (self.folder / Path(file).name).is_file()})
+        listed = parse_index(index.read_bytes(), str(index))
+        missing = sorted({file for file in listed.values() if not (self.folder / file).is_file()})
         if missing:
             raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")
-        # Files are next to the index; ignore listed folders.
-        return {name: Path(file).name for name, file in listed.items()}
+        return listed
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -7,7 +7,6 @@ different files into one cache.
 
 import contextlib
 import hashlib
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +15,17 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage, parse_checksums
-from titan_exp.checkpoint.formats.safetensors import INDEX
+from titan_exp.checkpoint.dcp.checksums import find_file_damage
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFile, RemoteFolder
 from titan_exp.checkpoint.remote.remote_run import CONFIG
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_files import (
+    CHECKSUMS_FILE,
+    INDEX,
+    FileChecksum,
+    parse_checksums,
+    parse_index,
+)
 from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, step_name
 from titan_exp.config.paths.remote_url import is_url, joined
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE
@@ -155,8 +160,8 @@ def _step_manifest(
     """Manifest of a training checkpoint, with its run's configuration if present."""
     listed = remote.listing(prefix.rstrip("/")).files
     try:
-        checksums = parse_checksums((remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"").decode())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        checksums = parse_checksums(remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"")
+    except UserError as error:
         raise UserError(f"{joined(remote.url, prefix)}{CHECKSUMS_FILE} is damaged and cannot be read.") from error
     if bad := [file for file in checksums if Path(file).name != file or file not in listed]:
         raise UserError(f"{joined(remote.url, prefix)}: the checkpoint is damaged: {bad[0]} is missing.")
@@ -180,10 +185,7 @@ def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> di
         return files
     indexed = None
     if INDEX in files:
-        try:
-            indexed = set(json.loads(remote.read(INDEX) or b"")["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{joined(remote.url, INDEX)} cannot be read: {error}") from error
+        indexed = set(parse_index(remote.read(INDEX) or b"", joined(remote.url, INDEX)).values())
     return {
         name: file
         for name, file in files.items()

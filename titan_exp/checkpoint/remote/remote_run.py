@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, parse_checksums
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFolder
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE, FileChecksum, parse_checksums
 from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE, step_name
 from titan_exp.config.paths.remote_url import joined
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE
@@ -46,8 +47,8 @@ class RemoteRun:
         """Checksums of a complete checkpoint by file name; None if it is incomplete."""
         text = self._marker(step)
         try:
-            checksums = parse_checksums((text or b"").decode())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            checksums = parse_checksums(text or b"")
+        except UserError:
             return None  # a partial or foreign file does not complete a checkpoint
         # Names with path components could be written outside the checkpoint.
         safe = METADATA_FILE in checksums and all(Path(name).name == name for name in checksums)

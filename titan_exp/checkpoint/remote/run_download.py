@@ -11,11 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage
+from titan_exp.checkpoint.dcp.checksums import find_file_damage
 from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE, FileChecksum
 from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS

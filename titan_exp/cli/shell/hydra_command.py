@@ -11,6 +11,9 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 
+PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
+"""Flags that name a primary configuration of the user's."""
+
 Task = Callable[[Any, Sequence[str]], int]
 """Function of the composed configuration and the typed overrides; returns an exit code."""
 
@@ -38,8 +41,7 @@ def run_with_hydra(
     from titan_exp.config.schema.import_path import search_current_directory
 
     _require_plain_file(arguments, trust)
-    own_file = arguments.has("--config-path", "-cp", "--config-name", "-cn")
-    always = OWN_FILE if own_file else default_overrides()
+    always = OWN_FILE if arguments.has(*PRIMARY) else default_overrides()
     codes: list[int] = []
     failures: list[Exception] = []
 
@@ -49,14 +51,15 @@ def run_with_hydra(
             # As typed: an interpolation in an override is one of the composed configuration, not of Hydra's.
             overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
             typed = [override for override in overrides if override not in always]
-            codes.append(task(cfg, typed))
+            codes.append(task(cfg, arguments.overrides if typed == values else typed))
         except Exception as error:
             failures.append(error)
 
     check_places(arguments)
     search_current_directory()
     register_resolvers()
-    before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *arguments.overrides]
+    values = _plain_values(arguments)
+    before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *values]
     try:
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
@@ -92,14 +95,30 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
 
 
+def _plain_values(arguments: Any) -> list[str]:
+    """Overrides for a primary configuration of the user's, with the values of options where it has no groups."""
+    from titan_exp.config.hydra.values_of_options import with_values
+
+    if arguments.has("--multirun", "-m") or not arguments.has(*PRIMARY):
+        return list(arguments.overrides)
+    return with_values(arguments.overrides, _primary(arguments))
+
+
+def _primary(arguments: Any) -> Path:
+    """File of the primary configuration that is named by flags."""
+    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME
+
+    folder = arguments.value_of("--config-path", "-cp") or str(CONF_DIR)
+    name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
+    return Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
+
+
 def _require_plain_file(arguments: Any, trust: bool) -> None:
-    from titan_exp.config.hydra.compose import CONFIG_NAME
     from titan_exp.config.schema.foreign_code import require_plain
 
     folder = arguments.value_of("--config-path", "-cp")
     if not trust and folder is not None and "://" not in folder:
-        name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
-        require_plain(Path(folder) / f"{name.removesuffix('.yaml')}.yaml")
+        require_plain(_primary(arguments))
 
 
 def command_name() -> str:

@@ -43,6 +43,9 @@ class CheckpointConfig:
     layout; part of the run's identity."""
     initial_exclude: list[str] = field(default_factory=list)
     """Patterns of full names (`head.*`) of weights that are initialized nevertheless."""
+    accept_changes: list[str] = field(default_factory=list)
+    """Keys of the model, or `data.tokenizer`, that may differ from those of the weights that a run begins with, though
+    the same weights then compute something else."""
     continue_from: str | None = None
     """Run whose whole state (weights, optimizer, data position, counters) a new run begins with: its folder, name or
     id, one of its checkpoints, or its URL. Model, optimizer, data and seed must be the same; layout, steps, schedule,

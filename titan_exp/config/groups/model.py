@@ -1,24 +1,45 @@
 """Group `model`: the fields of every model. A family adds its own in `titan_exp/models/<architecture>.py`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
-from titan_exp.config.groups.types import Count, PositiveInt
+from titan_exp.config.groups.types import Count, PositiveBlockCount, PositiveInt
+
+
+class Change(Enum):
+    """Effect of another value of a field on weights that were trained with the first one."""
+
+    FUNCTION = "function"
+    """The same weights compute something else. Every field that declares nothing has this effect, and a run that begins
+    with the weights is refused."""
+    MEANT = "meant"
+    """They compute something else, which is often the purpose; the log names it."""
+    NOTHING = "nothing"
+    """They compute the same: a label, a kernel, the draw of initial weights, the objective of training."""
+
+
+NO_CHANGE: Mapping[str, Any] = {"change": Change.NOTHING}
+"""Metadata of a field, or of a group in it: another value changes nothing that given weights compute."""
+MAY_BE_MEANT: Mapping[str, Any] = {"change": Change.MEANT}
+"""Metadata of a field whose other value is often meant."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Fields that every model has."""
 
-    name: str
+    name: str = field(metadata=NO_CHANGE)
     """Published name of the model, shown in tables."""
     architecture: str
     """Model family (`llama`, `qwen3`), or the import path of your own: a module with the same public names as a
     family (`my_package.my_model`), or a plain class (`my_package.models.Mamba`)."""
-    layers: PositiveInt
+    layers: PositiveBlockCount
     """Number of blocks."""
     dim: PositiveInt
     """Width of the residual stream."""
     vocab_size: Count
     """Rows of the embedding; at least as many as the tokenizer has tokens. 0 for a model that reads no tokens."""
-    context: PositiveInt
+    context: PositiveInt = field(metadata=MAY_BE_MEANT)
     """Context length in tokens of the published model."""

@@ -1,4 +1,4 @@
-"""Number types with a lower bound, shared by the groups' dataclasses."""
+"""Number types with bounds, shared by the groups' dataclasses."""
 
 from typing import Annotated
 
@@ -21,3 +21,12 @@ Share = Annotated[float, Interval(ge=0, lt=1)]
 
 Ratio = Annotated[float, Interval(ge=0, le=1)]
 """A fraction from 0 to 1."""
+
+BLOCKS = 10_000
+"""Largest number of blocks: each is described and built."""
+
+BlockCount = Annotated[int, Interval(ge=0, le=BLOCKS)]
+"""A number of blocks, which may be none."""
+
+PositiveBlockCount = Annotated[int, Interval(ge=1, le=BLOCKS)]
+"""A number of blocks, at least one."""

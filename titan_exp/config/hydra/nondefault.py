@@ -42,7 +42,7 @@ def nondefault_overrides(values: Mapping[str, Any]) -> list[str]:
     options = [f"{group}={name}" for group, name in nearest if name is not None]
     composed = _composed(*options) if options else defaults
     keys = (differing for group in values for differing in _differing(_raw(composed), group, wanted, plain))
-    return [*options, *(f"{key}={shown(value, _quoted)}" for key, value in keys)]
+    return [*options, *(f"{key}={shown(value, quoted)}" for key, value in keys)]
 
 
 def _nearest_option(
@@ -179,7 +179,7 @@ def _without_interpolations(value: Any) -> Any:
     return "" if _interpolates(value) else value
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """String as an override's value, quoted if Hydra would read another value."""
     try:
         float(text)

@@ -1,13 +1,14 @@
 """OmegaConf resolvers for a model repository: the content of its `config.json`, and single sizes in it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.resolve import UnreadableSourceError
+from titan_exp.config.paths.foreign_json import read_object
 
 CONFIG_FILE = "config.json"
 HUB_TIMEOUT = 10
@@ -39,12 +40,9 @@ def repository_config(repository: object, overrides: Mapping[str, Any]) -> dict[
     """
     path = _config_file(str(repository))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnreadableSourceError(f"{path} cannot be read: {error}", REMEDY) from error
-    if not isinstance(values, dict):
-        raise UnreadableSourceError(f"{path} holds no keys and values", REMEDY)
-    return {**values, **overrides}
+        return {**read_object(path), **overrides}
+    except UserError as error:
+        raise UnreadableSourceError(str(error), REMEDY) from error
 
 
 def config_size(values: Mapping[str, Any], size: str) -> int:
@@ -59,7 +57,7 @@ def config_size(values: Mapping[str, Any], size: str) -> int:
         return UNLIMITED
     if found is None and size == "layers":
         found = _kinds_of_layers(values)
-    if not isinstance(found, int):
+    if type(found) is not int:
         raise ValueError(f"config.json has no {' or '.join(names)}")
     return found
 

@@ -1,6 +1,5 @@
 """Latent format: encoders and sizes of samples, from a store's manifest or from options, without loading an encoder."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.images.image_options import ImageOptions
+from titan_exp.config.paths.foreign_json import count, items, read_object
+from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 
 PIXELS, AUTOENCODER, HASHED_WORDS, T5_AND_CLIP = "pixels", "autoencoder_kl", "hashed_words", "t5_and_clip"
 """Names of encoders."""
@@ -57,8 +58,10 @@ def latent_format(options: ImageOptions) -> LatentFormat:
         latents: Mapping[str, Any] = {"name": PIXELS, "patch": options.patch}
     else:
         config = autoencoder_config(options.latents)
-        token_size = LATENT_PATCH * 2 ** (len(config.get("block_out_channels", (64,))) - 1)
-        channels = config.get("latent_channels", 4) * LATENT_PATCH**2
+        levels = len(items(config.get("block_out_channels", [64]), f"{options.latents}: block_out_channels"))
+        token_size = LATENT_PATCH * 2 ** min(max(levels - 1, 0), 16)
+        channels = count(config.get("latent_channels", 4), f"{options.latents}: latent_channels", 2**20)
+        channels *= LATENT_PATCH**2
         latents = autoencoder_description(options.latents, config)
     if options.size % token_size:
         near = max(1, round(options.size / token_size)) * token_size
@@ -70,8 +73,8 @@ def latent_format(options: ImageOptions) -> LatentFormat:
     if options.texts != HASHED_WORDS:
         clip, _, t5, _ = text_folders(options.texts)
         texts = {"name": T5_AND_CLIP, "folder": absolute(options.texts)}
-        text_dim = _config(t5, "texts", options.texts).get("d_model", 512)
-        pooled_dim = _config(clip, "texts", options.texts).get("hidden_size", 512)
+        text_dim = count(_config(t5, "texts", options.texts).get("d_model", 512), f"{t5}: d_model", 2**20)
+        pooled_dim = count(_config(clip, "texts", options.texts).get("hidden_size", 512), f"{clip}: hidden_size", 2**20)
     side = options.size // token_size
     return LatentFormat(
         latents=latents,
@@ -107,7 +110,9 @@ def autoencoder_config(folder: str) -> Mapping[str, Any]:
 
 def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Entry `latents` of a manifest, with the shift and scale of the configuration."""
-    shift, scale = float(config.get("shift_factor") or 0), float(config.get("scaling_factor", 0.18215))
+    noted = NotedKeys(config)
+    with named_errors(noted, f"{folder}/config.json", "an AutoencoderKL's"):
+        shift, scale = float(noted.get("shift_factor") or 0), float(noted.get("scaling_factor", 0.18215))
     return {"name": AUTOENCODER, "folder": absolute(folder), "shift": shift, "scale": scale, "posterior": True}
 
 
@@ -132,7 +137,7 @@ def text_folders(folder: str) -> list[Path]:
 
 def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
     try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason, remedy = f"{path.name}/config.json cannot be read: {error}", "the folder as diffusers saves it"
+        return read_object(path / "config.json")
+    except UserError as error:
+        reason, remedy = str(error), "the folder as diffusers saves it"
         raise UserError("A frozen network cannot be used.", [Violation(field, folder, reason, remedy)]) from error

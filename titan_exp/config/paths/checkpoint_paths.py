@@ -41,3 +41,8 @@ def huggingface_folder(path_text: str) -> Path | None:
     """Path of a Hugging Face folder with weights; None for anything else."""
     path = Path(path_text).expanduser()
     return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None
+
+
+def initial_folder(path_text: str) -> Path | None:
+    """Weights of `checkpoint.initial`: a Hugging Face folder, or the checkpoint at a path."""
+    return huggingface_folder(path_text) or saved_state(path_text)

@@ -7,7 +7,6 @@ means, and NAME.deviations.npy has standard deviations. `empty.text.npy` and `em
 empty text.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +15,14 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.images.latent_format import LatentFormat
+from titan_exp.config.paths.foreign_json import count, digests, file_name, items, read_object, table, text
 from titan_exp.config.paths.token_store_manifest import UNFINISHED
 
 FORMAT, VERSION = "titan_exp latent store", 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
+SIZES = ("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim")
+"""Numbers of a latent format."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,39 @@ def read_latent_manifest(folder: str | Path) -> LatentManifest:
     """
     path = Path(folder).expanduser()
     try:
-        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if (values["format"], values["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"it is {values['format']} {values['version']}, not {FORMAT} {VERSION}")
-        splits = {split: [LatentShard(**shard) for shard in values["splits"][split]] for split in SPLITS}
-        own = {key: value for key, value in values.items() if key not in ("format", "version", "splits")}
-        return LatentManifest(path=path, splits=splits, **own)
-    except FileNotFoundError:
+        if (path / MANIFEST).exists():
+            return _manifest(path, read_object(path / MANIFEST))
         remedy = f"titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
         reason = f"there is no {MANIFEST} in it" if path.is_dir() else "no such folder"
         if (path / UNFINISHED).is_dir():
             reason, remedy = "it is not finished", "the titan-exp encode command that began it, which continues"
-    except (KeyError, TypeError):
-        reason = f"its {MANIFEST} is not that of a latent store of this version"
-        remedy = "encode the images again, into another folder"
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         reason, remedy = f"its {MANIFEST} cannot be read: {error}", "encode the images again, into another folder"
     raise UserError("The latent store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])
+
+
+def _manifest(path: Path, values: Mapping[str, Any]) -> LatentManifest:
+    """Manifest of its values. Raises UserError about one of another type."""
+    if (values.get("format"), values.get("version")) != (FORMAT, VERSION):
+        raise UserError(f"it is {values.get('format')} {values.get('version')}, not {FORMAT} {VERSION}")
+    splits = table(values.get("splits"), "splits")
+    sizes = {key: count(values.get(key), key, 2**31) for key in SIZES}
+    return LatentManifest(
+        path=path,
+        splits={split: [_shard(one, split) for one in items(splits.get(split), f"splits.{split}")] for split in SPLITS},
+        latents=table(values.get("latents"), "latents"),
+        texts=table(values.get("texts"), "texts"),
+        images=text(values.get("images"), "images"),
+        options=table(values.get("options"), "options"),
+        fingerprint=text(values.get("fingerprint"), "fingerprint"),
+        **sizes,
+    )
+
+
+def _shard(values: object, split: str) -> LatentShard:
+    shard, name = table(values, f"a shard of {split}"), f"of a shard of {split}"
+    return LatentShard(
+        file_name(shard.get("name"), f"name {name}"),
+        checksums=digests(shard.get("checksums"), f"checksums {name}"),
+        **{key: count(shard.get(key), f"{key} {name}", 2**31) for key in ("samples", "rows", "columns")},
+    )

@@ -8,14 +8,14 @@ little-endian 64-bit integers. A document never spans shards. `tokenizer.json` i
 in.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.paths.foreign_json import count, digests, file_name, items, read_object, table, text
 
 FORMAT, VERSION = "titan_exp token store", 1
 MANIFEST = "manifest.json"
@@ -99,21 +99,24 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read the manifest of the store in `folder`."""
     path = Path(folder).expanduser()
     try:
-        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _refusal(folder, *_absent(path)) from None
-    except (OSError, ValueError) as error:
-        reason = f"its {MANIFEST} cannot be read as JSON: {error}"
-        raise _refusal(folder, reason, "permission to read it, or a new store") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        if not (path / MANIFEST).exists():
+            raise _refusal(folder, *_absent(path))
+        values = read_object(path / MANIFEST)
+    except OSError as error:  # a folder on the way is closed
+        raise _refusal(folder, f"its {MANIFEST} cannot be read: {error}", "permission to read it") from error
+    except UserError as error:
+        if error.violations:
+            raise
+        raise _refusal(folder, str(error), "permission to read it, or a new store") from error
+    if values.get("format") != FORMAT:
         raise _refusal(folder, f"its {MANIFEST} is not that of a token store", "a folder that titan-exp tokenize wrote")
     if values.get("version") != VERSION:
         reason = f"it has format version {values.get('version')}, and this version of titan-exp reads {VERSION}"
         raise _refusal(folder, reason, "tokenize again, or use the version of titan-exp that wrote it")
     try:
         return _manifest(path, values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _refusal(folder, f"its {MANIFEST} has no valid {error}", "tokenize into a new store") from error
+    except UserError as error:
+        raise _refusal(folder, f"its {MANIFEST} is damaged: {error}", "tokenize into a new store") from error
 
 
 def store_names(paths: Sequence[str]) -> list[str]:
@@ -127,19 +130,28 @@ def store_names(paths: Sequence[str]) -> list[str]:
 
 
 def _manifest(path: Path, values: Mapping[str, Any]) -> Manifest:
-    tokenizer = values["tokenizer"]
-    token_bytes = int(values["token_bytes"])
-    if token_bytes not in (2, 4):
-        raise ValueError(f"token_bytes={token_bytes}")
+    tokenizer, splits = table(values.get("tokenizer"), "tokenizer"), table(values.get("splits"), "splits")
+    if (token_bytes := values.get("token_bytes")) not in (2, 4):
+        raise UserError(f"token_bytes is {shown(token_bytes)[:60]}, and not 2 or 4.")
     return Manifest(
         path=path,
-        source=values["source"],
-        tokenizer=tokenizer["fingerprint"],
-        vocab_size=tokenizer["vocab_size"],
+        source=text(values.get("source"), "source"),
+        tokenizer=text(tokenizer.get("fingerprint"), "tokenizer.fingerprint"),
+        vocab_size=count(tokenizer.get("vocab_size"), "tokenizer.vocab_size", 2**31),
         token_bytes=token_bytes,
-        fingerprint=values["fingerprint"],
-        splits={split: [Shard(**shard) for shard in values["splits"][split]] for split in SPLITS},
-        files=values["files"],
+        fingerprint=text(values.get("fingerprint"), "fingerprint"),
+        splits={split: [_shard(one, split) for one in items(splits.get(split), f"splits.{split}")] for split in SPLITS},
+        files=digests(values.get("files"), "files"),
+    )
+
+
+def _shard(values: object, split: str) -> Shard:
+    shard, name = table(values, f"a shard of {split}"), f"of a shard of {split}"
+    return Shard(
+        file_name(shard.get("name"), f"name {name}"),
+        count(shard.get("tokens"), f"tokens {name}"),
+        count(shard.get("documents"), f"documents {name}"),
+        digests(shard.get("checksums"), f"checksums {name}"),
     )
 
 

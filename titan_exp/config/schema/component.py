@@ -149,12 +149,25 @@ def builtin_components(group: str) -> tuple[str, ...]:
 
 
 def config_class(group: str, values: object) -> Any:
-    """Dataclass of a config group with these values."""
+    """Dataclass of a config group with these values.
+
+    Raises:
+        UserError: the key that selects the component is no text, or names none.
+    """
     base = get_type_hints(Experiment)[group]
     if group not in KINDS or not isinstance(values, Mapping):
         return base
-    name = values.get(KINDS[group].key)
-    return component(group, name).Config if isinstance(name, str) else base
+    key = KINDS[group].key
+    match values.get(key):
+        case None:
+            return base
+        case bool() | Mapping() | list() as name:
+            remedy = f"one name, as {group}.{key}={builtin_components(group)[0]}"
+            raise UserError(
+                "This configuration cannot be read.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
+            )
+        case name:
+            return component(group, str(name)).Config
 
 
 def config_classes(group: str) -> list[Any]:
@@ -167,7 +180,7 @@ def config_classes(group: str) -> list[Any]:
 def current_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a config group with the component's current name, in place of former names."""
     kind = KINDS.get(group)
-    if kind is None or values.get(kind.key) not in kind.aliases:
+    if kind is None or str(values.get(kind.key)) not in kind.aliases:
         return dict(values)
     current = {**values, kind.key: kind.aliases[values[kind.key]]}
     if not current.get("options"):  # older versions wrote it for every component; only plain classes have it

@@ -80,6 +80,30 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     return values, text
 
 
+def validated(kind: Any, values: Mapping[str, Any], where: str) -> Any:
+    """Instance of a dataclass of a group from values that somebody else wrote, in the file or checkpoint `where`.
+
+    Raises:
+        UserError: a value has another type, or is out of bounds, or is missing.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        found = "" if first["type"] == "missing" else f", and it is {str(first['input'])[:60]!r}"
+        raise UserError(f"{where} does not describe a model: {key}: {first['msg']}{found}.") from error
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """Convert an experiment to plain dictionaries, lists and scalars."""
     return _plain(dataclasses.asdict(experiment))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.paths.foreign_json import read_object
 from titan_exp.config.paths.latent_store_manifest import (
     FORMAT,
     MANIFEST,
@@ -145,7 +146,7 @@ def _begin(out: Path, journal: dict[str, Any]) -> None:
     """Make the folder and its journal, or find that of an interrupted run."""
     path = out / UNFINISHED / "plan.json"
     if path.is_file():
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        begun = read_object(path)
         if begun != journal:
             reason = f"this store was begun with other options, and differs in {_differing(begun, journal)}"
             raise refusal(str(out), reason, "those options, or another folder")
@@ -180,7 +181,7 @@ class _Shard:
         """Write the shard unless it is complete; returns its entry of the manifest."""
         record = self.out / UNFINISHED / f"{self.name}.json"
         if record.is_file():
-            return json.loads(record.read_text(encoding="utf-8"))
+            return read_object(record)
         texts, codec = encoders.texts, encoders.images
         tokens = self.bucket.rows * self.bucket.columns
         kinds = (*ARRAYS, DEVIATIONS) if codec.description.get("posterior") else ARRAYS

@@ -1,6 +1,5 @@
 """Token store construction: lock, journal, tokenizer copy, worker processes, manifest."""
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.data_files import tokenizer_file
+from titan_exp.config.paths.foreign_json import read_object
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from titan_exp.data.store_folder import explain_disk_errors, refusal, remove_temporary_files, store_lock
 from titan_exp.data.token_store.corpus import Corpus
@@ -106,9 +106,9 @@ def _check_folder(folder: Path, out: str) -> None:
 def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
     """Check that an existing store in the folder, finished or not, has the requested settings."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
+        saved = read_object(path)
+    except UserError as error:
+        raise refusal(out, str(error), "remove the folder") from error
     # Stores written before these were recorded.
     saved = {"shuffle": 0, "content": description["content"], **saved}
     violations = [

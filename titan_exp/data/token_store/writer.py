@@ -14,6 +14,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.foreign_json import read_object
 from titan_exp.config.paths.token_store_manifest import FORMAT, MANIFEST, SPLITS, UNFINISHED, VERSION
 from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
 from titan_exp.data.token_store.shard_writer import ShardWriter, checksum, write_json
@@ -50,7 +51,7 @@ class TokenizeJob:
         """Journal entries of a part, one per cut, in order."""
         found = []
         while (path := self.entry(part, len(found))).exists():
-            found.append(json.loads(path.read_text()))
+            found.append(read_object(path))
         return found
 
     def entry(self, part: CorpusPart, cut: int) -> Path:

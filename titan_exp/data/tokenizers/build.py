@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.data_files import tokenizer_path
 from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
@@ -17,19 +18,8 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     return ByteTokenizer() if config.tokenizer == "bytes" else HuggingFaceTokenizer(config.tokenizer)
 
 
-def tokenizer_path(config: DataConfig) -> str:
-    """`bytes`, or the path of the tokenizer's files: `data.tokenizer`, or the copy in the first store."""
-    if config.tokenizer != "store":
-        return config.tokenizer
-    manifest = read_manifest(config.paths[0])
-    return "bytes" if manifest.tokenizer == ByteTokenizer.fingerprint else str(manifest.path)
-
-
 def _build_from_store(config: DataConfig) -> Tokenizer:
     """Build the tokenizer of the first token store; all stores of a mixture share it."""
-    if not config.paths:
-        violation = Violation("data.paths", (), "no token store is given", "data.paths='[stores/mine]'")
-        raise UserError("There is no tokenizer.", [violation])
     tokenizer = build_tokenizer(replace(config, tokenizer=tokenizer_path(config)))
     expected = read_manifest(config.paths[0]).tokenizer
     if tokenizer.fingerprint != expected:

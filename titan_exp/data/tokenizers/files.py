@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.paths.data_files import tokenizer_file
+from titan_exp.config.paths.data_files import END_OF_TEXT, byte_words, tokenizer_file
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 
 TOKENIZER_FILES = (
@@ -16,9 +16,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tokenizer.model",
 )
-
-END_OF_TEXT = "<|endoftext|>"
-"""Name of the byte tokenizer's end-of-text token in its file."""
 
 
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
@@ -54,17 +51,10 @@ def _write_byte_tokenizer(path: Path) -> None:
     """Write the byte tokenizer as a byte-level BPE vocabulary without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {word: number for word, number in byte_words().items() if word != END_OF_TEXT}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     assert tokenizer.token_to_id(END_OF_TEXT) == ByteTokenizer.end_of_text
     tokenizer.save(str(path))
-
-
-def _byte_characters() -> list[str]:
-    """Printable character for each byte in byte-level vocabularies (Radford et al. 2019)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,6 +1,5 @@
 """Hugging Face tokenizer: `tokenizer.json`, and the end-of-text token from `tokenizer_config.json`."""
 
-import json
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.data_files import tokenizer_file
+from titan_exp.config.paths.foreign_json import read_object
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
 """End-of-text names of published tokenizers, in order of preference."""
@@ -77,8 +77,8 @@ class HuggingFaceTokenizer:
 
 def _declared_end_of_text(file: Path) -> str | None:
     try:
-        declared: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        declared: Any = read_object(file).get("eos_token")
+    except UserError:
         return None
     if isinstance(declared, dict):
         declared = declared.get("content")

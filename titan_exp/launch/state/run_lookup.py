@@ -73,12 +73,14 @@ def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
 
 
 def run_path(name: str, runs: Path | None = None) -> str:
-    """Folder of a run named by label or id prefix; existing paths and URLs as they are.
+    """Folder of a run named by label, id prefix or the folder of an experiment with one run; other existing paths and
+    URLs as they are.
 
     A name with a slash that is no run is returned as well, for the reader of weights to explain. Raises UserError if
     another name matches no run, or several.
     """
-    if not name or "://" in name or Path(name).expanduser().exists():
+    path = Path(name).expanduser()
+    if not name or "://" in name or (path.exists() and not _is_group(path)):
         return name
     try:
         found = find_runs([name], Path(_default_runs()) if runs is None else runs)
@@ -87,6 +89,11 @@ def run_path(name: str, runs: Path | None = None) -> str:
             return name
         raise
     return str(require_one(found, name).folder.path)
+
+
+def _is_group(path: Path) -> bool:
+    """True for a folder of runs, of a study or an experiment, that is no run itself."""
+    return path.is_dir() and not (path / "config.yaml").exists() and any(readable_runs(path))
 
 
 def find_study_folder(word: str, runs: Path) -> StudyFolder | None:

@@ -1,6 +1,6 @@
 """Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
 
-import json
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +9,18 @@ from typing import Any, Literal
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.types import BLOCKS
+from titan_exp.config.hydra.repository_config import CONFIG_KEYS
+from titan_exp.config.paths.foreign_json import count, read_object, table
+from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 from titan_exp.config.schema.component import builtin_components, component
+from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.convert.rope_keys import rope_keys
 from titan_exp.models.spec.moe import MoEConfig
 from titan_exp.models.spec.transformer import AttentionConfig
 
+MTP_KEY = "num_nextn_predict_layers"
+"""Number of modules of multi-token prediction in `config.json`."""
 ANY_TYPE = "*"
 """`model_type` of the family that reads those of no other family."""
 
@@ -77,41 +84,42 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
     Raises:
         UserError: no family reads it, or it has parts that the family does not compute.
     """
-    family = _family(values, architecture)
+    family, noted = _family(values, architecture), NotedKeys(values)
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
             raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
+    for key in (*CONFIG_KEYS["layers"], MTP_KEY):  # lists of this length are made of them
+        count(values.get(key) or 0, f"config.json: {key}", BLOCKS)
     try:
-        return family.from_config(values, name)
+        with named_errors(noted, "config.json", f"a {family.model_type}'s"):
+            found = family.from_config(noted, name)
+        return validated(type(found), dataclasses.asdict(found), "config.json")
     except UserError as error:
         if family.model_type != ANY_TYPE:
             raise
         kinds = listed(map(repr, family_types()), "and")
         message = f"config.json: model_type is {values.get('model_type')!r}; families here are {kinds}."
         raise UserError(message if error.violations else f"{message} {error}", error.violations) from error
-    except KeyError as error:
-        raise UserError(f"config.json has no {error.args[0]}, which a {family.model_type}'s has.") from error
 
 
 def config_json(folder: Path) -> dict[str, Any]:
-    """Content of a folder's `config.json`.
-
-    Raises:
-        UserError: it is not JSON.
-    """
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    """Content of a folder's `config.json`. Raises UserError if it cannot be read, or is no JSON of keys and values."""
+    return read_object(folder / "config.json")
 
 
 def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Language model's part of a multimodal `config.json` and its tensors' prefix; else the whole and no prefix."""
-    for name in builtin_components("model"):
-        family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
-        if family is not None and values.get("model_type") == family.multimodal_type and "text_config" in values:
+    for family in _families().values():
+        if values.get("model_type") == family.multimodal_type and isinstance(values.get("text_config"), Mapping):
             return {"model_type": family.model_type, **values["text_config"]}, family.multimodal_prefix
     return values, ""
+
+
+def foreign_type(values: Mapping[str, Any], architecture: str) -> str | None:
+    """The `model_type` of a `config.json` that the family of an architecture does not read; None if it does."""
+    family, kind = _family(values, architecture), values.get("model_type")
+    known = (None, family.model_type, *family.other_types, family.multimodal_type)
+    return None if kind in known or family.model_type == ANY_TYPE else str(kind)
 
 
 def unread_prefixes(values: Mapping[str, Any], architecture: str | None = None) -> tuple[str, ...]:
@@ -126,7 +134,7 @@ def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["m
     Raises:
         UserError: the weights are quantized otherwise.
     """
-    quantization = values.get("quantization_config")
+    quantization = table(values.get("quantization_config") or {}, "config.json: quantization_config")
     if not quantization:
         return None
     method, form = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
@@ -140,7 +148,9 @@ def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["m
             "(e4m3) with a scale per block, as in DeepSeek V3, and MXFP4, as in GPT-OSS. Dequantize the others with "
             "transformers and save_pretrained."
         )
-    rows, columns = map(int, blocks)
+    if not isinstance(blocks, list) or len(blocks) != 2:
+        raise UserError(f"config.json: weight_block_size={blocks!r} is no pair of rows and columns.")
+    rows, columns = (count(size, "config.json: weight_block_size", 2**20) for size in blocks)
     return rows, columns
 
 
@@ -205,8 +215,10 @@ def router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) ->
 
 
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of `generation_config.json`."""
-    return {**special_tokens, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    """Content of `generation_config.json`: the ends of texts. It asks for no sampling, since scores of an export are
+    those of its greedy texts; an end that also begins documents in training is no begin-of-text token of theirs."""
+    end = special_tokens.get("eos_token_id")
+    return {key: token for key, token in special_tokens.items() if key != "bos_token_id" or token != end}
 
 
 def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +249,7 @@ def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
     """Family of an architecture; None takes the built-in one of the `model_type`."""
     if architecture is not None:
         return component("model", architecture).huggingface
-    found, kind = _families(), values.get("model_type")
+    found, kind = _families(), str(values.get("model_type"))
     if kind not in found and ANY_TYPE in found:
         return found[ANY_TYPE]
     if kind not in found:

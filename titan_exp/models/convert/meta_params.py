@@ -5,11 +5,14 @@ The file is incomplete: the feed-forward width follows from a formula, context a
 beside it holds the rest.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
+from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.rope import RopeConfig
 
@@ -53,10 +56,14 @@ def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_di
     Raises:
         UserError: a key is missing.
     """
-    try:
-        dim, heads, layers = int(params["dim"]), int(params["n_heads"]), int(params["n_layers"])
-    except KeyError as error:
-        raise UserError(f"params.json has no {error.args[0]}, which a Llama's has.") from error
+    noted = NotedKeys(params)
+    with named_errors(noted, "params.json", "a Llama's"):
+        found = _from_params(noted, name, vocab_size=vocab_size, ffn_dim=ffn_dim, tied=tied)
+    return validated(Config, dataclasses.asdict(found), "params.json")
+
+
+def _from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:
+    dim, heads, layers = int(params["dim"]), int(params["n_heads"]), int(params["n_layers"])
     scaled, theta = bool(params.get("use_scaled_rope", False)), float(params.get("rope_theta", 10000.0))
     context = 131072 if scaled else 8192 if theta >= 500000 else 4096
     if scaled:

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.foreign_json import table
 from titan_exp.config.schema.component import config_class, current_names
 from titan_exp.config.schema.foreign_code import require_trust
+from titan_exp.config.schema.typed_config import validated
 
 FILE = "model.json"
 """File name in the folder of a checkpoint."""
@@ -26,12 +27,7 @@ def from_json(values: Mapping[str, Any], path: Path, trust: bool = False) -> tup
         UserError: the file describes no model, or is of another version.
         Untrusted: the model is code, without `trust`.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        model = current_names("model", values["model"])
-        require_trust(path, b"", {"model": model}, trust)
-        config = TypeAdapter(config_class("model", model)).validate_python(model)
-    except (KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"{path} does not describe a model: {error}") from error
-    return config, dict(values.get("special_tokens") or {})
+    model = current_names("model", table(values.get("model"), f"{path}: model"))
+    require_trust(path, b"", {"model": model}, trust)
+    config = validated(config_class("model", model), model, str(path))
+    return config, dict(table(values.get("special_tokens") or {}, f"{path}: special_tokens"))

@@ -7,13 +7,17 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.hydra.presets import nearest_preset
-from titan_exp.models.convert.hf_config import family_types, from_huggingface, language_model, quantized_weights
+from titan_exp.models.convert.hf_config import (
+    MTP_KEY,
+    family_types,
+    from_huggingface,
+    language_model,
+    quantized_weights,
+)
 from titan_exp.models.spec.lookup import mtp_depth
 
 TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
 """Parts of a multimodal model beside its language model, by their keys in `config.json`."""
-MTP_KEY = "num_nextn_predict_layers"
-"""Number of modules of multi-token prediction in `config.json`."""
 
 
 def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:

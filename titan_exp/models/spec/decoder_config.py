@@ -1,9 +1,9 @@
 """Config fields that every decoder has whatever its attention, and its spec."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.rope import PlainRope
@@ -21,9 +21,11 @@ class DecoderConfig(ModelConfig):
     """The output head uses the embedding's weight."""
     rope: PlainRope
     """Rotary position embedding."""
-    init_std: PositiveFloat
+    init_std: PositiveFloat = field(metadata=NO_CHANGE)
     """Standard deviation of initial weights. Llama scales residual outputs down by sqrt(2 · layers)."""
-    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
+        metadata=NO_CHANGE
+    )
     """Kernel behind attention. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
     FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention. The log says which one runs."""
 

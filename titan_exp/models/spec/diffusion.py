@@ -6,13 +6,13 @@ pooled text) modulates every block.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
+from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
+from titan_exp.config.groups.types import BlockCount, PositiveFloat, PositiveInt
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import (
@@ -37,7 +37,7 @@ TIME_FEATURES = 256
 class DiffusionConfig(ModelConfig):
     """Fields of a diffusion transformer. `layers` counts double and single blocks, `context` text and image tokens."""
 
-    double_layers: Count
+    double_layers: BlockCount
     """First blocks, with weights of their own for text and image."""
     heads: PositiveInt
     """Heads of queries, keys and values, `dim / heads` wide."""
@@ -57,10 +57,12 @@ class DiffusionConfig(ModelConfig):
     """Base of RoPE's frequencies."""
     norm_eps: PositiveFloat
     """Added to the variance in norms."""
-    init_std: PositiveFloat
+    init_std: PositiveFloat = field(metadata=NO_CHANGE)
     """Standard deviation of initial weights that embed time, guidance and pooled text. Others are Xavier's; modulations
     and the output begin at zero."""
-    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
+        metadata=NO_CHANGE
+    )
     """Kernel behind attention, as for other families."""
 
 

@@ -1,10 +1,11 @@
 """Mixture of experts of one layer: config of router, experts and load balance, which families share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
@@ -46,7 +47,7 @@ class MoEConfig:
     """Experts of every token, as one SwiGLU of `shared_experts` · `ffn_dim`, without a gate."""
     score: Literal["softmax", "sigmoid"]
     """Scores of the router's logits, in fp32."""
-    fp32_router: bool
+    fp32_router: bool = field(metadata=MAY_BE_MEANT)
     """True computes the logits in fp32, False in the compute dtype."""
     router_bias: bool
     """True adds a bias per expert to the scores for the choice, not for the weights (DeepSeek V3)."""
@@ -60,7 +61,7 @@ class MoEConfig:
     """Groups that a token chooses from."""
     group_score: Literal["max", "top2_sum"]
     """Score of a group: its highest score (DeepSeek V2), or the sum of its two highest (V3)."""
-    balance: BalanceConfig
+    balance: BalanceConfig = field(metadata=NO_CHANGE)
     """Load balance."""
 
 

@@ -5,10 +5,11 @@ of its own and the model's LM head. It is trained and not used in inference.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.types import Count, NonNegativeFloat
+from titan_exp.config.groups.model import NO_CHANGE
+from titan_exp.config.groups.types import BlockCount, NonNegativeFloat
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, VectorSpec
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL
 
@@ -20,9 +21,9 @@ MTP_DEPTH, MTP_WEIGHT = "model.mtp.depth", "model.mtp.weight"
 class MTPConfig:
     """Multi-token prediction."""
 
-    depth: Count = 0
+    depth: BlockCount = 0
     """Modules, each of which predicts one token further ahead; 0 is none, and DeepSeek V3 has 1."""
-    weight: NonNegativeFloat = 0.3
+    weight: NonNegativeFloat = field(default=0.3, metadata=NO_CHANGE)
     """Factor of the modules' mean loss in the objective; V3 trains with 0.3, and with 0.1 for its last third."""
 
 

@@ -2,16 +2,36 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.model import Change
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 ROPE = "model.rope"
 """Key of the embedding."""
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "yarn_if_longer"]
+
+_YARN = ("factor", "original_context", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+READ_BY = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_context"),
+    "yarn": _YARN,
+    "yarn_if_longer": _YARN,
+}
+"""Keys that a scaling reads, beside `theta`."""
+
+
+def _change(rope: Any, _: str) -> Change:
+    """A declared scaling may stretch the context of given weights; a forgotten one would lose theirs."""
+    return Change.FUNCTION if rope.scaling == "none" else Change.MEANT
+
+
+STRETCHES = {"change": _change}
+"""Metadata of the keys of a scaling."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +43,10 @@ class PlainRope:
 
     def resolved(self, context: int) -> "PlainRope":
         """The same embedding for a model of this context."""
+        return self
+
+    def effective(self, context: int) -> "PlainRope":
+        """The same embedding, resolved, with all keys that it does not read at their defaults."""
         return self
 
     def longest(self, context: int) -> int:
@@ -39,28 +63,28 @@ class PlainRope:
 class ScaledRope(PlainRope):
     """Rotary position embedding with a context scaling."""
 
-    scaling: RopeScaling = "none"
+    scaling: RopeScaling = field(default="none", metadata=STRETCHES)
     """Method that stretches the context: `linear` slows every pair down, `llama3` long wavelengths as Llama 3.1 and 3.2
     do, `yarn` slow pairs, as `transformers` does (Peng et al. 2023). `yarn_if_longer` is `yarn` if the model's context
     is longer than `original_context`, else `none`, as DeepSeek's own code does."""
-    factor: PositiveFloat = 1.0
+    factor: PositiveFloat = field(default=1.0, metadata=STRETCHES)
     """Factor by which the context is stretched (8 in Llama 3.1, 32 in Llama 3.2 and GPT-OSS, 40 in DeepSeek)."""
-    low_freq_factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat = field(default=1.0, metadata=STRETCHES)
     """`llama3` stretches wavelengths longer than `original_context / low_freq_factor` by the whole factor."""
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: PositiveFloat = field(default=4.0, metadata=STRETCHES)
     """`llama3` leaves wavelengths shorter than `original_context / high_freq_factor` alone."""
-    original_context: PositiveInt | None = None
+    original_context: PositiveInt | None = field(default=None, metadata=STRETCHES)
     """Context in tokens before scaling; null is `model.context`."""
-    beta_fast: PositiveFloat = 32.0
+    beta_fast: PositiveFloat = field(default=32.0, metadata=STRETCHES)
     """`yarn` leaves pairs that turn more often than this in the original context alone."""
-    beta_slow: PositiveFloat = 1.0
+    beta_slow: PositiveFloat = field(default=1.0, metadata=STRETCHES)
     """`yarn` slows pairs that turn less often than this in the original context down by the whole factor."""
-    mscale: NonNegativeFloat = 1.0
+    mscale: NonNegativeFloat = field(default=1.0, metadata=STRETCHES)
     """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines with `yarn`."""
-    mscale_all_dim: NonNegativeFloat = 0.0
+    mscale_all_dim: NonNegativeFloat = field(default=0.0, metadata=STRETCHES)
     """The same coefficient for all features of a head: cosines and sines are divided by its factor, and the scores of
     latent attention multiplied by its square."""
-    truncate: bool = True
+    truncate: bool = field(default=True, metadata=STRETCHES)
     """`yarn` rounds the first and the last blended pair outwards; false in GPT-OSS."""
 
     def resolved(self, context: int) -> "ScaledRope":
@@ -69,6 +93,12 @@ class ScaledRope(PlainRope):
         if self.scaling != "yarn_if_longer":
             return replace(self, original_context=original)
         return replace(self, original_context=original, scaling="yarn" if context > original else "none")
+
+    def effective(self, context: int) -> "ScaledRope":
+        """The same embedding, resolved, with all keys that it does not read at their defaults."""
+        rope = self.resolved(context)
+        unread = {one.name: one.default for one in fields(ScaledRope) if one.name not in READ_BY[rope.scaling]}
+        return replace(rope, **unread | {"theta": rope.theta, "scaling": rope.scaling})
 
     def longest(self, context: int) -> int:
         """Longest sequence in tokens of a model of this context: what its scaling reaches, if that is more.

@@ -17,7 +17,7 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
     cp, degree, field = parallelism.cp, parallelism.cp_ulysses, "parallelism.cp_ulysses"
     if degree > 1 and parallelism.cp_method == "ulysses":
         reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
-        yield Violation(field, degree, reason, "cp_ulysses=1, or cp_method=ring or allgather")
+        yield Violation(field, degree, reason, f"{field}=1, or parallelism.cp_method=ring or allgather")
         return
     reason = f"parallelism.cp={cp} ranks are not divided into equal groups by it"
     yield from check_number(field, degree, lambda size: cp % size == 0, reason, largest=cp)
@@ -93,8 +93,7 @@ RULES = (
             lambda model: (spec := model_spec(model)) is None or spec.attention is None,
             "context parallelism exchanges keys and values in the attention of the built-in blocks, which "
             "{model.architecture} does not describe",
-            "parallelism.cp=1, spread over ranks with parallelism.dp_shard={parallelism.cp}; or "
-            "model.architecture=llama",
+            "parallelism.cp=1 parallelism.dp_shard={parallelism.cp}; or model.architecture=llama",
         ),
         sequence_divides,
         heads_divide,

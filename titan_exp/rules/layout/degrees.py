@@ -41,7 +41,7 @@ def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iter
         axis = unsupported.key.removeprefix("parallelism.")
         degree = getattr(parallelism, axis)
         if degree > 1:
-            remedy = f"{unsupported.key}=1, spread over ranks with parallelism.dp_shard={degree}"
+            remedy = f"{unsupported.key}=1 parallelism.dp_shard={degree}"
             yield Violation(unsupported.key, degree, unsupported.reason, remedy)
 
 
@@ -72,7 +72,7 @@ RULES = (
             "cluster.gpus_per_node",
             lambda cluster, gpus: not gpus and cluster.gpus_per_node is not None and cluster.device != "cuda",
             "this machine shows no GPU",
-            "cluster.gpus_per_node=null; on CPU the degrees ask for processes: "
+            "on CPU the degrees ask for processes: cluster.gpus_per_node=null "
             "parallelism.dp_shard={cluster.gpus_per_node}",
         ),
         Refuse(

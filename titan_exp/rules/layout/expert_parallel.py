@@ -152,7 +152,7 @@ RULES = (
             EP,
             lambda model, parallelism: parallelism.ep > 1 and not has_experts(model),
             "{model.name} has no experts",
-            "parallelism.ep=1, spread over ranks with parallelism.dp_shard={parallelism.ep}; or a model with experts",
+            "parallelism.ep=1 parallelism.dp_shard={parallelism.ep}; or a model with experts",
         ),
         Refuse(
             ETP,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -20,7 +21,7 @@ from titan_exp.config.layout.pipeline_schedules import (
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.rules.recompute import PARTITIONING_BACKENDS
+from titan_exp.rules.recompute import PARTITIONING_BACKENDS, compiled_blocks
 from titan_exp.rules.rule import Refuse, check_number, rules
 
 SCHEDULE = "parallelism.pp_schedule"
@@ -218,6 +219,20 @@ def _backward_is_split(parallelism: ParallelismConfig, layout: ResolvedLayout) -
     return _is_used(parallelism) and schedule_can_be_read(parallelism) and layout.splits_backward
 
 
+def saved_outputs_last(
+    parallelism: ParallelismConfig, activation_checkpoint: ActivationCheckpointConfig, compile: CompileConfig
+) -> Iterator[Violation]:
+    """Outputs that selective checkpointing saves are there for both parts of a backward pass: a graph-partitioning
+    compiler has chosen them for both."""
+    if activation_checkpoint.mode == "selective" and not (
+        compile.compiles("blocks") and compile.backend in PARTITIONING_BACKENDS
+    ):
+        reason = f"{parallelism.pp_schedule} runs backward through a block twice, and the saved outputs of operators "
+        remedy = f"{compiled_blocks(compile)}, whose graphs keep them; activation_checkpoint=full, every_n or none; "
+        remedy += f"or parallelism.pp_schedule={WHOLE_BACKWARD}"
+        yield Violation("activation_checkpoint.mode", "selective", f"{reason}are freed by then", remedy)
+
+
 RULES = (
     *rules(schedule_is_known),
     *rules(keys_have_an_effect, when=lambda parallelism: parallelism.pp == 1),
@@ -226,8 +241,7 @@ RULES = (
             "parallelism.pp",
             lambda model: model_spec(model) is None,
             "stages are parts of a model with a spec, and the plain class {model.architecture} has none",
-            "parallelism.pp=1, spread over ranks with parallelism.dp_shard={parallelism.pp}; or "
-            "model.architecture=llama",
+            "parallelism.pp=1 parallelism.dp_shard={parallelism.pp}; or model.architecture=llama",
         ),
         Refuse(
             "compile.backend",
@@ -246,18 +260,7 @@ RULES = (
             "would be freed: silently wrong gradients",
             f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
         ),
-        # A graph-partitioning compiler has already chosen the saved tensors for both parts.
-        Refuse(
-            "activation_checkpoint.mode",
-            lambda activation_checkpoint, compile: (
-                activation_checkpoint.mode == "selective"
-                and not (compile.enabled and compile.backend in PARTITIONING_BACKENDS)
-            ),
-            "{parallelism.pp_schedule} runs backward through a block twice, and the saved outputs of operators are "
-            "freed by then",
-            "compile=blocks, whose graphs keep them; activation_checkpoint=full, every_n or none; "
-            f"or parallelism.pp_schedule={WHOLE_BACKWARD}",
-        ),
+        saved_outputs_last,
         when=_backward_is_split,
     ),
 )

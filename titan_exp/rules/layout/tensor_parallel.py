@@ -13,6 +13,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
+from titan_exp.rules.recompute import compiled_blocks
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 FIELD = "parallelism.tp"
@@ -31,7 +32,8 @@ def async_tp_is_supported(
         reason, remedy = "it needs symmetric memory, which a CPU lacks", ""
     elif not compile.compiles("blocks") or compile.backend != "inductor":
         reason = "the compiler does the overlapping, and inductor does not compile the blocks"
-        remedy = "compile=blocks compile.backend=inductor, or "
+        backend = replace(compile, backend="eager") if compile.backend != "inductor" else compile
+        remedy = f"{compiled_blocks(backend)}, or "
     elif not parallelism.sequence_parallel:
         reason = "it overlaps all-gather and reduce-scatter of tokens, and parallelism.sequence_parallel is false"
         remedy = "parallelism.sequence_parallel=true, or "
@@ -116,7 +118,7 @@ RULES = (
             FIELD,
             lambda model: model_spec(model) is None,
             "the plain class {model.architecture} does not describe how its linear layers are sharded",
-            "parallelism.tp=1, spread over ranks with parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
+            "parallelism.tp=1 parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
             "as model.architecture=llama is",
         ),
         units_divide,

@@ -1,0 +1,100 @@
+"""JSON objects in files of a repository, a checkpoint or a store, which others wrote: bounded in size and depth."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, shown
+
+MOST_BYTES = 256 * 2**20
+"""Largest file; the largest published tokenizer.json is a tenth of it."""
+MOST_DEPTH = 64
+"""Deepest nesting."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Object in a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or holds anything else, or is too large or too deeply nested.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).") from error
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path} cannot be read: it has more than {MOST_BYTES:,} bytes. It is damaged.")
+    return parse_object(content, str(path))
+
+
+def parse_object(content: bytes | str, name: str) -> dict[str, Any]:
+    """Object in JSON text; `name` names it in the UserError about anything else."""
+    values = parse_json(content, name)
+    if not isinstance(values, dict):
+        raise UserError(f"{name} cannot be read: it holds {_kind(values)} instead of keys and values. It is damaged.")
+    return values
+
+
+def parse_json(content: bytes | str, name: str) -> Any:
+    """Value in JSON text; `name` names it in the UserError about text that is none, or is too deeply nested."""
+    deep = UserError(f"{name} cannot be read: it is nested more than {MOST_DEPTH} deep. It is damaged.")
+    try:
+        values = json.loads(content)
+    except RecursionError as error:
+        raise deep from error
+    except ValueError as error:
+        raise UserError(f"{name} cannot be read as JSON ({error}). It is damaged.") from error
+    level = [values]
+    for _ in range(MOST_DEPTH + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return values
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+    raise deep
+
+
+def _kind(value: object) -> str:
+    names = {dict: "keys", list: "a list", str: "a text", bool: "a switch", int: "a number", float: "a number"}
+    return names.get(type(value), "nothing")
+
+
+def count(value: object, name: str, most: int = 2**63 - 1) -> int:
+    """A whole number from 0 to `most`. Raises UserError that names anything else."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise UserError(f"{name} is {shown(value)[:60]}, and not a whole number from 0 to {most:,}.")
+    return value
+
+
+def table(value: object, name: str) -> dict[str, Any]:
+    """Keys and values. Raises UserError that names anything else."""
+    if not isinstance(value, dict):
+        raise UserError(f"{name} is {_kind(value)} instead of keys and values.")
+    return value
+
+
+def text(value: object, name: str) -> str:
+    """A text. Raises UserError that names anything else."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {_kind(value)} instead of a text.")
+    return value
+
+
+def items(value: object, name: str) -> list[Any]:
+    """A list. Raises UserError that names anything else."""
+    if not isinstance(value, list):
+        raise UserError(f"{name} is {_kind(value)} instead of a list.")
+    return value
+
+
+def digests(value: object, name: str) -> dict[str, str]:
+    """Texts by name. Raises UserError that names anything else."""
+    return {key: text(one, f"{name}: {key}") for key, one in table(value, name).items()}
+
+
+def file_name(value: object, name: str) -> str:
+    """Name of a file in its folder. Raises UserError that names anything else, a path that leads out of it too."""
+    found = text(value, name)
+    if not found or Path(found).is_absolute() or ".." in Path(found).parts:
+        raise UserError(f"{name} is {found[:60]!r}, and no name of a file in its folder.")
+    return found

@@ -287,11 +287,11 @@ def test_a_description_that_cannot_be_read_is_named(tmp_path: Path):
     (found,) = misfits(f"checkpoint.initial={broken}")
     assert "nested" in found.reason
     parent = run_folder(tmp_path / "parent")
-    (parent / "config.yaml").write_text("model: {architecture: llama, heads: many}\ndata: 3\n")
+    (parent / "config.yaml").write_text("model: {architecture: llama, heads: many}\n")
     (found,) = misfits(f"checkpoint.initial={parent}")
     assert found.field == "checkpoint.initial"
     assert "heads: Input should be a valid integer" in found.reason
-    (parent / "config.yaml").write_text("data: 3\n")
+    (parent / "config.yaml").write_text("data: {tokenizer: bytes}\n")
     (found,) = misfits(f"checkpoint.initial={parent}")
     assert "does not describe a model" in found.reason
 

@@ -1,15 +1,10 @@
 """JSON objects in files of a repository, a checkpoint or a store, which others wrote: bounded in size and depth."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, shown
-
-MOST_BYTES = 256 * 2**20
-"""Largest file; the largest published tokenizer.json is a tenth of it."""
-MOST_DEPTH = 64
-"""Deepest nesting."""
+from titan_exp.config.paths import foreign_file
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -19,13 +14,9 @@ def read_object(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or holds anything else, or is too large or too deeply nested.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        return parse_object(foreign_file.read_file(path), str(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({(error.strerror or str(error)).lower()}).") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path} cannot be read: it has more than {MOST_BYTES:,} bytes. It is damaged.")
-    return parse_object(content, str(path))
 
 
 def parse_object(content: bytes | str, name: str) -> dict[str, Any]:
@@ -38,20 +29,10 @@ def parse_object(content: bytes | str, name: str) -> dict[str, Any]:
 
 def parse_json(content: bytes | str, name: str) -> Any:
     """Value in JSON text; `name` names it in the UserError about text that is none, or is too deeply nested."""
-    deep = UserError(f"{name} cannot be read: it is nested more than {MOST_DEPTH} deep. It is damaged.")
     try:
-        values = json.loads(content)
-    except RecursionError as error:
-        raise deep from error
-    except ValueError as error:
+        return foreign_file.parse_json(content)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} cannot be read as JSON ({error}). It is damaged.") from error
-    level = [values]
-    for _ in range(MOST_DEPTH + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
-        if not level:
-            return values
-        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
-    raise deep
 
 
 def _kind(value: object) -> str:

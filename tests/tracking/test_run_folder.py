@@ -114,7 +114,11 @@ def test_one_row_per_start_filled_in_later(tmp_path: Path) -> None:
     assert len(folder.attempts.read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("damaged", ["{}", "", "[" * 100_000, '{"attempt": 2, "intent": 9}', "\0" * 50])
+@pytest.mark.parametrize(
+    "damaged",
+    ["{}", "", "[" * 100_000, '{"attempt": 2, "intent": 9}', "\0" * 50],
+    ids=["object", "empty", "nested", "type", "zeros"],
+)
 def test_a_damaged_line_is_an_attempt_that_names_it(tmp_path: Path, damaged: str) -> None:
     folder = RunFolder(tmp_path)
     first = folder.add_attempt(world_size=1, hosts=["a"])

@@ -139,8 +139,8 @@ class RunFolder:
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
                 return f"{self.path} is on a read-only disk: no checkpoint, metric or state can be written"
         beat, state = self.read_heartbeat(), self.read_state()
-        begins = state is not None and state.state in ("pending", "running")
-        return None if beat is None or (begins and beat.time < state.time) else beat.warning
+        began = state.time if state is not None and state.state in ("pending", "running") else 0.0
+        return None if beat is None or beat.time < began else beat.warning
 
     def stop_requested(self) -> bool:
         """True if the ranks should save and stop. Ranks may see it at different steps and must agree on one."""

@@ -37,7 +37,7 @@ TYPED = [
 SECONDS = 20
 """Limit of one command; a FIFO would be waited for without end."""
 GOOD, BAD = "good", "bad"
-SHARE = 8
+SHARE = 16
 """By day one case in so many, the same each time."""
 
 
@@ -61,7 +61,7 @@ VERBS: dict[str, Callable[[Path], int]] = {
     "status NAME": verb("status", "study"),
     "show": verb("show", "{bad}"),
     "diff": verb("diff", "{good}", "{bad}"),
-    "compare": verb("compare", "{good}", "{bad}"),
+    "compare": verb("compare", "{good}", "{bad}", "--html=none"),
     "compare NAME": verb("compare", "study"),
     "logs": verb("logs", "{bad}"),
     "cancel": verb("cancel", "{bad}"),

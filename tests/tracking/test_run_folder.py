@@ -139,7 +139,7 @@ def test_every_flipped_bit_of_an_attempt_leaves_the_others_and_its_job(tmp_path:
     folder.add_attempt(world_size=2, hosts=["b"], job_id="22", launched_by="slurm", token="t2")
     whole, rows = folder.attempts.read_bytes(), folder.read_attempts()
     begin = whole.index(b"\n") + 1
-    known = 0
+    known = named = 0
     for bit in range(8 * begin, 8 * (len(whole) - 1)):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -149,7 +149,9 @@ def test_every_flipped_bit_of_an_attempt_leaves_the_others_and_its_job(tmp_path:
         assert found[-1].attempt >= 2
         # One bit is in one field: the job can still be asked for, by its id or its token.
         known += (found[-1].job_id, found[-1].token) != (None, None)
+        named += found[-1].reason == "line 2 of attempts.jsonl is damaged"
     assert known == 8 * (len(whole) - 1) - 8 * begin
+    assert named > known / 2  # the others are flips within a text
 
 
 def _add_some(path: Path, count: int) -> None:

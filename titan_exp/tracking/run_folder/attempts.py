@@ -113,5 +113,5 @@ class AttemptLog:
             with suppress(ValueError, KeyError):
                 found[name] = of_kind(_HINTS[name], json.loads(text))
         note = f"line {line_number} of {self.path.name} is damaged"
-        known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0)), "reason": note}
-        return Attempt(**{**known, **found, "attempt": number})
+        known = {"intent": 0.0, "end": found.get("start", found.get("intent", 0.0))}
+        return Attempt(**{**known, **found, "attempt": number, "reason": found.get("reason") or note})

@@ -12,7 +12,7 @@ from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import configure_logging, get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
-from titan_exp.tracking.run_folder.state import RunState
+from titan_exp.tracking.run_folder.state import RunState, StateName
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
@@ -139,7 +139,8 @@ def test_heartbeat_and_its_warning_on_a_full_or_read_only_disk(tmp_path):
             assert (beat.step, beat.warning, folder.warning()) == (step, warning, warning)
         (disk / "filler").unlink()
         folder.beat(4, force=True, warning="no checkpoint")
-        for state, known in (("failed", "no checkpoint"), ("running", None)):
+        states: dict[StateName, str | None] = {"failed": "no checkpoint", "running": None}
+        for state, known in states.items():
             folder.write_state(RunState(state, 4, time.time(), 1, None))
             assert folder.warning() == known
         with folder.claim("launcher"), read_only(disk):

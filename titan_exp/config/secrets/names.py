@@ -47,8 +47,8 @@ def is_secret_key(key: str) -> bool:
 
 
 def is_secret_variable(name: str) -> bool:
-    """True if an environment variable names a credential."""
-    return bool(_SECRET_VARIABLE.search(name))
+    """True if an environment variable names a credential. The token of a submission is none: attempts record it."""
+    return not name.startswith("TITAN_EXP_") and bool(_SECRET_VARIABLE.search(name))
 
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> dict[str, str]:

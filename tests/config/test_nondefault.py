@@ -13,6 +13,7 @@ SAME = (
     ("model.heads=12", "model.kv_heads=12", "optimizer.name=torch.optim.NAdam", "+optimizer.options.rho=0.1"),
     ("parallelism=ddp", "compile=blocks", "checkpoint=sync", "parallelism.dp_replicate=4", "+cluster.partition=x"),
     ("data=text", "experiment.tags=[a,'b c']", "experiment.notes='it is: a, test!'", "data.paths=['a b/*.txt',x]"),
+    ("data=text", "data.paths=[a]", "data.validation_fraction=0.0"),
     ("experiment.name='1e3'", "experiment.notes='null'", "training.micro_batch_size=1", "training.max_grad_norm=null"),
     (r"experiment.notes='a=b \'c\' \n \\\' \\ {d} #e\\'", "optimizer.betas=[0.9,0.99]", "checkpoint.continue_from=a/b"),
 )

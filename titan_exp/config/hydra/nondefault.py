@@ -22,7 +22,7 @@ from titan_exp.config.schema.identity_keys import idle_keys, is_among
 from titan_exp.config.schema.schema import hints
 
 _PLAIN = re.compile(r"[\w/+.%@?*|-][\w/+.%@?*|:-]*", re.ASCII)
-_NAME = re.compile(r"^name: (\S+)$", re.MULTILINE)
+_NAME = re.compile(r"^(?:name|source): (\S+)$", re.MULTILINE)
 _lock = Lock()
 """Hydra has one global state."""
 
@@ -37,7 +37,8 @@ def nondefault_overrides(values: Mapping[str, Any]) -> list[str]:
     wanted, defaults = flatten(values), _composed()
     plain = OmegaConf.create(_merged(_raw(defaults), _without_interpolations(values)))
     left = {group: len(list(_differing(_raw(defaults), group, wanted, plain))) for group in values}
-    near = _options(tuple((group, wanted.get(f"{group}.name")) for group in values if left[group]))
+    names = {group: wanted.get(f"{group}.name", wanted.get(f"{group}.source")) for group in values if left[group]}
+    near = _options(tuple(names.items()))
     nearest = ((group, _nearest_option(group, left[group], near[group], wanted, plain)) for group in near)
     options = [f"{group}={name}" for group, name in nearest if name is not None]
     composed = _composed(*options) if options else defaults

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -351,3 +352,21 @@ def test_groups_of_a_package_in_the_current_directory(
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert main(["train", "hydra.searchpath=[pkg://own_package_of_groups.conf]", "optimizer=slow"]) == 0
     assert launched[0][0].optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("experiment.tags=[a,~]", """experiment.tags='[a,"~"]'"""),
+        ("experiment.tags=[x,'y',b=c]", """experiment.tags='[x,"y","b=c"]'"""),
+        ("data.data_files=[a;b]", """data.data_files='["a;b"]'"""),
+        ("experiment.tags=[it's]", """experiment.tags='["it'\\''s"]'"""),
+        ("data.split=[train]", "data.split=train"),
+        ("experiment.name=[a,b]", "experiment.name=a"),
+        ("experiment.notes=[draft]", """experiment.notes='"[draft]"'"""),
+    ],
+)
+def test_the_remedy_for_a_list_is_typed(word: str, remedy: str, launched: Launched, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", word]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f" {remedy}")
+    assert main(["train", *shlex.split(remedy)]) == 0

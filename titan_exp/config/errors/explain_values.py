@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 from annotated_types import Predicate
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.unreadable_overrides import FREE_TEXT
 from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.config.schema.schema import (
     choices_of,
@@ -82,6 +83,9 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
     if kind == "predicate_failed":
         tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
         return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
+    if kind == "string_type" and isinstance(value, Mapping | list | tuple) and f"{field}=" not in FREE_TEXT:
+        first = next(iter(value), None)
+        return "must be text", f"one value: {field}={first}" if isinstance(first, str) else ""
     reason, remedy = _REASONS.get(kind, (message[:1].lower() + message[1:], ""))
     rounded = round(value) if isinstance(value, float) and isfinite(value) else value
     if kind in ("int_parsing", "float_parsing") and (number := _with_unit(value, field)):

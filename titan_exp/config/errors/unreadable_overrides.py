@@ -76,13 +76,13 @@ def _for_word(text: str, before: str, options: Mapping[str, Sequence[str]]) -> s
 def _for_value(key: str, value: str) -> str:
     stripped = value.strip(" ;,:.()[]{}'\"")
     inside = re.fullmatch(r"[({\[]\s*([^()\[\]{}]*?)\s*[)}\]]", value)
-    if inside and "," in inside[1]:
+    if inside and ("," in inside[1] or (value.startswith("[") and not is_text(key))):
         values = ",".join(part.strip() for part in inside[1].split(","))
         if is_number(annotation_of(key)):
             return (
                 f"one value: {key}={values.partition(',')[0]}; several for a sweep: titan-exp train -m {key}={values}"
             )
-        return f"write {key}='[{values}]'"
+        return f"write {key}='[{','.join(map(_item, values.split(',')))}]'"
     if is_number(annotation_of(key)) and stripped and _is_readable(f"{key}={stripped}"):
         return f"write {key}={stripped}"
     return f"quote it, once for the shell and once for Hydra: {_quoted(key, value)}"
@@ -105,6 +105,14 @@ def _quoted(key: str, value: str) -> str:
         return f"{key}='\"{inner}\"'"
     inner = inner.replace("${", "\\${")  # text, as it is no interpolation
     return f"{key}='\"{inner}\"'"
+
+
+def _item(text: str) -> str:
+    """Item of a list for the shell, in Hydra's quotes if it has characters of the grammar."""
+    if "'" not in text and _is_readable(f"key=[{text}]"):
+        return text
+    inner = text.strip("'\"").replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''")
+    return f'"{inner}"'
 
 
 def _is_readable(text: str) -> bool:

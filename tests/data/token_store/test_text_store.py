@@ -258,6 +258,9 @@ def test_without_a_place_in_the_cache_this_machines_temporary_folder_is_taken(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert rows_of(next(loader(run))) == rows
     assert "Not a directory" in caplog.text
+    (tmp_path / "scratch").symlink_to("not_mounted/cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "scratch"))  # fails above the place
+    assert rows_of(next(loader(run))) == rows
     own = tmp_path / "tmp" / f"titan_exp-{os.getuid()}"
     assert own.stat().st_mode & 0o777 == 0o700
     assert len(stores(own / "tokens")) == 1

@@ -159,8 +159,8 @@ def _places(*, make: bool = False) -> Iterator[Path]:
 
 
 def _is_of(place: Path, error: OSError) -> bool:
-    """True if an error is of a place for stores, and not of a file of the text."""
-    return error.filename is None or str(error.filename).startswith(str(place))
+    """True if an error is of a place for stores or a folder that it would be in, and not of a file of the text."""
+    return error.filename is None or str(error.filename).startswith(str(place)) or Path(error.filename) in place.parents
 
 
 def _finished(folder: Path) -> Manifest | None:

@@ -140,6 +140,19 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             "model=llama_debug does not have this key\n    it comes with model=",
         ),
         (["train", "model=qwen3_moe_debug", "model.moe.top_k=4"], "did you mean model.moe.active_experts?"),
+        (
+            ["train", "optimizer.name=sgd"],
+            "optimizer.name=sgd: the other keys are those of another\n    optimizer=sgd\n",
+        ),
+        (
+            ["train", "optimizer.name=lion"],
+            "optimizer.name=lion: the other keys are those of another\n    optimizer=lion\n",
+        ),
+        (
+            ["train", "model.architecture=gpt_oss"],
+            "model=gpt_oss_120b, model=gpt_oss_20b or model=gpt_oss_debug\n",
+        ),
+        (["train", "optimizer=lion", "+optimizer.eps=1"], "optimizer.eps=1: unknown key"),
         (["train", "training.nonsense=4"], "training has steps, stop_after, seq_len"),
         (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
         (["train", "model=llama9_8b"], "did you mean llama3_8b"),

@@ -11,12 +11,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import CONF_DIR
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.config.schema.component import config_class, current_names
+from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import Trust, require_trust
 from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
 from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
@@ -145,11 +147,14 @@ def _build_groups(
             for violation in error.violations:
                 add(violation)
     known = {name: group for name, group in values.items() if name in classes or name not in names}
+    unchosen = {name: violation for name in classes if (violation := _unchosen(name, classes[name], known.get(name)))}
     for violation in (
+        *unchosen.values(),
         *(failure.violation for failure in uncomputed),
         *unknown_keys(known, classes, optional_fields(Experiment)),
     ):
-        add(violation)
+        if violation in unchosen.values() or violation.field.partition(".")[0] not in unchosen:
+            add(violation)
     built: dict[str, Any] = {}
     try:
         read = _reader(tuple(classes.items())).model_validate(known)
@@ -157,6 +162,8 @@ def _build_groups(
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             *group, last = detail["loc"]
+            if detail["loc"][0] in unchosen:
+                continue
             names_key = last == "[key]"  # the key of a mapping is wrong, not its value
             field = _key_at(group if names_key else detail["loc"])
             declared = _key_at(group[:-1]) if names_key else field
@@ -171,6 +178,21 @@ def _build_groups(
     found |= {key: cause for each in uncomputed if (key := each.violation.field) in found and (cause := each.cause)}
     order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
+
+
+def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
+    """Violation of a built-in component that is named without an option of it: the keys are another component's."""
+    if group not in KINDS or not isinstance(values, Mapping) or values.get(KINDS[group].key) is None:
+        return None
+    key, name, fields = f"{group}.{KINDS[group].key}", str(values[KINDS[group].key]), hints(kind)
+    others, missing = values.keys() - fields.keys(), fields.keys() - values.keys() - {*optional_fields(kind)}
+    if not others or len(others) + len(missing) == 1 or name not in builtin_components(group):
+        return None
+    if others - {field for other in config_classes(group) for field in hints(other)}:
+        return None
+    texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
+    options = [f"{group}={option}" for option, text in texts.items() if option == name or f"family/{name}@" in text]
+    return Violation(key, name, "the other keys are those of another", listed(options, "or")) if options else None
 
 
 def _key_at(location: Sequence[int | str]) -> str:

@@ -1,7 +1,10 @@
 import pytest
 from omegaconf import OmegaConf
 
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.resolvers import quotient, register_resolvers, rest_of, share_of
+from titan_exp.config.schema.typed_config import to_experiment
 
 
 @pytest.mark.parametrize(
@@ -10,6 +13,13 @@ from titan_exp.config.hydra.resolvers import quotient, register_resolvers, rest_
 )
 def test_share_of(fraction: float, whole: float, share: int):
     assert (share_of(fraction, whole), type(share_of(fraction, whole))) == (share, int)
+
+
+def test_digits_that_are_text_count_as_for_the_key_itself():
+    run = to_experiment(compose(["training.steps=010", "lr_schedule.decay_steps=003"]))
+    assert (run.training.steps, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == (10, 1, 3)
+    with pytest.raises(UserError, match="training.steps=ten: must be a whole number"):
+        to_experiment(compose(["training.steps=ten"]))
 
 
 def test_rest_of():

@@ -53,9 +53,11 @@ _register: Any = OmegaConf.register_resolver if _is_renamed else OmegaConf.regis
 
 
 def _of_numbers(function: Callable[..., int]) -> Callable[..., int]:
-    """Resolver that refuses other arguments than two finite numbers."""
+    """Resolver that refuses other arguments than two finite numbers. Digits that are text (010, which YAML and Hydra
+    do not read as a number) count as for the key itself."""
 
-    def resolver(*values: object) -> int:
+    def resolver(*found: object) -> int:
+        values = [int(one) if isinstance(one, str) and one.isascii() and one.isdigit() else one for one in found]
         if len(values) != 2 or not all(isinstance(value, int | float) and isfinite(value) for value in values):
             raise ValueError(
                 f"{function.__name__} takes two numbers, not {listed(map(shown, values), 'and') or 'none'}"

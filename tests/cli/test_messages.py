@@ -153,6 +153,14 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             "model=gpt_oss_120b, model=gpt_oss_20b or model=gpt_oss_debug\n",
         ),
         (["train", "optimizer=lion", "+optimizer.eps=1"], "optimizer.eps=1: unknown key"),
+        (
+            ["train", "+optimizer.options={a:1}", "+optimizer.options=b"],
+            "composed.\n  +optimizer.options=b: another option has set this key already",
+        ),
+        (
+            ["train", "-m", "+optimizer.options={a:1}", "+optimizer.options=b,c"],
+            "+optimizer.options=c: another option has set this key already\n      leave out the plus: optimizer.options=c\n",
+        ),
         (["train", "training.nonsense=4"], "training has steps, stop_after, seq_len"),
         (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
         (["train", "model=llama9_8b"], "did you mean llama3_8b"),
@@ -376,6 +384,7 @@ def test_groups_of_a_package_in_the_current_directory(
         ("experiment.tags=[it's]", """experiment.tags='["it'\\''s"]'"""),
         ("data.split=[train]", "data.split=train"),
         ("experiment.name=[a,b]", "experiment.name=a"),
+        ("optimizer.lr_scales={matrix: 0.5}", "+optimizer.lr_scales='{matrix: 0.5}'"),
         ("experiment.notes=[draft]", """experiment.notes='"[draft]"'"""),
     ],
 )

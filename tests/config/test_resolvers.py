@@ -18,7 +18,7 @@ def test_share_of(fraction: float, whole: float, share: int):
 def test_digits_that_are_text_count_as_for_the_key_itself():
     run = to_experiment(compose(["training.steps=010", "lr_schedule.decay_steps=003"]))
     assert (run.training.steps, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == (10, 1, 3)
-    with pytest.raises(UserError, match="training.steps=ten: must be a whole number"):
+    with pytest.raises(UserError, match=r"training\.steps=ten: must be a whole number"):
         to_experiment(compose(["training.steps=ten"]))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import get_origin
 
 import hydra
 import omegaconf
@@ -28,7 +29,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.config_groups import Groups, groups_for
 from titan_exp.config.hydra.option_files import file_remedy, option_path
 from titan_exp.config.paths.yaml_file import read_yaml
-from titan_exp.config.schema.schema import hints, meaning_of, optional_fields
+from titan_exp.config.schema.schema import annotation_of, hints, meaning_of, optional_fields
 
 MESSAGE = "These overrides cannot be composed."
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -65,11 +66,8 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
             f"hydra.searchpath: {lost['path']} cannot be found. It takes folders (file:///folder) and packages that "
             "are installed, on PYTHONPATH or in the current directory (pkg://package.folder)."
         )
-    if present := re.search(r"An item is already at '(?P<key>[^']+)'", str(error)):
-        key = present["key"]
-        texts = (text.partition("=") for text in arguments.overrides if text.startswith(f"+{key}="))
-        reason, remedy = "another option has set this key already", f"leave out the plus: {key}="
-        return UserError(MESSAGE, [Violation(f"+{key}", value, reason, f"{remedy}{value}") for _, _, value in texts])
+    if found := _set_before(error, arguments.overrides):
+        return UserError(MESSAGE, found)
     found = list(_at_fault(error, arguments))
     return (
         UserError(MESSAGE, found) if found else UserError(f"Hydra cannot compose the configuration: {_reason(error)}")
@@ -82,8 +80,18 @@ def explain_point(error: UserError, overrides: Sequence[str]) -> str:
         return str(error)
     GlobalHydra.instance().clear()
     arguments = read_arguments(sys.argv[1:])
-    found = unknown_names(replace(arguments, overrides=(*arguments.overrides, *overrides)))
+    together = (*arguments.overrides, *overrides)
+    found = unknown_names(replace(arguments, overrides=together)) or _set_before(error.__cause__, together)
     return "\n".join(map(str, found)) or _reason(error)
+
+
+def _set_before(error: Exception, overrides: Sequence[str]) -> list[Violation]:
+    """Violations of values with a plus for a key that has one. Objects are merged, so they are not at fault."""
+    present = re.search(r"An item is already at '(?P<key>[^']+)'", str(error))
+    key = present["key"] if present else ""
+    values = [text.partition("=")[2] for text in dict.fromkeys(overrides) if key and text.startswith(f"+{key}=")]
+    reason, remedy = "another option has set this key already", f"leave out the plus: {key}="
+    return [Violation(f"+{key}", value, reason, f"{remedy}{value}") for value in values if not value.startswith("{")]
 
 
 def unknown_names(arguments: Arguments) -> list[Violation]:
@@ -147,6 +155,8 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
         of_hydra = key.lstrip("+~").startswith("hydra")
         meaning = meaning_of(key.lstrip("+~"))
         remedy = "titan-exp train --cfg hydra prints Hydra's keys" if of_hydra else "leave it out, or correct it"
+        if value.startswith("{") and get_origin(annotation_of(key)) is dict:
+            remedy, meaning = f"new names take a plus: +{key}='{value}'", ""
         path, remedy = files.get(text, ("", f"it means: {meaning}" if meaning else remedy))
         yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
 

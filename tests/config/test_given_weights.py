@@ -225,6 +225,20 @@ def test_a_tokenizer_is_compared_by_its_words(tmp_path: Path, key: str):
         assert misfits(*begin, f"data.tokenizer={german}", "checkpoint.initial_exclude=[head.*]") != []
 
 
+def test_a_run_on_the_same_data_takes_no_other_tokenizer(tmp_path: Path):
+    english, german = words(tmp_path / "en", "<eos>", "house", "tree"), words(tmp_path / "de", "<eos>", "Haus", "Baum")
+    parent = run_folder(tmp_path / "parent", f"data.tokenizer={english}")
+    child = ["training.steps=1000", f"checkpoint.continue_from={parent}", f"data.tokenizer={german}"]
+    accept = ["checkpoint.accept_changes=[data.tokenizer]", "checkpoint.continue_data=restart"]
+    for typed in ([], accept[:1]):
+        (found,) = misfits(*child, *typed)
+        assert found.remedy == (
+            f"data.tokenizer={english}; or checkpoint.accept_changes='[data.tokenizer]' "
+            "checkpoint.continue_data=restart if that is meant"
+        )
+    assert misfits(*child, *accept) == []
+
+
 def test_bytes_have_the_words_of_their_file(tmp_path: Path):
     begin = f"checkpoint.initial={run_folder(tmp_path / 'parent')}"
     exported = words(tmp_path / "export", *byte_words())

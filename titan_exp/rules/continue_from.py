@@ -127,7 +127,8 @@ def model_misfits_of(
     if checkpoint.continue_from is not None and isinstance(saved.get("model"), Mapping):
         given, accepted = from_config(checkpoint.continue_from, saved), checkpoint.accept_changes
         yield from model_misfits(model, given, exclude=None, accepted=accepted)
-        yield from tokenizer_misfit(data, model, given, exclude=None, accepted=accepted)
+        same = checkpoint.continue_data == "same"
+        yield from tokenizer_misfit(data, model, given, exclude=None, accepted=accepted, same_data=same)
 
 
 def state_misfits(

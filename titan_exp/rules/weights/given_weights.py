@@ -129,12 +129,16 @@ def tokenizer_misfit(
     *,
     exclude: Sequence[str] | None = (),
     accepted: Sequence[str] = (),
+    same_data: bool = False,
 ) -> Iterator[Violation]:
-    """A tokenizer in which words that the weights know have other ids, unless all rows of words are initialized."""
+    """A tokenizer in which words that the weights know have other ids, unless all rows of words are initialized. A run
+    on the `same_data` cannot have another."""
     spec = model_spec(model)
     tables = [] if spec is None else [name for name, shape in spec.shapes.items() if shape[0] == model.vocab_size]
     initialized = bool(tables) and all(_matches(name, exclude or ()) for name in tables)
-    if not model.vocab_size or given.tokenizer is None or initialized or is_among(TOKENIZER, accepted):
+    if not model.vocab_size or given.tokenizer is None or initialized:
+        return
+    if is_among(TOKENIZER, accepted) and not same_data:
         return
     try:
         path = tokenizer_path(data)
@@ -146,8 +150,9 @@ def tokenizer_misfit(
     moved = sum(ours.get(word) != number for word, number in theirs.items())
     if moved:
         reason = f"{moved:,} of the {len(theirs):,} words that {given.where} knows have other ids in it, or none"
-        accepting = f"{ACCEPT}='{shown([*accepted, TOKENIZER])}' if that is meant"
-        remedy = f"{TOKENIZER}={given.tokenizer}; or {accepting}"
+        accepting = f"{ACCEPT}='{shown([*dict.fromkeys([*accepted, TOKENIZER])])}'"
+        restart = " checkpoint.continue_data=restart" if same_data else ""
+        remedy = f"{TOKENIZER}={given.tokenizer}; or {accepting}{restart} if that is meant"
         yield Violation(TOKENIZER, data.tokenizer, reason, remedy)
 
 

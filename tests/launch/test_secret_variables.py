@@ -237,7 +237,10 @@ def test_the_check_of_your_own_code_conceals_its_secrets(
             for name in ("MYAPIKEY", "DB_PWD", "MYSQL_PWD", "PGPASSWORD", "HFTOKEN", "GITHUB_PAT", "AWS_KEYS")
         ),
         *((name, True) for name in ("SENTRY_DSN", "mySecret", "Api_Key2", "SESSION_COOKIE", "JWT", "SSH_PASSPHRASE")),
-        *((name, False) for name in ("PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "KEYBOARD", "COMPAT", "AUTHOR", "TITAN_EXP_TOKEN")),
+        *(
+            (name, False)
+            for name in ("PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "KEYBOARD", "COMPAT", "AUTHOR", "TITAN_EXP_TOKEN")
+        ),
         *((name, False) for name in ("PATH", "XAUTHORITY", "MAX_TOKENS", "HF_HOME", "NCCL_DEBUG", "PASSES")),
     ],
 )

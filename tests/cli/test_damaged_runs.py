@@ -200,7 +200,7 @@ def restored(study: Path, kept: Path) -> None:
 
 @pytest.mark.parametrize("name", VERBS)
 def test_a_damaged_file_is_one_named_line(study: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest):
-    every = "night" in request.config.option.markexpr or "slow" in request.config.option.markexpr
+    every = "night" in request.config.option.markexpr
     if name == "retry":  # which would start it; what a start reads is damaged for "start again"
         RunFolder(study / BAD).write_state(RunState("done", 4, time.time(), 1, None))
     kept = tmp_path / "kept"

@@ -1,6 +1,5 @@
 """Rules of a continued run: its parent has a checkpoint, and fits."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
 from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_of
+from titan_exp.config.paths.foreign_file import parse_json, read_lines
 from titan_exp.config.paths.parent_run import parent_checkpoint, parent_location
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.config_diff import flatten
@@ -112,12 +112,14 @@ def rows_have_the_parents_length(
 
 def _recorded_data(run: Path) -> Mapping[str, Any]:
     """Identity of the data of a run's last attempt that recorded it; empty if none did."""
-    with suppress(OSError, ValueError, RecursionError):
-        for line in reversed((run / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("data"), dict):
-                return row["data"]
-    return {}
+    found: Mapping[str, Any] = {}
+    with suppress(OSError, UserError):
+        for line in read_lines(run / "attempts.jsonl"):
+            with suppress(ValueError):
+                row = parse_json(line)
+                if isinstance(row, dict) and isinstance(row.get("data"), dict):
+                    found = row["data"]
+    return found
 
 
 def model_misfits_of(

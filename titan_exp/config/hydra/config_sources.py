@@ -11,6 +11,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import OmegaConf
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.paths.yaml_file import StrictLoader, load_node, switch_words
 
 
@@ -19,7 +20,7 @@ class _OwnLoader(ConfigSource):
         if not file.is_file():
             raise ConfigLoadError(f"Config not found : {file}")
         try:
-            text = file.read_bytes().decode("utf-8-sig")
+            text = (read_file(file) if isinstance(file, Path) else file.read_bytes()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise yaml.YAMLError("not UTF-8 text") from error
         header = ConfigSource._get_header_dict(text[:512])

@@ -4,14 +4,14 @@ have, in place of the run's."""
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from titan_exp.config.errors.user_error import shown
+from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.hydra.nondefault import quoted
+from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.config.schema.config_diff import flatten
 
 
@@ -19,10 +19,10 @@ def with_values(overrides: Sequence[str], primary: Path) -> list[str]:
     """Overrides with `GROUP=OPTION` replaced by the option's keys, if the primary configuration has plain values for
     that group and no defaults list. Each key is an override of its own, so that those that follow may set it."""
     try:
-        values = yaml.load(primary.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError):
+        values = read_yaml(primary, "a configuration")
+    except UserError:
         return list(overrides)  # Hydra says what is wrong
-    if not isinstance(values, dict) or "defaults" in values:
+    if "defaults" in values:
         return list(overrides)
     return [word for override in overrides for word in _values(override, values)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE, step_of
+from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.paths.foreign_json import count, parse_object, table, text
 
 CHECKSUMS_FILE = "checksums.json"
@@ -75,13 +76,13 @@ def intact_before(checkpoint: Path) -> Path | None:
 
 def _checkpoint_sizes(path: Path) -> Iterator[tuple[str, int]]:
     if (path / CHECKSUMS_FILE).is_file():
-        files = parse_checksums((path / CHECKSUMS_FILE).read_bytes())
+        files = parse_checksums(read_file(path / CHECKSUMS_FILE))
         yield from ((name, entry.size) for name, entry in files.items())
 
 
 def _folder_sizes(path: Path) -> Iterator[tuple[str, int]]:
     index = path / INDEX
-    listed = parse_index(index.read_bytes(), INDEX).values() if index.is_file() else ()
+    listed = parse_index(read_file(index), INDEX).values() if index.is_file() else ()
     for name in sorted({*listed} or {file.name for file in path.glob("*.safetensors")}):
         yield name, _safetensors_size(path / name)
 

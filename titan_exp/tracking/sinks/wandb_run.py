@@ -11,6 +11,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.run_folder.lineage import Ancestor, ancestors
 from titan_exp.tracking.run_folder.overrides import read_overrides
@@ -72,7 +73,7 @@ def _fixed_id(folder: Path, run_id: str) -> str:
         temporary = path.with_suffix(".new")
         temporary.write_text(f"{run_id}-{secrets.token_hex(3)}")
         temporary.replace(path)
-    return path.read_text().strip()
+    return read_text(path).strip()
 
 
 def _id_file(folder: Path) -> Path:
@@ -82,8 +83,8 @@ def _id_file(folder: Path) -> Path:
 def _stored_id(folder: Path) -> str | None:
     """W&B id of a run; None if it was not logged to W&B."""
     try:
-        return _id_file(folder).read_text().strip()
-    except OSError:
+        return read_text(_id_file(folder)).strip()
+    except (OSError, UserError):
         return None
 
 

@@ -1,7 +1,5 @@
 """Rules of replica groups."""
 
-import json
-
 import pytest
 
 from tests.config.composing import experiment, give_gpus
@@ -9,6 +7,8 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.machine.torchft import TORCHFT
 from titan_exp.rules import violations
 from titan_exp.rules.layout import replica_groups
+from titan_exp.tracking.run_folder.group_events import record_event
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 TWO = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8", "cluster.replica_groups=2"]
 
@@ -30,7 +30,11 @@ TWO = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8"
         (["cluster.replica_groups=3", "training.micro_batch_size=2"], "", ""),
         (["parallelism.pp=2"], "parallelism.pp_microbatches", "pp_microbatches=1, 2 or 4"),
         (["parallelism.pp=2", "parallelism.pp_microbatches=4"], "", ""),
-        (["parallelism.pp=2", "parallelism.pp_schedule=1FB1"], "parallelism.pp_schedule", "1F1B"),
+        (
+            ["parallelism.pp=2", "parallelism.pp_microbatches=4", "parallelism.pp_schedule=1FB1"],
+            "parallelism.pp_schedule",
+            "1F1B",
+        ),
         (
             ["parallelism.pp=2", "parallelism.pp_microbatches=4", "training.micro_batch_size=2"],
             "cluster.replica_groups",
@@ -65,8 +69,8 @@ def test_replica_groups(monkeypatch, overrides, field, remedy):
 def test_replayed_history(monkeypatch, tmp_path, alive, remedy):
     monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
     if alive:
-        event = {"attempt": 1, "event": "quorum", "step": 0, "groups": list(range(alive))}
-        (tmp_path / "groups.jsonl").write_text(json.dumps(event) + "\n")
+        groups = list(range(alive))
+        record_event(RunFolder(tmp_path), 1, event="quorum", step=0, quorum=1, groups=groups, joined=[])
     found = violations(experiment(*TWO, f"cluster.group_history={tmp_path}"))
     assert [violation.field for violation in found] == (["cluster.group_history"] if remedy else [])
     assert all(remedy in violation.remedy for violation in found)

@@ -8,6 +8,8 @@ from titan_exp.config.machine.torchft import TORCHFT
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.rules import violations
 from titan_exp.rules.layout import replica_groups
+from titan_exp.tracking.run_folder.group_events import record_event
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8"]
 STREAMING = ["semi_sync=streaming_diloco", "training.steps=300", "training.evaluate_every=0", "checkpoint=none"]
@@ -63,7 +65,7 @@ def test_semi_sync(monkeypatch, overrides, field, remedy):
 
 def test_a_history_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
-    (tmp_path / "groups.jsonl").write_text('{"attempt": 1, "event": "quorum", "step": 0, "groups": [0, 1]}\n')
+    record_event(RunFolder(tmp_path), 1, event="quorum", step=0, quorum=1, groups=[0, 1], joined=[])
     (found,) = violations(experiment(*TWO, f"cluster.group_history={tmp_path}"))
     assert found.field == "cluster.group_history"
 

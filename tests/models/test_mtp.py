@@ -211,7 +211,7 @@ def test_a_model_without_modules_leaves_them_unread(tmp_path: Path):
     }
     save_file(dropped, folder / "model.safetensors")
     assert open_checkpoint(folder).model == replace(V3, name="export")
-    with pytest.raises(UserError, match=r"model.mtp.depth=2: the weights have 0"):
+    with pytest.raises(UserError, match=r"model.mtp.depth=2: .*/export has 0"):
         load_hf_sharded(build_model(config, seq_len=32, attention_backend="math"), config, folder)
 
 

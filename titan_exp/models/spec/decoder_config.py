@@ -1,6 +1,6 @@
 """Config fields that every decoder has whatever its attention, and its spec."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
@@ -28,6 +28,10 @@ class DecoderConfig(ModelConfig):
     )
     """Kernel behind attention. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
     FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention. The log says which one runs."""
+
+    def effective(self) -> "DecoderConfig":
+        """The same decoder with keys of RoPE that its scaling does not read at their defaults."""
+        return replace(self, rope=self.rope.effective(self.context))
 
 
 def decoder_spec(

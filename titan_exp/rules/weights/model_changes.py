@@ -13,7 +13,6 @@ from titan_exp.config.groups.model import Change, ModelConfig
 from titan_exp.config.schema.component import current_names
 from titan_exp.config.schema.config_diff import flatten, same_value
 from titan_exp.config.schema.typed_config import validated
-from titan_exp.models.spec.rope import PlainRope
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def model_changes(ours: ModelConfig, theirs: ModelConfig | Mapping[str, Any], wh
     found = theirs if isinstance(theirs, ModelConfig) else read_model(ours, theirs, where)
     if found.architecture != ours.architecture or type(found) is not type(ours):
         return [ModelChange("model.architecture", ours.architecture, found.architecture, Change.FUNCTION)]
-    return list(_changes(_effective(ours), _effective(found), "model."))
+    return list(_changes(ours.effective(), found.effective(), "model."))
 
 
 def read_model(ours: ModelConfig, theirs: Mapping[str, Any], where: str) -> ModelConfig:
@@ -67,12 +66,6 @@ def _completed(ours: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
             found[one.name] = mine
     return found
-
-
-def _effective(model: ModelConfig) -> ModelConfig:
-    """The same model with keys of RoPE that its scaling does not read at their defaults."""
-    rope = getattr(model, "rope", None)
-    return dataclasses.replace(model, rope=rope.effective(model.context)) if isinstance(rope, PlainRope) else model  # type: ignore[call-arg]  # it has the field
 
 
 def _changes(ours: Any, theirs: Any, prefix: str) -> Iterator[ModelChange]:

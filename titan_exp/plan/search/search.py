@@ -218,6 +218,8 @@ class LayoutSearch:
                 if candidate is None and not seeds:
                     break
                 candidate = candidate or seeds.pop(0)
+                if not self._open[candidate.number] or candidate.number in running.values():
+                    continue  # a seed that is a plain layout, too
                 running[self._begin(pool, candidate)] = candidate.number
             if not running:
                 return

@@ -260,7 +260,7 @@ def test_a_model_with_other_experts_is_refused_by_its_key(tmp_path: Path):
 
     folder = exported(tmp_path / "export")
     other = replace(CONFIG, moe=replace(CONFIG.moe, experts=8))
-    with pytest.raises(UserError, match=r"model.moe.experts=8: the weights have 6"):
+    with pytest.raises(UserError, match=r"model.moe.experts=8: .*/export has 6"):
         load_hf_sharded(build_model(other, seq_len=16, attention_backend="math"), other, folder)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_args, get_origin
 from annotated_types import Predicate
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
-from titan_exp.config.errors.unreadable_overrides import FREE_TEXT
 from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.config.schema.schema import (
     choices_of,
@@ -99,6 +98,8 @@ def _holds_lists(annotation: Any) -> bool:
     return any(get_origin(entry) in (list, tuple) for entry in entries)
 
 
+FREE_TEXT = ("experiment.notes=",)
+"""Overrides whose text has spaces, so that the words after one belong to it."""
 _REASONS = {
     "greater_than_equal": ("must be at least {ge:g}", "nearest: {field}={ge:g}"),
     "less_than_equal": ("must be at most {le:g}", "nearest: {field}={le:g}"),

@@ -11,11 +11,10 @@ from omegaconf import grammar_parser
 from omegaconf.errors import GrammarParseError
 
 from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.explain_values import FREE_TEXT
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.schema.schema import annotation_of, is_number, keys
 
-FREE_TEXT = ("experiment.notes=",)
-"""Overrides whose text has spaces, so that the words after one belong to it."""
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 

@@ -15,7 +15,6 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
@@ -190,6 +189,8 @@ def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
         return None
     if others - {field for other in config_classes(group) for field in hints(other)}:
         return None
+    from titan_exp.config.hydra.compose import CONF_DIR  # ranks, which name no options, import no Hydra
+
     texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
     options = [f"{group}={option}" for option, text in texts.items() if option == name or f"family/{name}@" in text]
     return Violation(key, name, "the other keys are those of another", listed(options, "or")) if options else None

@@ -14,7 +14,6 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import Change, ModelConfig
-from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder
 from titan_exp.config.paths.data_files import tokenizer_path, tokenizer_words
 from titan_exp.config.paths.foreign_json import read_object
@@ -117,6 +116,8 @@ def model_misfits(
 def require_fit(ours: ModelConfig, given: GivenWeights, exclude: Sequence[str], accepted: Sequence[str]) -> None:
     """Raise UserError with the values of `model_misfits`, and overrides that compose the weights' own model."""
     if found := list(model_misfits(ours, given, exclude=exclude, accepted=accepted)):
+        from titan_exp.config.hydra.presets import model_overrides
+
         known = isinstance(given.model, ModelConfig)
         fitting = f" They fit: {' '.join(model_overrides(given.model))}" if known else ""  # type: ignore[arg-type]
         raise UserError(f"The weights in {given.where} are of another model.{fitting}", found)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titan_exp.checkpoint.dcp.storage_reader import damaged_checkpoint, min_file_sizes
 from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE, FileChecksum, parse_checksums
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
+from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 _CHUNK_BYTES = 8 * 2**20
@@ -42,7 +43,7 @@ def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
             if any(has_checksums(neighbour) for neighbour in path.parent.glob("step-*")):
                 return f"{CHECKSUMS_FILE} is missing, which other checkpoints beside it have"
             return _find_short_file(path) if shard == 0 else None
-        checksums = parse_checksums((path / CHECKSUMS_FILE).read_bytes())
+        checksums = parse_checksums(read_file(path / CHECKSUMS_FILE))
     except Exception as error:  # damaged bytes break JSON and pickles in any way
         return f"its metadata cannot be read ({type(error).__name__}: {error})"
     if METADATA_FILE not in checksums:

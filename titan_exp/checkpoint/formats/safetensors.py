@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import INDEX, parse_index
+from titan_exp.config.paths.foreign_file import read_file
 
 STEM = "model"
 """First part of the names of Hugging Face's files."""
@@ -55,7 +56,7 @@ class SafetensorsReader:
         if self._file is not None or not index.is_file():
             found = sorted(self.folder.glob(self._file or "*.safetensors"))
             return {name: file.name for file in found for name in self._open(file.name).keys()}  # noqa: SIM118
-        listed = parse_index(index.read_bytes(), str(index))
+        listed = parse_index(read_file(index), str(index))
         missing = sorted({file for file in listed.values() if not (self.folder / file).is_file()})
         if missing:
             raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")

@@ -460,9 +460,9 @@ def the_embeddings_gradient_is_of_distinct_tokens() -> None:
 
 def copies_stay_behind_their_masters() -> None:
     def make(original: Any) -> Any:
-        def step(model: Any, *rest: Any, **options: Any) -> Any:
-            model.weights.refresh = lambda: None
-            return original(model, *rest, **options)
+        def step(state: Any, *rest: Any, **options: Any) -> Any:
+            state.model.weights.refresh = lambda: None
+            return original(state, *rest, **options)
 
         return step
 
@@ -493,14 +493,18 @@ def float8_weights_are_those_of_the_step_before() -> None:
     """Quantized before the update instead of after it."""
 
     def make(original: Any) -> Any:
-        def build(*args: Any) -> torch.optim.Optimizer:
-            optimizer = original(*args)
-            optimizer.register_step_post_hook = optimizer.register_step_pre_hook
-            return optimizer
+        def on_gradients(parts: Any, update: Any) -> None:
+            state, quantize = update.state, update.state.quantize_weights
+            quantize()
+            # Once, in the place after the update.
+            object.__setattr__(
+                state, "quantize_weights", lambda: object.__setattr__(state, "quantize_weights", quantize)
+            )
+            original(parts, update)
 
-        return build
+        return on_gradients
 
-    patch("titan_exp.trainer.train_state.build_optimizer", make)
+    patch("titan_exp.trainer.part.Parts.on_gradients", make)
 
 
 def float8_scales_are_of_a_ranks_shard() -> None:

@@ -231,10 +231,7 @@ def copies_are_kept() -> None:
 
 
 def weights_are_quantized_after_loading_alone() -> None:
-    patch(
-        "titan_exp.trainer.train_state.build_optimizer",
-        lambda original: lambda *args: _without_hooks(original(*args)),
-    )
+    patch("titan_exp.trainer.part.Parts.on_gradients", _without_quantization)
 
 
 def weights_are_quantized_after_steps_alone() -> None:
@@ -255,18 +252,22 @@ def transposed_weights_have_the_scales_of_rows() -> None:
     patch("titan_exp.quantization.float8.float8_weights._amax", make)
 
 
-def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer.register_step_post_hook = lambda hook: hook  # type: ignore[method-assign]
-    return optimizer
+def _without_quantization(original: Any) -> Any:
+    def on_gradients(parts: Any, update: Any) -> None:
+        object.__setattr__(update.state, "quantize_weights", lambda: None)
+        original(parts, update)
+
+    return on_gradients
 
 
 def _restored_as_initialized(original: Any) -> Any:
     def restore(trainer: Any) -> None:
-        trainer.built.init_weights()
-        trainer.quantize_weights()
-        refresh, trainer.quantize_weights = trainer.quantize_weights, lambda: None
+        state, quantize = trainer.state, trainer.state.quantize_weights
+        state.built.init_weights()
+        quantize()
+        object.__setattr__(state, "quantize_weights", lambda: None)
         original(trainer)
-        trainer.quantize_weights = refresh
+        object.__setattr__(state, "quantize_weights", quantize)
 
     return restore
 

@@ -313,10 +313,10 @@ def test_a_stop_waits_for_the_fragment_in_flight_only(tmp_path):
 
 def _own_weights_are_lost(_: ReplicaGroup) -> None:
     """Every group continues with the outer optimizer's weights."""
-    from titan_exp.trainer.replica_groups import semi_sync_trainer
+    from titan_exp.trainer.replica_groups import commits
 
-    load = semi_sync_trainer.load_own_state
-    semi_sync_trainer.load_own_state = lambda *words, **_: load(*words, weights=False)
+    load = commits.load_own_state
+    commits.load_own_state = lambda *words, **_: load(*words, weights=False)
 
 
 @pytest.mark.night
@@ -327,9 +327,9 @@ def test_lost_weights_of_groups_are_noticed(tmp_path):
 
 
 def _own_state_is_lost(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups import semi_sync_trainer
+    from titan_exp.trainer.replica_groups import commits
 
-    semi_sync_trainer.load_own_state = lambda *_, **named: False
+    commits.load_own_state = lambda *_, **named: False
 
 
 @pytest.mark.night

@@ -39,6 +39,18 @@ def components_are_known(
     yield from _known("cluster.kind", cluster.kind, executor_names(), {}, "my_package.launch.MyExecutor")
 
 
+def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
+    """Parts of the user's are import paths, by names that are words."""
+    for label, part in training.parts.items():
+        key = f"training.parts.{label}"
+        if not label.isidentifier():
+            yield Violation(key, label, "this is no word", "use letters, digits and _, as in probe_1")
+        elif not is_dotted(part.name):
+            yield Violation(f"{key}.name", part.name, "this is no import path", "as in my_package.parts.Probe")
+        elif (violation := find_dotted(part.name, f"{key}.name")) is not None:
+            yield violation
+
+
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, field = compile.backend, "compile.backend"
@@ -71,4 +83,4 @@ def _known(
         yield unknown_name(field, name, builtin, example)
 
 
-RULES = rules(components_are_known, source_is_known, compiler_exists)
+RULES = rules(components_are_known, source_is_known, parts_are_known, compiler_exists)

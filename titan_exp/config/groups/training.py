@@ -8,6 +8,16 @@ from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True)
+class PartConfig:
+    """A part of training of your own."""
+
+    name: str
+    """Import path of its class, a subclass of `titan_exp.trainer.part.Part`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch size, precision and objective of training."""
 
@@ -65,6 +75,10 @@ class TrainingConfig:
     stop_after: PositiveInt | None = None
     """Step after which the run ends and is done, with the learning rates of a run of `steps`; null trains all steps. A
     run with `checkpoint.continue_from` trains the rest."""
+
+    parts: dict[str, PartConfig] = field(default_factory=dict)
+    """Parts of training of your own, by a name of yours: classes that see every step, its update and its row, add
+    numbers to rows as `NAME/...`, keep state, change batches, or end training."""
 
     @property
     def last_step(self) -> int:

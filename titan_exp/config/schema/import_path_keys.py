@@ -1,6 +1,6 @@
 """Keys whose value is an import path, and the user code that a run names by them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_traceback import package_prefix
@@ -10,13 +10,14 @@ from titan_exp.config.schema.import_path import is_dotted
 IMPORT_PATH_KEYS = (
     "model.architecture",
     "training.objective",
+    "training.parts",
     "optimizer.name",
     "parametrization.name",
     "lr_schedule.decay",
     "data.source",
     "cluster.kind",
 )
-"""Keys that take an import path instead of a built-in name."""
+"""Keys that take an import path instead of a built-in name; `training.parts` takes one for each name below it."""
 
 
 def import_paths(experiment: Experiment) -> dict[str, str]:
@@ -31,9 +32,20 @@ def import_paths_in(values: Mapping[str, Any]) -> dict[str, str]:
         group, _, name = key.partition(".")
         parts = values.get(group)
         value = parts.get(name) if isinstance(parts, Mapping) else None
-        if isinstance(value, str) and is_dotted(value):
-            found[key] = value
+        named = {key: value}
+        if isinstance(value, Mapping):
+            named = {f"{key}.{label}.name": _name_of(part) for label, part in value.items()}
+        found |= {own: path for own, path in named.items() if isinstance(path, str) and is_dotted(path)}
     return found
+
+
+def is_imported(key: str, imports: Collection[str]) -> bool:
+    """True if a key with an import path is one of those, or below one."""
+    return any(key == other or key.startswith(f"{other}.") for other in imports)
+
+
+def _name_of(part: Any) -> Any:
+    return part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
 
 
 def user_packages(experiment: Experiment) -> list[str]:

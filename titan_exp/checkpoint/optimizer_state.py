@@ -102,8 +102,8 @@ def prepare_optimizer_state(
     """Give an optimizer the saved `values`, and memory for the `saved` tensors, which are then loaded; collective.
 
     Tensors of the optimizer's first step are placed as it places them, by a step with zero gradients; those of a later
-    one like the parameter if they have its shape, else whole on every rank. Optional tensors are left
-    out unless this run `keeps` them by name, or `whole`. Raises UserError if values of a group do not fit the groups of this layout.
+    one like the parameter if they have its shape, else whole on every rank. Optional tensors are left out unless this
+    run `keeps` them by name, or `whole`. Raises UserError if values of a group do not fit the groups of this layout.
     """
     named = list(_named(parts))
     wanted = {name: dict[str, SavedTensor]() for name, _ in named}

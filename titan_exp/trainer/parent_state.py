@@ -40,8 +40,8 @@ def load_parent_state(
 ) -> tuple[RestoredState, Lineage]:
     """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer.
 
-    `lineage` is that of an earlier start, whose step is taken again; `keeps` is as in `load_state`. Raises UserError if there is no such checkpoint,
-    or it is damaged, holds weights only, or does not fit.
+    `lineage` is that of an earlier start, whose step is taken again; `keeps` is as in `load_state`. Raises UserError if
+    there is no such checkpoint, or it is damaged, holds weights only, or does not fit.
     """
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"

@@ -17,7 +17,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.parallel import meta_init
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer import build_model
+from titan_exp.trainer import build_model, restore
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.train_state import assemble
 

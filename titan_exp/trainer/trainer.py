@@ -1,7 +1,7 @@
 """Trainer: builds the train state of this rank, restores the newest checkpoint, and runs the training loop."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,11 +77,16 @@ class Trainer:
         Raises:
             UserError: a checkpoint is damaged, or training cannot continue from it.
         """
-        restore_state(self)
-        self.state.refresh()
-        self.report = Report(self.experiment, self.folder, self.state, first_step=self.step, writes=self.commit.leads)
-        self.commit.restored()
-        self.parts.begin(Run(self.experiment, self.folder, self.state, self.report, self.step))
+        with ExitStack() as stack:
+            stack.callback(self.parts.close)
+            restore_state(self)
+            self.state.refresh()
+            self.report = Report(
+                self.experiment, self.folder, self.state, first_step=self.step, writes=self.commit.leads
+            )
+            self.commit.restored()
+            self.parts.begin(Run(self.experiment, self.folder, self.state, self.report, self.step))
+            stack.pop_all()  # `run` closes them
 
     def run(self) -> bool:
         """Train to the last step. Returns False if a stop was requested; the state is saved either way.

@@ -105,6 +105,12 @@ class OuterOptimizer:
     @torch.no_grad()
     def keep(self) -> None:
         """Take the present weights, of a checkpoint, for those of the last synchronization."""
+        self._first = {
+            parameter: parameter.detach().clone().float()
+            for parameter in self._all()
+            if (state := self._optimizer.state.get(parameter)) and KEPT not in state
+        }
+        self.after_inner_step()
         if parameters := self.parameters():
             torch._foreach_copy_(self._state(KEPT, parameters), [local_tensor(parameter) for parameter in parameters])
 
@@ -122,7 +128,7 @@ class OuterOptimizer:
             parameter, weights = self._first.popitem()
             state = self._optimizer.state[parameter]
             state[KEPT] = weights
-            if self._momentum:
+            if self._momentum and MOMENTUM not in state:  # a checkpoint has it alone
                 state[MOMENTUM] = torch.zeros_like(weights)
 
     def _all(self) -> Iterator[Tensor]:

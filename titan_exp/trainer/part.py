@@ -132,6 +132,15 @@ class Step:
         """Save a checkpoint after this step. One rank's wish is enough. Only in phase DECIDE."""
         self.wants_checkpoint = True
 
+    def agree(self, ranks: dist.ProcessGroup) -> None:
+        """Take over what any rank has asked for."""
+        asked = torch.tensor([self.stop_reason is not None, self.wants_checkpoint], dtype=torch.int64)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=ranks)
+        stop, self.wants_checkpoint = map(bool, asked.tolist())
+        if stop:
+            self.stop_reason = self.stop_reason or "another rank has asked for it"
+            get_logger().info("training ends after step %d: %s", self.step, self.stop_reason)
+
 
 class Part:
     """A part of training; every member may be overridden, and does nothing by default. All ranks call each together,
@@ -215,6 +224,7 @@ class Parts:
         if len(self._seconds) < len(self._parts):
             twice = next(name for name, found in Counter(part.name for part in self._parts).items() if found > 1)
             raise UserError(f"Two parts of training are called {twice}. Give yours another name under training.parts.")
+        self._ranks = ranks
         if ranks is not None:
             _require_same_order([f"{part.phase.name.lower()} {part.name}" for part in self._parts], ranks)
 
@@ -280,6 +290,8 @@ class Parts:
                 due = part.due(step.step, last=step.last)
                 with self._calling(part), pause(part.name) if due else nullcontext():
                     self.numbers |= {f"{part.prefix}{name}": value for name, value in (part.after(step) or {}).items()}
+        if phase is Phase.DECIDE and self._ranks is not None and any(part.phase is phase for part in self._parts):
+            step.agree(self._ranks)
 
     def take_numbers(self) -> dict[str, float | int | None]:
         """Numbers of parts since the last row."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import has_experts, model_spec
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.models.spec.lookup import has_experts, model_spec, mtp_depth
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
@@ -115,6 +117,22 @@ def assemble(
         average.after_move = state.moved
     with fake_mode or nullcontext():
         return replace(state, parts=Parts(acting_parts(experiment, state)))
+
+
+def build_train_loader(experiment: Experiment, layout: ResolvedLayout, state: TrainState) -> TrainLoader:
+    """Build the loader of this rank's micro-batches. Raises UserError if the data cannot be loaded."""
+    prepare, seed = getattr(state.model.objective, "prepare", None), experiment.experiment.seed
+    return TrainLoader(
+        experiment.data,
+        experiment.training,
+        seed,
+        dp_rank=state.mesh.dp_rank,
+        dp_degree=state.mesh.dp_degree,
+        micro_batch_size=layout.micro_batch_size,
+        pin_memory=state.mesh.device.type == "cuda",
+        mtp_depth=mtp_depth(experiment.model),
+        prepare=None if prepare is None else partial(prepare, seed=seed),
+    )
 
 
 def _clipper(

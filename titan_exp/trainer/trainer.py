@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.remote.remote_run import RemoteRun
@@ -15,10 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_dict
-from titan_exp.data.train_loader import TrainLoader
-from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.optim.lr_schedule import LRSchedule
-from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.commit import Commit, Flags
@@ -57,7 +52,7 @@ class Trainer:
         self.schedule = LRSchedule(
             experiment.lr_schedule, peak=experiment.optimizer.lr, steps=experiment.training.steps
         )
-        self.loader = self._build_loader()
+        self.loader = build_train_loader(experiment, self.layout, state)
         self.step = self.tokens = 0
         self.ended: str | None = None
         """Reason for which a part has ended training."""
@@ -163,7 +158,8 @@ class Trainer:
         done.numbers = dict(self.parts.numbers)
         done.rows = self.commit.rows(self._numbers, due=self._logs or flags.stop or flags.save)
         self.parts.after(Phase.DECIDE, done, self._pause)
-        flags |= self._decided(done)
+        self.ended = self.ended or done.stop_reason
+        flags |= Flags(save=done.wants_checkpoint)
         self.report.write(done.rows, self.parts)
         self.parts.after(Phase.SAVE, done, self._pause)
         self.checkpointer.poll()
@@ -173,18 +169,6 @@ class Trainer:
         self.parts.after(Phase.REPORT, replace(done, last=self.is_over), self._pause)
         self.commit.resume(flags)
         return flags.stop
-
-    def _decided(self, done: Step) -> Flags:
-        """What the parts that decide have asked for on any rank."""
-        if not any(part.phase is Phase.DECIDE for part in self.parts):
-            return Flags()
-        asked = torch.tensor([done.stop_reason is not None, done.wants_checkpoint], dtype=torch.int64)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.mesh.cpu_group)
-        stop, save = map(bool, asked.tolist())
-        if stop and not self.is_over:
-            self.ended = done.stop_reason or "another rank asked for it"
-            get_logger().info("training ends after step %d: %s", self.step, self.ended)
-        return Flags(save=save)
 
     def _save(self, *, gathers: bool = False) -> None:
         if gathers and self.experiment.checkpoint.mode != "off" and not self._saves_weights_only:
@@ -244,18 +228,3 @@ class Trainer:
         """Leave the `with` block out of training's throughput."""
         with PROGRESS.phase(f"the {activity}"), self.report.throughput.pause(activity):
             yield
-
-    def _build_loader(self) -> TrainLoader:
-        experiment = self.experiment
-        prepare, seed = getattr(self.model.objective, "prepare", None), experiment.experiment.seed
-        return TrainLoader(
-            experiment.data,
-            experiment.training,
-            seed,
-            dp_rank=self.mesh.dp_rank,
-            dp_degree=self.mesh.dp_degree,
-            micro_batch_size=self.layout.micro_batch_size,
-            pin_memory=self.mesh.device.type == "cuda",
-            mtp_depth=mtp_depth(experiment.model),
-            prepare=None if prepare is None else partial(prepare, seed=seed),
-        )

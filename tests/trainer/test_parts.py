@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.journeys.command import REPOSITORY
 from tests.parity.runs import LINES, Curve, train
+from tests.parity.test_weight_average import averages
 from tests.ranks import run_ranks
 from tests.trainer import own_parts
 from tests.trainer.test_trainer import experiment, run
@@ -22,10 +24,13 @@ from titan_exp.plan.gate.check_user_code import check_user_code
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.part import Part, Parts, Run
+from titan_exp.trainer.train_step import StepRefused
 from titan_exp.trainer.trainer import Trainer
 
+CPU = torch.device("cpu")
 OWN, EXAMPLES = "tests.trainer.own_parts", "my_package.parts"
 SHORT = ["training.steps=4", "training.seq_len=32", "training.global_batch_size=4", "training.evaluate_every=0"]
 
@@ -198,8 +203,8 @@ def test_an_error_ends_the_run_and_closes_every_part(tmp_path: Path):
 
 def test_an_error_before_the_first_step_closes_every_part(tmp_path: Path):
     own_parts.CALLS.clear()
-    with joined_process_group(torch.device("cpu")):
-        trainer = Trainer(experiment(*SHORT, part("first", "Recorder")), RunFolder(tmp_path), torch.device("cpu"))
+    with joined_process_group(CPU):
+        trainer = Trainer(experiment(*SHORT, part("first", "Recorder")), RunFolder(tmp_path), CPU)
         trainer.state.built.init_weights = None  # type: ignore[method-assign]
         with pytest.raises(TypeError):
             trainer.restore()
@@ -213,13 +218,50 @@ def test_a_report_may_fail_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "on purpose" in caplog.text
 
 
+class RefusesOnce(Commit):
+    """Refuses the third step once, as if a group had died in it."""
+
+    refused = False
+
+    def divide(self, step: int, batches: Any, flags: Flags) -> Any:
+        self.step = step
+        return super().divide(step, batches, flags)
+
+    def reduce(self, parameters: Any, metrics: Any) -> Any:
+        if self.step == 3 and not self.refused:
+            self.refused = True
+            raise StepRefused
+        return super().reduce(parameters, metrics)
+
+
+def test_a_step_that_is_repeated_leaves_no_trace(tmp_path: Path):
+    """Neither in averages, nor in experts' counts, thresholds of clipping, or the order of data."""
+    words = [*SHORT, "model=qwen3_moe_debug", "weight_average=ema", "weight_average.decay=0.5", "grad_clip=adagc"]
+    words += ["grad_clip.warmup_steps=1", "model.moe.router_bias=true", "model.moe.score=sigmoid", "checkpoint=sync"]
+    rows, tensors = [], []
+    for kind in (Commit, RefusesOnce):
+        folder = RunFolder(tmp_path / "runs" / kind.__name__)
+        folder.path.mkdir(parents=True)
+        with joined_process_group(CPU):
+            trainer = Trainer(experiment(*words), folder, CPU, kind)
+            trainer.restore()
+            assert trainer.run()
+            trainer.report.close("done")
+            assert getattr(trainer.commit, "refused", True)
+        keys = ("step", "loss", "grad_norm", "experts/load_max", "experts/bias_range", "clip/share", "clip/factor")
+        rows.append([[row[key] for key in keys] for row in read_metrics(folder.metrics)])
+        tensors.append(averages(folder.path, 4))
+    assert rows[1] == rows[0]
+    assert all(torch.equal(tensors[1][name], value) for name, value in tensors[0].items())
+
+
 def test_ranks_with_other_parts_do_not_start():
     with pytest.raises(Exception, match="Ranks have different parts of training"):
         run_ranks(2, _with_a_part_of_its_own, limit=60)
 
 
 def _with_a_part_of_its_own() -> None:
-    with joined_process_group(torch.device("cpu")):
+    with joined_process_group(CPU):
         mine = own_parts.Acts() if os.environ["RANK"] == "0" else own_parts.Recorder()
         Parts([mine], ranks=torch.distributed.group.WORLD)
 

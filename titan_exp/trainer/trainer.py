@@ -23,7 +23,7 @@ from titan_exp.trainer.part import Parts, Phase, Run, Step
 from titan_exp.trainer.parts import all_parts
 from titan_exp.trainer.profiling.memory_snapshot import record_live_allocations
 from titan_exp.trainer.restore import ENDED, PARTS, restore_state
-from titan_exp.trainer.train_state import assemble
+from titan_exp.trainer.train_state import assemble, build_train_loader
 from titan_exp.trainer.train_step import StepRefused, train_step
 
 

@@ -4,7 +4,8 @@ A part declares its phase. Within a step, parts act in the order of their phases
 list (`trainer/parts.py`), which is the same on every rank:
 
     before, on_batches            all parts, in their order
-    on_gradients, on_update       ACT, then the others: around the optimizer's step, inside `train_step`
+    on_gradients                  all parts: gradients are clipped
+    on_update                     ACT, (compute weights follow the new weights), the others
     after                         OBSERVE, DECIDE, (the row is written), SAVE, (the checkpoint), REPORT
 """
 
@@ -191,7 +192,7 @@ class Part:
         """Before the optimizer's step."""
 
     def on_update(self, update: Update) -> None:
-        """After the optimizer's step, with gradients still there, before compute weights follow the new weights."""
+        """After the optimizer's step, with gradients still there; in phase ACT before compute weights follow."""
 
     def refused(self, step: int) -> None:
         """After a step that replica groups repeat."""
@@ -270,9 +271,12 @@ class Parts:
         """Before the optimizer's step."""
         self._each("on_gradients", update)
 
-    def on_update(self, update: Update) -> None:
-        """After the optimizer's step."""
-        self._each("on_update", update)
+    def on_update(self, update: Update, *, acting: bool) -> None:
+        """After the optimizer's step, the parts that are `acting`, or the others."""
+        for part in self._having("on_update"):
+            if (part.phase is Phase.ACT) == acting:
+                with self._calling(part):
+                    part.on_update(update)
 
     def refused(self, step: int) -> None:
         """After a step that groups repeat."""

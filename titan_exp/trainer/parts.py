@@ -46,7 +46,7 @@ def acting_parts(experiment: Experiment, state: "TrainState") -> Iterator[Part]:
         outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(experiment, state))
         outer.after_move = state.moved
         yield OuterSteps(outer)
-    # Last: it changes no weights, and nothing above routes.
+    # First of those that observe, since others may read the load.
     if state.model.load is not None:
         yield Routing(state.model.load, experiment.training, shares=experiment.semi_sync.shares)
 

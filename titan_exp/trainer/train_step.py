@@ -86,11 +86,12 @@ def train_step(
     state.parts.on_gradients(update)
     observer.update_begin(optimizer)
     optimizer.step()
-    state.parts.on_update(update)
+    state.parts.on_update(update, acting=True)
     observer.update_end(optimizer)
     if not updates_compute_weights:
         model.weights.refresh()
     state.quantize_weights()
+    state.parts.on_update(update, acting=False)
     optimizer.zero_grad()
     return StepResult(metrics, grad_norm, tokens[0], clipping)
 

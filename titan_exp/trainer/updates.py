@@ -102,9 +102,11 @@ class OuterSteps(Acting):
 
 
 class Routing(Acting):
-    """Balance of experts: routers learn the load of the global batch."""
+    """Balance of experts: routers learn the load of the global batch. Their biases are no weights, which others keep in
+    another dtype."""
 
     name = "routing"
+    phase = Phase.OBSERVE
 
     def __init__(self, load: ExpertLoad, training: TrainingConfig, *, shares: int) -> None:
         self._load, self._training, self._shares = load, training, shares

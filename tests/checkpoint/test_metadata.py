@@ -28,6 +28,7 @@ from tests.checkpoint.saving import checkpointer, saved, trained
 from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into, tensor_shapes
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
+from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.load_state import load_state, read_progress
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE
@@ -233,6 +234,12 @@ def test_shapes_larger_than_the_files_are_refused_before_memory_is_taken(path: P
     rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata["progress"], "size", torch.Size(shape)))
     with pytest.raises(UserError, match=says):
         read_progress(path)
+
+
+def test_a_conversion_takes_no_memory_for_what_is_not_there(path: Path):
+    rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata["model.weight"], "size", torch.Size([2**50])))
+    with pytest.raises(UserError, match=f"weight is listed with {2**52} bytes"):
+        DCPTensorReader(path)
 
 
 def test_a_state_of_an_optimizer_larger_than_the_files_is_refused(tmp_path: Path):

@@ -4,6 +4,7 @@ import pickle
 import pickletools
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def _memory_format(kind: Any, name: Any) -> Any:
     return _MEM_FORMAT_ENCODING[name]
 
 
+@lru_cache(maxsize=1)  # a load reads the same metadata several times
 def _check_memo(content: bytes) -> None:
     """Refuse a pickle that numbers its objects above its length: memory is taken for all numbers below, 16 bytes each,
     which a flipped bit makes tens of gigabytes. Raises ValueError."""

@@ -43,7 +43,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Referenc
 def train_groups(path: Path, words: list[str], mutate: Mutation | None = None) -> Curve:
     fleet = Fleet(path, *words)
     try:
-        return fleet.curve([fleet.start(number, mutate) for number in range(fleet.experiment.cluster.replica_groups)])
+        return fleet.curve(fleet.start_all(mutate))
     finally:
         fleet.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_entries, tensor_shapes
+from titan_exp.checkpoint.dcp.storage_reader import load_into, require_stored, tensor_entries, tensor_shapes
 from titan_exp.checkpoint.optimizer_state import (
     OPTIMIZER_PREFIX,
     VALUES_PREFIX,
@@ -75,6 +75,7 @@ def load_optimizer_state(
         for key, entry in entries.items()
         if key.startswith(f"{group}{OPTIMIZER_PREFIX}")
     }
+    require_stored(path, {key: tensor.shape.numel() * tensor.dtype.itemsize for key, tensor in saved.items()})
     values = read_json_entries(path, tensor_shapes(path), prefix)
     values = {key.removeprefix(prefix): value for key, value in values.items()}
     prepare_optimizer_state(parts, optimizer, saved, values, keeps=keeps)
@@ -84,6 +85,8 @@ def load_optimizer_state(
 
 def read_json_entries(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:
     """Decode the JSON entries of a checkpoint with a key prefix."""
-    entries = {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key.startswith(prefix)}
+    wanted = {key: shape for key, shape in shapes.items() if key.startswith(prefix)}
+    require_stored(path, {key: shape.numel() for key, shape in wanted.items()})
+    entries = {key: torch.empty(shape, dtype=torch.uint8) for key, shape in wanted.items()}
     load_into(path, entries)
     return {key: decode_json(entry) for key, entry in entries.items()}

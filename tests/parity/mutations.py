@@ -312,7 +312,7 @@ def a_head_is_computed_with_another_ranks_queries() -> None:
 
         return rows
 
-    patch("titan_exp.parallel.tensor_parallel.apply._rows_of", make)
+    patch("titan_exp.parallel.tensor_parallel.styles._rows_of", make)
 
 
 def a_rank_gets_every_other_kv_head() -> None:
@@ -392,7 +392,7 @@ def gradients_of_head_norms_are_taken_for_whole_ones() -> None:
 
         return mark_partial
 
-    patch("titan_exp.parallel.tensor_parallel.apply.mark_partial", make)
+    patch("titan_exp.parallel.tensor_parallel.styles.mark_partial", make)
 
 
 def heads_are_normalized_after_rope() -> None:

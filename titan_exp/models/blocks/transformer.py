@@ -16,9 +16,7 @@ from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
-    HeadParallel,
     HeadSharded,
-    SequenceParallel,
     TPStyle,
     VocabEmbedding,
     VocabLogits,
@@ -37,7 +35,7 @@ LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
 
-    def __init__(self, dim: int, eps: float, tp_style: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL) -> None:
+    def __init__(self, dim: int, eps: float, tp_style: TPStyle = SEQUENCE_PARALLEL) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps, self.tp_style = eps, tp_style
@@ -248,7 +246,6 @@ def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
     """Norm that a block's spec describes, by module path."""
     vector = layer.vector(name)
     assert vector is not None, f"the layer has {name}"
-    assert not isinstance(vector.tp, HeadSharded), "a norm has no number per head"
     return RMSNorm(vector.size, eps, vector.tp)
 
 

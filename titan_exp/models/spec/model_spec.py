@@ -103,7 +103,8 @@ class LinearSpec:
     bias_std: float = 0.0
     """Standard deviation of the initial bias; 0 is zeros."""
     writes_residual: bool = False
-    """True if the outputs are added to the residual stream, whose branches a parametrization may scale by depth."""
+    """True if the outputs are added to the residual stream, whose branches a parametrization may scale by depth; False
+    if a norm comes between."""
     tokens: TokenSpan = EVERY_TOKEN
     """Tokens of a sequence that it computes."""
 
@@ -145,6 +146,8 @@ class VectorSpec:
     """Tensor-parallel use: on this rank's tokens, on this rank's heads, or sharded with the heads."""
     std: float | None = None
     """Standard deviation of initial values; None is ones."""
+    writes_residual: bool = False
+    """True for a norm over what a branch adds to the residual stream, False for one over what it reads."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,11 @@ class LayerSpec:
             for linear in self.linears
             if linear.name.startswith(prefix) and linear.rows is not None
         }
+
+    @property
+    def residual_outputs(self) -> frozenset[str]:
+        """Linears and norms, by module path, whose outputs are added to the residual stream."""
+        return frozenset(part.name for part in (*self.linears, *self.vectors) if part.writes_residual)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -116,6 +116,15 @@ class HeadParallel(TPStyle):
 
 
 @dataclass(frozen=True)
+class AcrossHeads(TPStyle):
+    """An RMSNorm over the features of all heads at once, those of other ranks included; its weight is sharded with the
+    heads."""
+
+    heads: int
+    """Heads of the weight; several ranks share one if there are fewer than ranks."""
+
+
+@dataclass(frozen=True)
 class HeadSharded(TPStyle):
     """One number per head, sharded with the heads."""
 

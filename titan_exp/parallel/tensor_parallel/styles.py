@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.transformer import RMSNorm
 from titan_exp.models.spec.tp_plan import (
+    AcrossHeads,
     Colwise,
     GatheredOrder,
     GatherInput,
@@ -37,6 +39,7 @@ from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     GatheredTokens,
+    RMSNormAcrossRanks,
     RowParallelLinear,
     VectorParallelLinear,
     VocabParallelEmbedding,
@@ -64,13 +67,16 @@ class Ranks:
         sharded = distribute_tensor(weight.detach(), self.axis, [Shard(dim)], src_data_rank=None)
         return nn.Parameter(sharded, weight.requires_grad)
 
-    def divided_vector(self, vector: nn.Parameter) -> tuple[nn.Parameter, slice | None]:
+    def divided_vector(self, vector: nn.Parameter, units: int | None = None) -> tuple[nn.Parameter, slice | None]:
         """This rank's shard of a whole vector; or the whole vector and the rows that this rank uses.
 
-        FSDP cannot shard unevenly what is sharded already, and a vector has no other dim.
+        FSDP cannot shard unevenly what is sharded already, and a vector has no other dim. Ranks share each of `units`
+        if these are fewer than ranks.
         """
         degree, rank = self.region.degree, self.region.rank
-        if vector.shape[0] % (degree * self.shards) == 0:
+        if units is not None and units < degree:
+            rank, degree = rank * units // degree, units
+        elif vector.shape[0] % (degree * self.shards) == 0:
             return self.divided(vector, dim=0), None
         rows, rest = divmod(vector.shape[0], degree)
         assert rest == 0, "checked by the rules"
@@ -119,6 +125,15 @@ def _numbers_of_heads(_: HeadSharded, part: Part) -> None:
     part.module.weight, part.module.rows = weight, rows  # type: ignore[assignment]  # a plain attribute
     if rows is not None:
         mark_partial(part.module)
+
+
+def _norm_across_heads(style: AcrossHeads, part: Part) -> None:
+    weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"), style.heads)
+    assert isinstance(part.module, RMSNorm), "the style is one of norms"
+    norm = RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
+    if rows is not None:
+        mark_partial(norm)
+    part.replace(norm)
 
 
 def _used_in_part(_: HeadParallel, part: Part) -> None:
@@ -276,6 +291,7 @@ MODULES: dict[type[TPStyle], Handler] = {
     VocabLogits: _vocabulary_logits,
     SequenceParallel: _used_by_token,
     HeadParallel: _used_in_part,
+    AcrossHeads: _norm_across_heads,
     HeadSharded: _numbers_of_heads,
     GatherInput: _gathered_input,
     GatherTokens: _gathered_tokens,

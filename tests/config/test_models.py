@@ -37,6 +37,9 @@ PUBLISHED = {
     "llama4_maverick": 400_711_848_960,
     "flux_dev": 11_901_408_320,
     "flux_schnell": 11_891_178_560,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
 }
 
 ACTIVE = {
@@ -70,6 +73,9 @@ ACTIVE = {
     "llama4_maverick": 16_150_205_440,
     "flux_dev": 11_901_408_320,
     "flux_schnell": 11_891_178_560,
+    "olmo2_1b": 1_279_395_840,
+    "olmo2_7b": 6_887_575_552,
+    "olmo2_13b": 13_202_396_160,
 }
 """Parameters less the embedding table."""
 

@@ -7,7 +7,9 @@ from omegaconf import OmegaConf
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.builtins import decay_names
 from titan_exp.config.schema.schema import annotation_of, choices_of, docstrings, hints, keys, meaning_of, value_keys
+from titan_exp.optim.lr_schedule import Decays
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 HEADING = """\
@@ -16,6 +18,8 @@ HEADING = """\
 Written by `make golden` from the config dataclasses; do not edit. Defaults are those of `titan-exp train` with no
 override; – marks a key that the default configuration does not have.
 """
+BUILT_IN = {"lr_schedule.decay": {name: getattr(Decays, name).__doc__ for name in decay_names()}}
+"""Meanings of built-in values that are described in their own modules, by key."""
 
 
 def reference() -> str:
@@ -33,7 +37,8 @@ def _row(key: str, default: Any) -> str:
     shown = "–" if value is ... else f"`{_text(value)}`"
     choices = choices_of(annotation_of(key))
     allowed = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
-    meaning = f"{meaning_of(key)}{allowed}".replace("|", r"\|")
+    built_in = "".join(f" `{name}`: {meaning}" for name, meaning in BUILT_IN.get(key, {}).items())
+    meaning = f"{meaning_of(key)}{allowed}{built_in}".replace("|", r"\|")
     return f"| `{key}` | {shown} | {meaning} |"
 
 

@@ -40,11 +40,11 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curv
     return remembered(lambda: tmp_path_factory.mktemp("one"), RECIPES)
 
 
-def assert_same_recipe(found: Curve, expected: Curve) -> None:
+def assert_same_recipe(found: Curve, expected: Curve, first_norm: float = 2e-4) -> None:
     """As near as the flips that roundings of sums cause leave it: seen were 8e-8 and 5e-5, then 9e-5 and 3e-3."""
     assert found.disputed == []
     assert found.loss[0] == pytest.approx(expected.loss[0], rel=1e-6)
-    assert found.grad_norm[0] == pytest.approx(expected.grad_norm[0], rel=2e-4)
+    assert found.grad_norm[0] == pytest.approx(expected.grad_norm[0], rel=first_norm)
     assert found.loss == pytest.approx(expected.loss, rel=3e-4)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
     assert found.weights.keys() == expected.weights.keys()

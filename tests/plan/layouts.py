@@ -141,6 +141,7 @@ LAYOUTS = {
     "parallelism.pp_microbatches=4 training.loss_chunk_tokens=37",
     # Families
     "Qwen3, fsdp 2 x tp 2": "model=qwen3_debug parallelism.dp_shard=2 parallelism.tp=2",
+    "OLMo 2, fsdp 2 x tp 2": "model=olmo2_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Qwen3-MoE, fsdp 2 x tp 2": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2",
     "GPT-OSS, fsdp 2 x tp 2": "model=gpt_oss_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Llama 4, pp 2 x fsdp 2": "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2 "

@@ -183,8 +183,8 @@ class LRScheduleConfig:
     """Steps of decay at the end of the run, or of every cycle and at most all of it; one step more would reach the
     floor."""
     decay: str
-    """`linear`, `cosine`, `sqrt` (1 - sqrt), `square` (1 - square) or `exponential`, or the import path of a function
-    from progress in [0, 1] to a factor in [0, 1]."""
+    """Shape of the decay: a function of `Decays` in `titan_exp/optim/lr_schedule.py`, or the import path of one of your
+    own, from progress in [0, 1] to a factor in [0, 1]."""
     min_lr_ratio: Ratio
     """The floor, as a fraction of the rate before the decay."""
     power: NonNegativeFloat = 0.0

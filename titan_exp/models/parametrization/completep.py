@@ -43,7 +43,7 @@ def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dic
             scale = in_branch
             if linear is not None and name.endswith(".weight"):
                 scale = replace(scale, init=base_stds.get(linear.name, linear.std) / linear.std)
-            if linear is not None and linear.writes_residual:
+            if name.rpartition(".")[0] in layer.residual_outputs:
                 scale = scale.times(multiplier(depth**-exponent))
             scales[f"blocks.{number}.{name}"] = scales[f"blocks.{number}.{name}"].times(scale)
     return scales

@@ -74,6 +74,8 @@ files that are not read."""
 STREAMING, SHARDS = "data.streaming", "data.virtual_shards"
 """Keys of a corpus identity in one order alone: windows of a text's token store; virtual shards, tokenized while
 training."""
+MIXTURE = "data.mixture"
+"""Key of a corpus identity: order of a mixture whose shares are exact, where earlier versions rounded them."""
 
 
 def content_identity(source: Source) -> dict[str, str]:

@@ -19,7 +19,7 @@ from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.data_warning import warn
 from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
-from titan_exp.data.sources.base import CONTENT, MIXTURE, REVISION, SHARDS, STREAMING
+from titan_exp.data.sources.base import CONTENT, MIXTURE, REVISION, SHARDS, STREAMING, require_same_data
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.data.text_sampler import build_text_sampler
 from titan_exp.data.token_store.window_sampler import build_store_sampler
@@ -234,15 +234,4 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
             "The checkpoint was written before contents of data files were recorded: their names and sizes are "
             "compared, their contents are not",
         )
-    violations = [
-        Violation(
-            key,
-            present.get(key),
-            f"the checkpoint was made with {saved.get(key)}",
-            f"{'the former files' if key == CONTENT else 'that one'}, or checkpoint.continue_data=restart in a new run",
-        )
-        for key in sorted({*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
-        if saved.get(key) != present.get(key)
-    ]
-    if violations:
-        raise UserError("The run cannot continue on other data.", violations)
+    require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})

@@ -14,6 +14,7 @@ from titan_exp.rules import (
     cuda_graphs,
     data,
     import_paths,
+    large_text,
     model,
     modes,
     parameter_groups,
@@ -73,7 +74,11 @@ _MODULES += (
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
-BEGINNING_RULES: tuple[Rule, ...] = (*checkpoint.BEGINNING_RULES, *continue_from.BEGINNING_RULES)
+BEGINNING_RULES: tuple[Rule, ...] = (
+    *checkpoint.BEGINNING_RULES,
+    *continue_from.BEGINNING_RULES,
+    *large_text.BEGINNING_RULES,
+)
 """Rules about inputs of a run's first start, skipped on resume."""
 
 LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))

@@ -13,21 +13,21 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.corpus_files import unit_hash
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest, store_names
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.sources.base import MIXTURE
 from titan_exp.data.token_store.mixture import ROUNDED_PERIOD, Mixture
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.validation_split import unit_hash
 
 STATE = "store"
 """Name of the position in a sampler's state."""
 
 
 class WindowSampler:
-    """`Sampler` over the windows of one or several token stores, in the order of a mixture. `corpus` is the identity of the data;
-    windows of several stores have names."""
+    """`Sampler` over the windows of one or several token stores, in the order of a mixture. `corpus` is the identity of
+    the data; windows of several stores have names."""
 
     def __init__(
         self,

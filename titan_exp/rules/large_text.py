@@ -76,5 +76,6 @@ def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
     return path is None or "data.streaming" not in recorded_data(path.parent.parent)
 
 
-BEGINNING_RULES = rules(large_text_is_tokenized_first)
-"""Rules of a run without a checkpoint: one that has read a text in virtual shards goes on in them."""
+LAUNCH_RULES = rules(large_text_is_tokenized_first)
+"""Rules of a run that is launched without a checkpoint: one that has read a text in virtual shards goes on in them, and
+one that is planned may wait for its store."""

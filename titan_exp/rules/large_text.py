@@ -69,7 +69,7 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
 
 
 def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
-    """True if a parent's order goes on, in which texts of any size are tokenized while training, or may be that."""
+    """True if the order of a parent continues, in which texts of any size are tokenized while training, or may continue."""
     if checkpoint.continue_from is None or checkpoint.continue_data != "same":
         return False
     path = local_checkpoint(checkpoint, paths)
@@ -77,5 +77,5 @@ def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
 
 
 LAUNCH_RULES = rules(large_text_is_tokenized_first)
-"""Rules of a run that is launched without a checkpoint: one that has read a text in virtual shards goes on in them, and
+"""Rules of a run that is launched without a checkpoint: one that has read a text in virtual shards keeps them, and
 one that is planned may wait for its store."""

@@ -131,7 +131,7 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
 
 
 def refuse_other_data(experiment: Experiment, folder: RunFolder) -> None:
-    """Compare the data of a run that goes on, or whose parent's data do, with the files on this machine.
+    """Compare the data of a continued run, or of a parent whose data continue, with the files on this machine.
 
     Raises:
         UserError: a rank would refuse to continue on them.

@@ -69,7 +69,7 @@ def _store_command(data: DataConfig, entries: tuple[str, ...]) -> str:
 
 
 def _parent_reads_it(checkpoint: CheckpointConfig, paths: PathsConfig) -> bool:
-    """True if the order of a parent continues, in which texts of any size are tokenized while training, or may continue."""
+    """True if a parent's order is kept, in which texts of any size are tokenized while training, or may be kept."""
     if checkpoint.continue_from is None or checkpoint.continue_data != "same":
         return False
     path = local_checkpoint(checkpoint, paths)

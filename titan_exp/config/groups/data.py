@@ -20,7 +20,7 @@ class DataConfig:
     data set, as `titan-exp encode` reads it."""
     weights: tuple[PositiveFloat, ...]
     """Source `tokens`: share of the tokens to take from each of `paths`, in any unit; empty is by their sizes, so that
-    their epochs end together. Each store has its own epochs."""
+    their epochs end together. Shares are exact to within a row. Each store has its own epochs."""
     document: Literal["file", "paragraph", "line"]
     """Source `text`: unit of a document: each file, each paragraph (blank lines separate them), or each line."""
     dataset: str | None
@@ -37,7 +37,8 @@ class DataConfig:
     """Source `huggingface`: column that holds the text."""
     streaming: bool
     """Read and tokenize while training, in virtual shards, instead of tokenizing first (source `huggingface`:
-    downloading too). An epoch is then no exact pass over the data."""
+    downloading too). An epoch is then no exact pass over the data: shards with fewer tokens begin again earlier. Local
+    files above 1 GiB need it, or a store of `titan-exp tokenize`: a run does not tokenize them while its GPUs wait."""
     shuffle_buffer: PositiveInt
     """Source `huggingface` when streaming: documents among which each virtual shard picks the next."""
     tokenizer: str

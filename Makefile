@@ -96,8 +96,9 @@ check: $(TESTS)
 slurm:
 	.ci/slurm
 
-## Rewrite the golden texts of the shipped configurations.
+## Rewrite what is generated: comments and new keys of conf/, then the golden texts of its options and two pages of docs/.
 golden: $(TESTS)
+	$(BIN)/python -m pytest -q tests/config/test_reference.py --update-golden
 	$(BIN)/python -m pytest tests/config tests/test_models_page.py --update-golden
 
 $(STAMP): pyproject.toml .ci/constraints.txt

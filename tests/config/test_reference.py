@@ -1,13 +1,17 @@
-"""Reference of every key, docs/reference.md, generated from the config dataclasses and the default configuration."""
+"""Texts that `make golden` generates from the docstrings of the config dataclasses: the reference of every key,
+docs/reference.md, and the comments in conf/.
+"""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from tests.config.conf_files import allowed, options, written
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.schema.schema import annotation_of, choices_of, docstrings, hints, keys, meaning_of, value_keys
+from titan_exp.config.schema.schema import annotation_of, docstrings, example_of, hints, keys, meaning_of, value_keys
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 HEADING = """\
@@ -31,9 +35,8 @@ def reference() -> str:
 def _row(key: str, default: Any) -> str:
     value = OmegaConf.select(default, key, default=...)
     shown = "–" if value is ... else f"`{_text(value)}`"
-    choices = choices_of(annotation_of(key))
-    allowed = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
-    meaning = f"{meaning_of(key)}{allowed}".replace("|", r"\|")
+    example = f" E.g. `{example_of(key)}`." if example_of(key) else ""
+    meaning = f"{meaning_of(key)}{allowed(meaning_of(key), annotation_of(key))}{example}".replace("|", r"\|")
     return f"| `{key}` | {shown} | {meaning} |"
 
 
@@ -46,6 +49,14 @@ def test_the_reference_is_current(golden: Any):
     golden(REFERENCE, reference())
 
 
+def test_the_files_of_conf_are_current(golden: Any):
+    """A comment above a key is its docstring's first paragraph, and a key with a default is in some option."""
+    for path in {file: None for option in options() for file in option.files}:
+        golden(path, written(path))
+
+
 def test_every_group_and_key_has_a_meaning():
     assert set(docstrings(Experiment)) == set(hints(Experiment))
     assert [key for key in keys() if not meaning_of(key)] == []
+    # "Tokens in a sequence. E.g. `training.seq_len=8192`."
+    assert [key for key in value_keys() if not re.search(rf"(^|[ +]){re.escape(key)}[=.]", example_of(key))] == []

@@ -6,7 +6,7 @@ earlier file of the defaults list explains.
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,17 @@ def places(text: str) -> dict[str, Place]:
 
     def walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Place]]:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            end = value.end_mark.line + (value.end_mark.column > 0)
-            yield f"{prefix}{key.value}", Place(key.start_mark.line, end, key.start_mark.column)
+            yield f"{prefix}{key.value}", Place(key.start_mark.line, _end(value), key.start_mark.column)
             yield from walk(value, f"{prefix}{key.value}.")
 
     return dict(walk(yaml.compose(text), ""))
+
+
+def _end(node: yaml.Node) -> int:
+    """Line after a node: a block's own mark is behind the comments that follow it."""
+    if isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
+        return _end(node.value[-1][1] if isinstance(node, yaml.MappingNode) else node.value[-1])
+    return node.end_mark.line + (node.end_mark.column > 0)
 
 
 @cache
@@ -82,7 +88,7 @@ def declared(kind: Any, prefix: str = "") -> dict[str, tuple[dataclasses.Field, 
     found = {}
     for field in dataclasses.fields(kind):
         annotation, key = hints(kind)[field.name], f"{prefix}{field.name}"
-        found[key] = (field, annotation, texts(kind)[field.name])
+        found[key] = (field, annotation, texts(kind).get(field.name, KeyText("", "", "")))
         found |= declared(annotation, f"{key}.") if dataclasses.is_dataclass(annotation) else {}
     return found
 
@@ -105,19 +111,31 @@ def comment(text: KeyText, annotation: Any, indent: int) -> list[str]:
 def written(path: Path) -> str:
     """Text of a file with the keys that are new, and the comments of the keys that it is the first to have."""
     lines = path.read_text().splitlines()
-    using = [option for option in options() if path in option.files]
     for key in new_keys().get(path, ()):
-        _add(lines, key, using[0].kind)
-    earlier = {key for option in using for file in option.files[: option.files.index(path)] for key in _keys(file)}
-    for key, place in reversed(places("\n".join(lines)).items()):
-        if key not in earlier and using and key in (known := declared(using[0].kind)):
-            _, annotation, text = known[key]
-            first = place.line
-            while first > 0 and lines[first - 1].strip().startswith("#"):
-                first -= 1
-            above = comment(text, annotation, place.indent)
-            lines[first : place.line] = [*lines[: place.line], "", *above] if first == 0 else above
+        _add(lines, key, using(path)[0].kind)
+    at = places("\n".join(lines))
+    for key, (_, annotation, text) in reversed(first_here(path, at).items()):
+        first = at[key].line
+        while first > 0 and lines[first - 1].strip().startswith("#"):
+            first -= 1
+        above = comment(text, annotation, at[key].indent)
+        lines[first : at[key].line] = [*lines[: at[key].line], "", *above] if first == 0 else above
     return "\n".join([*lines, ""])
+
+
+def first_here(path: Path, keys: Iterable[str]) -> dict[str, tuple[dataclasses.Field, Any, KeyText]]:
+    """Those of the keys that no earlier file of a defaults list has, by the first dataclass that types the file."""
+    earlier = {
+        key for option in using(path) for file in option.files[: option.files.index(path)] for key in _keys(file)
+    }
+    known = declared(using(path)[0].kind)
+    return {key: known[key] for key in keys if key in known and key not in earlier}
+
+
+@cache
+def using(path: Path) -> list[Option]:
+    """Options that a file is part of."""
+    return [option for option in options() if path in option.files]
 
 
 @cache
@@ -134,7 +152,7 @@ def new_keys() -> Mapping[Path, list[str]]:
         present = {key for option in same for file in option.files for key in _keys(file)} | {*LEFT_OUT}
         for key, (field, *_) in declared(kind).items():
             parent = key.rpartition(".")[0]
-            if key in present or (parent and parent not in present) or not _has_default(field):
+            if key in present or (parent and parent not in present) or default_of(field) is dataclasses.MISSING:
                 continue
             if kind is Experiment and not parent:
                 continue  # a group is a folder
@@ -146,12 +164,14 @@ def new_keys() -> Mapping[Path, list[str]]:
     return found
 
 
-def _has_default(field: dataclasses.Field) -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+def default_of(field: dataclasses.Field) -> Any:
+    """Default of a field as YAML has it; MISSING without one."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return list(default) if isinstance(default, tuple) else default
 
 
 def _all_have(path: Path, key: str) -> bool:
-    return all(key in declared(option.kind) for option in options() if path in option.files)
+    return all(key in declared(option.kind) for option in using(path))
 
 
 def _add(lines: list[str], key: str, kind: Any) -> None:
@@ -159,9 +179,8 @@ def _add(lines: list[str], key: str, kind: Any) -> None:
     field, parent, at = declared(kind)[key][0], key.rpartition(".")[0], places("\n".join(lines))
     siblings = [other for other in declared(kind) if other.rpartition(".")[0] == parent]
     before = [other for other in siblings[: siblings.index(key)] if other in at]
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     end = at[before[-1]].end if before else at[parent].line + 1 if parent else len(lines)
-    lines[end:end] = _value(field.name, default, at[before[-1]].indent if before else 2 * key.count("."))
+    lines[end:end] = _value(field.name, default_of(field), at[before[-1]].indent if before else 2 * key.count("."))
 
 
 def _value(name: str, value: Any, indent: int) -> list[str]:
@@ -169,6 +188,5 @@ def _value(name: str, value: Any, indent: int) -> list[str]:
     if dataclasses.is_dataclass(value):
         inner = [_value(field.name, getattr(value, field.name), indent + 2) for field in dataclasses.fields(value)]
         return [start, *(line for part in inner for line in part)]
-    plain = list(value) if isinstance(value, tuple) else value
-    shown = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+    shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
     return [f"{start} {shown}"]

@@ -15,7 +15,7 @@ from tests.journeys.command import REPOSITORY, run
 
 PAGE = REPOSITORY / "docs" / "guides" / "adding.md"
 FILES = Path(__file__).parent
-NAMES = {"optimizer": "nadam", "family": "flat_llama", "source": "sums", "verb": "where"}
+NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where"}
 """Names of the additions whose own files are in folders here."""
 EDITS = {
     "key": {
@@ -141,7 +141,7 @@ def test_the_other_files_are_golden_texts(added: dict[str, tuple[set[str], set[s
 
 
 def test_the_additions_work_together(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
-    words = ["+experiment=smoke", "model=flat_llama_debug", "optimizer=nadam", "data=sums", "training.steps=2"]
+    words = ["+experiment=smoke", "model=flat_llama_debug", "optimizer=adamax", "data=sums", "training.steps=2"]
     words += ["training.evaluate_every=0", "checkpoint=none", "plan.gate=off", "lr_schedule.lowest=1e-5"]
     done = python(tree, "titan_exp", "train", *words)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -28,11 +28,11 @@ class AttentionConfig(DecoderConfig):
     """Fields of a decoder with grouped-query attention."""
 
     heads: PositiveInt
-    """Query heads."""
+    """Query heads. E.g. `model.heads=8`."""
     kv_heads: PositiveInt
-    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    """Key and value heads; fewer than `heads` is grouped-query attention. E.g. `model.kv_heads=2`."""
     head_dim: PositiveInt
-    """Width of one head."""
+    """Width of one head. E.g. `model.head_dim=64`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TransformerConfig(AttentionConfig):
     """Fields of a decoder with grouped-query attention and SwiGLU."""
 
     ffn_dim: PositiveInt
-    """Width of the feed-forward layer; a multiple of 32."""
+    """Width of the feed-forward layer; a multiple of 32. E.g. `model.ffn_dim=1536`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,15 @@ class TitanExpSweeper(Sweeper):
             UserError: some cannot run, so that none was started.
             SystemExit: with the exit code, where not all of them are done.
         """
+        import sys
+
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
+        from titan_exp.config.command_line.hydra_args import read_arguments
         from titan_exp.config.errors.user_error import UserError
         from titan_exp.config.groups.experiment import Experiment
+        from titan_exp.config.hydra.config_groups import option_values
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.config.study.points import Point
         from titan_exp.config.study.study_file import read_study
@@ -55,10 +59,11 @@ class TitanExpSweeper(Sweeper):
         loader, config = self.hydra_context.config_loader, self.config
         parser = OverridesParser.create(config_loader=loader)
         composer = FastCompose(lambda overrides: loader.load_sweep_config(config, overrides), parser)
+        values = option_values(read_arguments(sys.argv[1:]))
 
         def compose(point: Point) -> Experiment:
             try:
-                composed = composer(point.overrides)
+                composed = composer(values(point.overrides))
             except HydraException as error:
                 raise UserError(str(error)) from error
             return to_experiment(composed)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
@@ -36,7 +35,7 @@ def run_with_hydra(
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, default_overrides
-    from titan_exp.config.hydra.config_groups import check_places, has_own_folders
+    from titan_exp.config.hydra.config_groups import check_places, has_own_folders, option_values
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
@@ -58,7 +57,7 @@ def run_with_hydra(
     check_places(arguments)
     search_current_directory()
     register_resolvers()
-    values = _plain_values(arguments)
+    values = option_values(arguments)(arguments.overrides) if arguments.has(*PRIMARY) else list(arguments.overrides)
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *values]
     try:
         if arguments.has("--help", "-h"):
@@ -95,30 +94,13 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
 
 
-def _plain_values(arguments: Any) -> list[str]:
-    """Overrides for a primary configuration of the user's, with the values of options where it has no groups."""
-    from titan_exp.config.hydra.values_of_options import with_values
-
-    if arguments.has("--multirun", "-m") or not arguments.has(*PRIMARY):
-        return list(arguments.overrides)
-    return with_values(arguments.overrides, _primary(arguments))
-
-
-def _primary(arguments: Any) -> Path:
-    """File of the primary configuration that is named by flags."""
-    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME
-
-    folder = arguments.value_of("--config-path", "-cp") or str(CONF_DIR)
-    name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
-    return Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
-
-
 def _require_plain_file(arguments: Any, trust: bool) -> None:
+    from titan_exp.config.hydra.compose import primary_file
     from titan_exp.config.schema.foreign_code import require_plain
 
     folder = arguments.value_of("--config-path", "-cp")
     if not trust and folder is not None and "://" not in folder:
-        require_plain(_primary(arguments))
+        require_plain(primary_file(arguments))
 
 
 def command_name() -> str:

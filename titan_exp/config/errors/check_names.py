@@ -30,8 +30,9 @@ class NameCheck:
         self.groups, self.is_sweep = groups, is_sweep
         self.names = groups.names()
         composed = groups.compose()
-        self.chosen = _chosen(composed)
-        """Option of each group in the defaults list."""
+        with_values = [name for name in self.names if name in groups.values.groups and name != "experiment"]
+        self.chosen = dict.fromkeys(with_values, "(the file's)") | _chosen(composed)
+        """Option of each group in the defaults list, or of which a file without one has the values."""
         self.tree: dict[str, Any] | None = _tree(composed)
         """Configuration with these options; None if they cannot be composed."""
         self._swept: list[list[str]] = []
@@ -97,6 +98,9 @@ class NameCheck:
             elif override.is_add() and key in self.chosen and override.package is None:
                 reason = "this group has its option already"
                 yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
+            elif key not in self.chosen and self.groups.values.groups:
+                reason = "it chooses options of groups, and this file holds values"
+                yield Violation(override.get_key_element(), option, reason, f"begin from the defaults: titan-exp train +{key}={option}")
             elif not override.is_add() and key not in self.chosen:
                 reason = "this group has no option by default, so none can be replaced"
                 if "/" in key:

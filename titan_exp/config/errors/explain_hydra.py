@@ -26,6 +26,7 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.unreadable_overrides import joined_words, unreadable
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import primary_file
 from titan_exp.config.hydra.config_groups import Groups, groups_for
 from titan_exp.config.hydra.option_files import file_remedy, option_path
 from titan_exp.config.paths.yaml_file import read_yaml
@@ -121,8 +122,7 @@ def unknown_names(arguments: Arguments) -> list[Violation]:
 
 def _main_file(arguments: Arguments) -> list[Violation]:
     """Violation of the primary configuration file of `--config-path`."""
-    folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn") or "config"
-    path = Path(folder or "") / f"{name.removesuffix('.yaml')}.yaml"
+    folder, path = arguments.value_of("--config-path", "-cp"), primary_file(arguments)
     if folder is None or not path.is_file():
         return []
     remedy = "a run's config.yaml is complete; for some keys of your own write an option file, and use --config-dir"

@@ -1,6 +1,7 @@
 """Hydra composition for a verb: one task call per composed configuration."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,9 @@ from titan_exp.config.errors.user_error import UserError
 
 PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
 """Flags that name a primary configuration of the user's."""
+
+LIST_OF_OPTIONS = re.compile(r"\+*[\w/]+=\[")
+"""Beginning of an override that lists options of a group."""
 
 Task = Callable[[Any, Sequence[str]], int]
 """Function of the composed configuration and the typed overrides; returns an exit code."""
@@ -63,9 +67,9 @@ def run_with_hydra(
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
-        everything = replace(arguments, overrides=(*nested, *arguments.overrides))
-        if arguments.has("--multirun", "-m") and (found := unknown_names(everything)):
-            # Checked once, not per point of the sweep.
+        # Checked once, not per point of the sweep; Hydra would merge a list of options without a word.
+        checked = arguments.has("--multirun", "-m") or any(map(LIST_OF_OPTIONS.match, arguments.overrides))
+        if checked and (found := unknown_names(replace(arguments, overrides=(*nested, *arguments.overrides)))):
             raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)

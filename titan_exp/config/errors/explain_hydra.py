@@ -23,6 +23,7 @@ import titan_exp
 from titan_exp.config.command_line.hydra_args import Arguments, read_arguments
 from titan_exp.config.errors.check_names import NameCheck
 from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.explain_values import about
 from titan_exp.config.errors.unreadable_overrides import joined_words, unreadable
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
@@ -157,7 +158,7 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
         remedy = "titan-exp train --cfg hydra prints Hydra's keys" if of_hydra else "leave it out, or correct it"
         if value.startswith("{") and get_origin(annotation_of(key)) is dict:
             remedy, meaning = f"new names take a plus: +{key}='{value}'", ""
-        path, remedy = files.get(text, ("", f"it means: {meaning}" if meaning else remedy))
+        path, remedy = files.get(text, ("", about(key.lstrip("+~"), meaning) if meaning else remedy))
         yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
 
 

@@ -115,8 +115,8 @@ def check_places(arguments: Arguments) -> None:
         option = f"--config-name {name}" if name is not None else f"--config-path {folder}"
         known = sorted(other.stem for other in path.parent.glob("*.yaml"))
         raise UserError(
-            f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}; a configuration "
-            "elsewhere is given by --config-path FOLDER/FILE.yaml."
+            f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}; a "
+            "configuration elsewhere is given by --config-path FOLDER/FILE.yaml."
         )
 
 

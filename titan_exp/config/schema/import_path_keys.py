@@ -1,10 +1,11 @@
 """Keys whose value is an import path, and the user code that a run names by them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_traceback import package_prefix
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.component import KINDS, is_builtin
 from titan_exp.config.schema.import_path import is_dotted
 
 IMPORT_PATH_KEYS = (
@@ -24,14 +25,16 @@ def import_paths(experiment: Experiment) -> dict[str, str]:
     return import_paths_in({group: vars(value) for group, value in vars(experiment).items()})
 
 
-def import_paths_in(values: Mapping[str, Any]) -> dict[str, str]:
-    """Import paths by key in the values of a configuration, which are not validated."""
+def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
+    """Import paths by key in the values of a configuration, which are not validated. A component that is not built in
+    counts as one whether or not its module exists here, since it may later."""
     found: dict[str, str] = {}
-    for key in IMPORT_PATH_KEYS:
+    for key in keys:
         group, _, name = key.partition(".")
         parts = values.get(group)
         value = parts.get(name) if isinstance(parts, Mapping) else None
-        if isinstance(value, str) and is_dotted(value):
+        is_module = group in KINDS and KINDS[group].key == name
+        if isinstance(value, str) and (not is_builtin(group, value) if is_module else is_dotted(value)):
             found[key] = value
     return found
 

@@ -46,13 +46,13 @@ class TitanExpSweeper(Sweeper):
         from titan_exp.config.errors.user_error import UserError
         from titan_exp.config.groups.experiment import Experiment
         from titan_exp.config.hydra.config_groups import option_values
-        from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.config.study.points import Point
         from titan_exp.config.study.study_file import read_study
         from titan_exp.launch.sweep.fast_compose import FastCompose
         from titan_exp.launch.sweep.options import current_sweep_options
         from titan_exp.launch.sweep.shipped_study import StudySweep
         from titan_exp.launch.sweep.sweeper import points, sweep
+        from titan_exp.rules.composed import read_experiment
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -66,7 +66,7 @@ class TitanExpSweeper(Sweeper):
                 composed = composer(values(point.overrides))
             except HydraException as error:
                 raise UserError(str(error)) from error
-            return to_experiment(composed)
+            return read_experiment(composed, lambda _: True)
 
         asked = current_sweep_options()
         typed = parser.parse_overrides([*arguments, *asked.typed])

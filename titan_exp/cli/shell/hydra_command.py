@@ -67,17 +67,14 @@ def run_with_hydra(
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
-        # Checked once, not per point of the sweep; Hydra would merge a list of options without a word.
-        checked = arguments.has("--multirun", "-m") or any(map(LIST_OF_OPTIONS.match, arguments.overrides))
-        if checked and (found := unknown_names(replace(arguments, overrides=(*nested, *arguments.overrides)))):
-            raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
+        _check_names(replace(arguments, overrides=(*nested, *arguments.overrides)), where)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
     except Exception as error:
         if not is_composition_error(error):
             raise
-        raise explain(error, arguments) from error
+        raise _with_other_faults(explain(error, arguments), arguments) from error
     finally:
         sys.argv = before
     if failures:
@@ -85,7 +82,7 @@ def run_with_hydra(
         # A file of the user's may be the cause of many wrong or missing keys.
         if isinstance(first, UserError) and first.violations and has_own_folders(arguments):
             files = unknown_names(arguments)
-            raise UserError(MESSAGE, files) if files else first
+            first = _with_other_faults(UserError(MESSAGE, files), arguments) if files else first
         raise first
     return max(codes, default=0)
 
@@ -96,6 +93,22 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
 
     with use_sweep_options(args.options):
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
+
+
+def _check_names(arguments: Any, where: str) -> None:
+    """Check the names of a sweep once, not per point, and lists of options, which Hydra would merge without a word."""
+    from titan_exp.config.errors.explain_hydra import MESSAGE, unknown_names
+
+    checked = arguments.has("--multirun", "-m") or any(map(LIST_OF_OPTIONS.match, arguments.overrides))
+    if checked and (found := unknown_names(arguments)):
+        message = f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE
+        raise _with_other_faults(UserError(message, found), arguments)
+
+
+def _with_other_faults(error: UserError, arguments: Any) -> UserError:
+    from titan_exp.rules.composed import with_other_faults
+
+    return with_other_faults(error, arguments)
 
 
 def _require_plain_file(arguments: Any, trust: bool) -> None:

@@ -114,10 +114,10 @@ def unknown_names(arguments: Arguments) -> list[Violation]:
                         continue
                 before = words[place - 1] if place else ""
                 found.append(unreadable(text, before, {group: groups.options(group) for group in groups.names()}))
-            if not found:
+            if all("." in violation.field for violation in found):  # else a word may have meant an option
                 check = NameCheck(groups, is_sweep=arguments.has("--multirun", "-m"))
                 check.choose(parsed)
-                found = [violation for override in parsed for violation in check.check(override)]
+                found += [violation for override in parsed for violation in check.check(override)]
     return found
 
 

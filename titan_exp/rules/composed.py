@@ -4,6 +4,7 @@ Overrides are named before values are typed, and values are typed before rules a
 what is not at fault, with gaps in the place of what is: a rule that reads a gap is left out.
 """
 
+import os
 import re
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from titan_exp.config.hydra.config_groups import groups_for
 from titan_exp.config.schema.gaps import GapError, with_gaps
 from titan_exp.config.schema.schema import hints
 from titan_exp.config.schema.typed_config import readable_part, to_experiment
+from titan_exp.config.secrets.names import SHAPES, URL_USER, secret_values
 from titan_exp.rules import RULES, HasBegun, violations
 from titan_exp.rules.rule import find_violations
 
@@ -69,6 +71,13 @@ def _group_of(text: str) -> str | None:
 
 def _beside_gaps(experiment: Experiment, has_begun: HasBegun | None) -> list[Violation]:
     try:
-        return violations(experiment, has_begun)
+        found = violations(experiment, has_begun)
     except GapError:  # in the layout
-        return find_violations(RULES, replace(experiment, parallelism=with_gaps(ParallelismConfig, {})))
+        found = find_violations(RULES, replace(experiment, parallelism=with_gaps(ParallelismConfig, {})))
+    return [violation for violation in found if not _quotes_secret(str(violation))]
+
+
+def _quotes_secret(text: str) -> bool:
+    """True if a text holds a credential: these are refused before the rules are checked, which quote values."""
+    known = any(value in text for value in secret_values(os.environ.items()))
+    return known or bool(SHAPES.search(text) or URL_USER.search(text))

@@ -113,6 +113,9 @@ def check_places(arguments: Arguments) -> None:
         raise UserError(f"--config-path {folder}: no such folder or file. It takes a run's folder, or its config.yaml.")
     if not path.is_file():
         option = f"--config-name {name}" if name is not None else f"--config-path {folder}"
+        if runs := sorted(path.parent.glob(f"*/{path.name}")):
+            offers = listed([f"--config-path {Path(folder or '', run.parent.name)}" for run in runs[:3]])
+            raise UserError(f"--config-path {folder}: it holds {len(runs)} runs. Name one, for example {offers}.")
         known = sorted(other.stem for other in path.parent.glob("*.yaml"))
         raise UserError(
             f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}; a "

@@ -6,6 +6,7 @@ A key of the config group selects the component (`model.architecture`, ...), who
 
 import importlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -119,12 +120,12 @@ def is_builtin(group: str, name: str) -> bool:
 def _is_own_module(name: str, public: Sequence[str]) -> bool:
     """True if a word without a dot, which may be a mistyped name, is a module that defines the public names, or one in
     the current folder."""
-    module, _, spec = locate(name)
-    file = Path(spec.origin) if module and spec is not None and spec.origin else None
-    if file is None or file.suffix != ".py":
+    _, _, spec = locate(name) if name.isidentifier() else ("", [], None)
+    file = Path(spec.origin) if spec is not None and spec.origin else None
+    if file is None or file.suffix != ".py" or name in sys.stdlib_module_names:
         return False
-    here = Path.cwd()
-    return file == here / f"{name}.py" or here / name in file.parents or names_bound_by(file) >= {*public}
+    here, names = Path.cwd(), names_bound_by(file)
+    return file == here / f"{name}.py" or here / name in file.parents or names >= {*public} or "*" in names
 
 
 @cache

@@ -59,7 +59,10 @@ def _build_composed(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
         composed = {name: group for name, group in values.items() if name not in left_out}
         return _build_groups(composed, uncomputed, "The configuration cannot be read.", names)
     except UserError as error:
-        computed = consequences(cfg, {violation.field for violation in error.violations})
+        fields = {violation.field for violation in error.violations}
+        computed = consequences(
+            cfg, fields - consequences(cfg, fields)
+        )  # keys that read each other are no consequences
         found = [violation for violation in error.violations if violation.field not in computed]
         if len(found) == len(error.violations):
             raise

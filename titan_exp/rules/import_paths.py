@@ -12,6 +12,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import COMPILE_BACKENDS, OBJECTIVES, SOURCES, decay_names, executor_names
+from titan_exp.config.schema.component import is_builtin
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
 
@@ -32,7 +33,7 @@ def components_are_known(
     objective = "my_package.objectives.Distillation"
     options = {} if training.objective == "rectified_flow" else training.objective_options
     yield from _known("training.objective", training.objective, OBJECTIVES, options, objective)
-    if not is_dotted(optimizer.name):  # `component` has checked that it exists
+    if is_builtin("optimizer", optimizer.name):  # `component` has checked that it exists
         yield from _known("optimizer.name", optimizer.name, (optimizer.name,), optimizer.options)
     decay = "my_package.schedules.exponential"
     yield from _known("lr_schedule.decay", lr_schedule.decay, decay_names(), lr_schedule.options, decay)

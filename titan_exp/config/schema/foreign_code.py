@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.foreign_file import read_file
-from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS, import_paths_in, is_imported
+from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS, import_paths_in
 from titan_exp.config.schema.run_signature import SIGNATURE_FILE, is_own
 
 Trust = bool | Collection[str]
@@ -33,9 +33,7 @@ def require_trust(
     `text` is the content of the file at `path`, `config` its values, and `imports` the keys whose code is imported.
     """
     known = () if isinstance(trust, bool) else trust
-    names = {
-        key: name for key, name in import_paths_in(config).items() if is_imported(key, imports) and name not in known
-    }
+    names = {key: name for key, name in import_paths_in(config, imports).items() if name not in known}
     if trust is True or not names or is_own(text, path.with_name(SIGNATURE_FILE)):
         return
     raise _refusal(path, [Violation(key, name, WHY, _remedy(name)) for key, name in names.items()])

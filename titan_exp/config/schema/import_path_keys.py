@@ -5,6 +5,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_traceback import package_prefix
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.component import KINDS, is_builtin
 from titan_exp.config.schema.import_path import is_dotted
 
 IMPORT_PATH_KEYS = (
@@ -20,32 +21,32 @@ IMPORT_PATH_KEYS = (
 """Keys that take an import path instead of a built-in name; `training.parts` takes one for each name below it."""
 
 
-def import_paths(experiment: Experiment) -> dict[str, str]:
-    """Import paths of a run's components by key; empty if all are built in."""
-    return import_paths_in({group: vars(value) for group, value in vars(experiment).items()})
+def import_paths(experiment: Experiment, keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
+    """Import paths of a run's components by key, those of `keys`; empty if all are built in."""
+    return import_paths_in({group: vars(value) for group, value in vars(experiment).items()}, keys)
 
 
-def import_paths_in(values: Mapping[str, Any]) -> dict[str, str]:
-    """Import paths by key in the values of a configuration, which are not validated."""
+def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
+    """Import paths by key in the values of a configuration, which are not validated. A component that is not built in
+    counts as one whether or not its module exists here, since it may later."""
     found: dict[str, str] = {}
-    for key in IMPORT_PATH_KEYS:
+    for key in keys:
         group, _, name = key.partition(".")
         parts = values.get(group)
         value = parts.get(name) if isinstance(parts, Mapping) else None
-        named = {key: value}
         if isinstance(value, Mapping):
-            named = {f"{key}.{label}.name": _name_of(part) for label, part in value.items()}
-        found |= {own: path for own, path in named.items() if isinstance(path, str) and is_dotted(path)}
+            found |= {f"{key}.{label}.name": path for label, part in value.items() if (path := _path_of(part))}
+            continue
+        is_module = group in KINDS and KINDS[group].key == name
+        if isinstance(value, str) and (not is_builtin(group, value) if is_module else is_dotted(value)):
+            found[key] = value
     return found
 
 
-def is_imported(key: str, imports: Collection[str]) -> bool:
-    """True if a key with an import path is one of those, or below one."""
-    return any(key == other or key.startswith(f"{other}.") for other in imports)
-
-
-def _name_of(part: Any) -> Any:
-    return part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
+def _path_of(part: Any) -> str | None:
+    """Import path of a part of training, from its values or its dataclass."""
+    name = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
+    return name if isinstance(name, str) and is_dotted(name) else None
 
 
 def user_packages(experiment: Experiment) -> list[str]:

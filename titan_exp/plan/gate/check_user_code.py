@@ -18,7 +18,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.paths.data_files import unlimited_split
-from titan_exp.config.schema.import_path_keys import import_paths, is_imported, user_packages
+from titan_exp.config.schema.import_path_keys import import_paths, user_packages
 from titan_exp.data.sources.build import is_stream, own_source
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
@@ -46,9 +46,9 @@ DECAY_SAMPLES = 1000
 def check_user_code(experiment: Experiment) -> None:
     """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
     user's frames of exceptions."""
-    named, messages, found = import_paths(experiment), list[str](), list[Violation]()
+    messages, found = list[str](), list[Violation]()
     for key, check in _CHECKS.items():
-        paths = [path for name, path in named.items() if is_imported(name, [key])]
+        paths = import_paths(experiment, [key]).values()
         if not paths:
             continue
         try:

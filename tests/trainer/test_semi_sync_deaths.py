@@ -266,8 +266,9 @@ def assert_bitwise(found: Curve, expected: Curve) -> None:
 
 
 def _outer_state_is_lost(_: ReplicaGroup) -> None:
-    from titan_exp.optim.outer.outer_optimizer import MOMENTUM
     from titan_exp.trainer.replica_groups.semi_sync_trainer import SemiSyncTrainer
+
+    from titan_exp.optim.outer.outer_optimizer import MOMENTUM
 
     load = SemiSyncTrainer._load_own_state
 

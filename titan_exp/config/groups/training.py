@@ -91,7 +91,8 @@ class TrainingConfig:
 
     parts: dict[str, PartConfig] = field(default_factory=dict)
     """Parts of training of your own, by a name of yours: classes that see every step, its update and its row, add
-    numbers to rows as `NAME/...`, keep state, change batches, or end training."""
+    numbers to rows as `NAME/...`, keep state, change batches, or end training.
+    E.g. `+training.parts.probe='{name:my_package.parts.LogitProbe,options:{steps:[1000]}}'`."""
 
     @property
     def last_step(self) -> int:

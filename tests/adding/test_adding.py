@@ -45,7 +45,8 @@ EDITS = {
     "part": {
         "titan_exp/trainer/parts.py": (
             "    # After all that leaves garbage.\n",
-            "    # After the evaluation, whose time is no step's.\n    from titan_exp.trainer.update_size import UpdateSize\n\n"
+            "    # After the evaluation, whose time is no step's.\n"
+            "    from titan_exp.trainer.update_size import UpdateSize\n\n"
             "    yield UpdateSize()\n",
         ),
     },

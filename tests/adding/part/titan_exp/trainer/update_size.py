@@ -17,11 +17,11 @@ class UpdateSize(Part):
 
     def on_gradients(self, update: Update) -> None:
         """Remember them as they were."""
-        self.before = [weight.clone() for weight in self.weights]
+        self.earlier = [weight.clone() for weight in self.weights]
 
     def on_update(self, update: Update) -> None:
         """Compare."""
-        changes = [(now - then).abs().amax() for now, then in zip(self.weights, self.before, strict=True)]
+        changes = [(now - then).abs().amax() for now, then in zip(self.weights, self.earlier, strict=True)]
         self.largest = torch.stack(changes).amax()
 
     def after(self, step: Step) -> dict[str, float]:

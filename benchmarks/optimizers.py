@@ -42,10 +42,13 @@ class Case:
         from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.rules import check
+        from titan_exp.trainer.part import Parts
+        from titan_exp.trainer.parts import acting_parts
         from titan_exp.trainer.train_state import assemble
 
         self.experiment = check(resolve_layout(to_experiment(compose(words)), 1))
         self._state = assemble(self.experiment, ResolvedLayout.of(self.experiment), torch.device("cpu"))
+        self._parts = Parts(acting_parts(self.experiment, self._state))
         self._state.built.init_weights()
         self._state.model.weights.refresh()
         self.parameters = sum(parameter.numel() for parameter in self._state.model.parameters())
@@ -59,6 +62,7 @@ class Case:
         training, begin = self.experiment.training, time.process_time()
         train_step(
             self._state,
+            self._parts,
             [batch],
             step=1 + len(self.steps),
             tokens=[training.global_batch_size * training.seq_len],

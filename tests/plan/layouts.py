@@ -28,6 +28,8 @@ from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.part import Parts
+from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.train_state import assemble
 
@@ -278,7 +280,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)
 
         def step() -> None:
-            train_step(trainer.state, batches, step=1, tokens=tokens, lr=trainer.schedule(1))
+            train_step(trainer.state, trainer.parts, batches, step=1, tokens=tokens, lr=trainer.schedule(1))
 
         # Gloo's threads release sent tensors late at times, and then the peak is too high.
         traces = (trace_step(trainer.state, step, preallocated=batch_tensors(batches)) for _ in range(2))
@@ -298,7 +300,7 @@ def _alone(path: str) -> list[int]:
         )
         state = assemble(experiment, ResolvedLayout.of(experiment), DEVICE)
         state.built.init_weights()
-        fake = FakeRank(experiment, state, fake_batches(experiment))
+        fake = FakeRank(experiment, state, fake_batches(experiment), parts=Parts(acting_parts(experiment, state)))
         fake.step()
         found.append(allocated_by(fake.step if fake.outer is None else _synchronized(fake), Path(path)))
         dist.destroy_process_group()

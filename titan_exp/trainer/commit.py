@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
-from titan_exp.trainer.part import Numbers, Row
-from titan_exp.trainer.train_step import StepResult, sync_step_flags
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.trainer import Trainer
+from titan_exp.trainer.row import Numbers, Row, StepResult
+from titan_exp.trainer.train_step import sync_step_flags
+from titan_exp.trainer.training import Training
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Commit:
     states: Mapping[str, Tensor] = {}
     """States of other groups, for the next checkpoint."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Training) -> None:
         self._trainer, self._flags, self._result = trainer, Flags(), StepResult({}, torch.zeros(()), 0)
 
     def takes_over(self) -> bool:

@@ -23,14 +23,13 @@ from titan_exp.tracking.sinks.sink import ImageSink, Sink, Value
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.metric_reduction import MetricReducer
-from titan_exp.trainer.part import Numbers, Parts, Row
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
 from titan_exp.trainer.profiling.slow_option_warnings import SpareMemory, saving_options
 from titan_exp.trainer.profiling.step_times import OwnTimes, StepTimes
 from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
+from titan_exp.trainer.row import Numbers, Row, StepResult
 from titan_exp.trainer.train_state import TrainState
-from titan_exp.trainer.train_step import StepResult
 
 
 class Report:
@@ -126,12 +125,10 @@ class Report:
             steps, every = self._experiment.training.last_step, self._experiment.tracking.log_every
             self._load_log = ExpertLoadLog(self.folder.expert_load, self.attempt, steps=steps, log_every=every)
 
-    def write(self, rows: Sequence[Row], parts: Parts) -> None:
-        """Write rows of steps that are committed, the last with the numbers of parts that wait for one."""
-        if not rows:
-            return
+    def write(self, rows: Sequence[Row], numbers: Numbers) -> None:
+        """Write rows of steps that are committed, at least one, the last with further numbers."""
         if rows[-1].row is not None:
-            rows[-1].row |= parts.take_numbers()
+            rows[-1].row |= numbers
         self.last_rows = [row.row for row in rows if row.row is not None]
         self._loads = {step: self._loads[step] for row in self.last_rows if (step := row["step"]) in self._loads}
         self._write(self.last_rows)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,13 +29,10 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.metrics import Report
+from titan_exp.trainer.row import Numbers, Row
+from titan_exp.trainer.train_state import TrainState
 
-if TYPE_CHECKING:
-    from titan_exp.trainer.metrics import Report
-    from titan_exp.trainer.train_state import TrainState
-
-Numbers = Mapping[str, float | int | None]
-"""Numbers of a row by name."""
 Pause = Callable[[str], AbstractContextManager[object]]
 """Excludes the `with` block of a named activity from training's throughput."""
 SHOWN_SECONDS = 0.1
@@ -65,9 +62,9 @@ class Run:
     """Configuration."""
     folder: RunFolder
     """Run folder."""
-    state: "TrainState"
+    state: TrainState
     """Mesh, model, objective and optimizer of this rank."""
-    report: "Report"
+    report: Report
     """Writes rows, images and heartbeats; has the clocks of the run."""
     first_step: int
     """Steps that were trained before this process began."""
@@ -79,22 +76,12 @@ class Update:
 
     step: int
     """Number of the step, from 1."""
-    state: "TrainState"
+    state: TrainState
     """Mesh, model and optimizer; gradients are in `parameter.grad`, clipped."""
     grad_norm: Tensor
     """Global gradient norm before clipping; reading it waits for the device."""
     lr: float
     """Learning rate of the step."""
-
-
-@dataclass
-class Row:
-    """Numbers of one step."""
-
-    values: dict[str, float]
-    """Reduced metrics of the step, the same on every rank: `loss`, `grad_norm`, those of modules and experts."""
-    row: dict[str, Any] | None
-    """The whole row, on the first rank; None on others."""
 
 
 @dataclass

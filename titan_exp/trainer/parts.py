@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -24,14 +24,12 @@ from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import RooflineNote
+from titan_exp.trainer.train_state import TrainState
 from titan_exp.trainer.updates import Averaging, ClippingState, LogitClipping, OuterSteps, Routing
 from titan_exp.trainer.validate import Evaluation
 
-if TYPE_CHECKING:
-    from titan_exp.trainer.train_state import TrainState
 
-
-def acting_parts(experiment: Experiment, state: "TrainState") -> Iterator[Part]:
+def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """Parts that follow the optimizer's update, which the planner runs, too."""
     optimizer, built = state.optimizer, state.built
     # First, so that all others see the scaled weights.
@@ -51,14 +49,14 @@ def acting_parts(experiment: Experiment, state: "TrainState") -> Iterator[Part]:
         yield Routing(state.model.load, experiment.training, shares=experiment.semi_sync.shares)
 
 
-def all_parts(experiment: Experiment, folder: RunFolder, state: "TrainState", layout: ResolvedLayout) -> Iterator[Part]:
+def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layout: ResolvedLayout) -> Iterator[Part]:
     """All parts of a run.
 
     Raises:
         UserError: the data of one cannot be loaded.
     """
     training, profiling, mesh = experiment.training, experiment.profiling, state.mesh
-    yield from state.parts
+    yield from acting_parts(experiment, state)
     # Instruments first: they measure the step, not what follows it.
     if profiling.enabled:
         yield ProfileWindow(profiling, folder.traces, mesh.device)
@@ -138,7 +136,7 @@ class Export(Part):
     phase = Phase.REPORT
     isolated = False  # it copies weights
 
-    def __init__(self, experiment: Experiment, folder: RunFolder, state: "TrainState") -> None:
+    def __init__(self, experiment: Experiment, folder: RunFolder, state: TrainState) -> None:
         config = experiment.checkpoint
         self._exporter = ShardedHFExporter(config, experiment.model, experiment.data, folder.export, state.mesh)
         self._state = state
@@ -165,7 +163,7 @@ class Export(Part):
             )
 
 
-def _fragments(experiment: Experiment, state: "TrainState") -> dict[Tensor, int]:
+def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
     names = [name for name, _ in state.built.module.named_parameters()]
     fragments = fragments_of(names, experiment.semi_sync, block_count(experiment.model))
     return {parameter: fragments[name] for part in state.model.parts for name, parameter in part.named_parameters()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,26 +15,25 @@ from titan_exp.config.schema.config_diff import differences
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.lineage import Lineage
+from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.log_head import log_lineage
 from titan_exp.trainer.parent_state import load_parent_state, require_same_function
 from titan_exp.trainer.profiling.compile_cache import cache_of
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.trainer import Trainer
+from titan_exp.trainer.training import Training
 
 PARTS, ENDED = "parts", "ended"
 """Progress keys: states of parts by name, and the reason for which one has ended training before its last step."""
 
 
-def restore_state(trainer: "Trainer") -> None:
+def restore_state(trainer: Training, commit: Commit) -> None:
     """Load weights, optimizer, data position and progress; all ranks call it.
 
     Raises:
         UserError: a checkpoint is damaged, or training cannot continue from it.
     """
     checkpointer = trainer.checkpointer
-    step = checkpointer.latest() if trainer.commit.restores else None
-    if trainer.commit.takes_over():
+    step = checkpointer.latest() if commit.restores else None
+    if commit.takes_over():
         trainer.state.built.init_weights()  # replaced by those of a living group
     elif step is not None:
         _continue_own(trainer, step)
@@ -44,7 +43,7 @@ def restore_state(trainer: "Trainer") -> None:
         _load_initial_weights(trainer)
 
 
-def adopt_progress(trainer: "Trainer", progress: Mapping[str, Any]) -> None:
+def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
     """Take over step, tokens and states of parts from a checkpoint or another group."""
     trainer.step, trainer.tokens = progress["step"], progress["tokens"]
     trainer.ended = progress.get(ENDED)
@@ -54,7 +53,7 @@ def adopt_progress(trainer: "Trainer", progress: Mapping[str, Any]) -> None:
     trainer.parts.restore(progress.get(PARTS, older), trainer.step)
 
 
-def _continue_own(trainer: "Trainer", step: int) -> None:
+def _continue_own(trainer: Training, step: int) -> None:
     restored = trainer.checkpointer.load(step, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
     adopt_progress(trainer, restored.progress)
     if not restored.progress.get(WEIGHTS_ONLY_KEY):
@@ -68,7 +67,7 @@ def _continue_own(trainer: "Trainer", step: int) -> None:
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _continue_parent(trainer: "Trainer") -> None:
+def _continue_parent(trainer: Training) -> None:
     """Begin with the whole state of `checkpoint.continue_from`."""
     experiment, folder = trainer.experiment, trainer.folder
     restored, lineage = load_parent_state(
@@ -96,7 +95,7 @@ def _continue_parent(trainer: "Trainer") -> None:
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _load_initial_weights(trainer: "Trainer") -> None:
+def _load_initial_weights(trainer: Training) -> None:
     """Load `checkpoint.initial`, if given, and initialize the weights that it does not give."""
     experiment, built = trainer.experiment, trainer.state.built
     config = experiment.checkpoint
@@ -117,7 +116,7 @@ def _load_initial_weights(trainer: "Trainer") -> None:
     get_logger().info("weights from %s", folder)
 
 
-def _log_changes(trainer: "Trainer", saved: Any) -> None:
+def _log_changes(trainer: Training, saved: Any) -> None:
     changed = differences(saved, to_dict(trainer.experiment))
     if changed:
         get_logger().info("changed since that checkpoint; the new values apply:%s", "".join(changed))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,6 @@ from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 from titan_exp.trainer.experts.global_counts import ExpertLoad
 from titan_exp.trainer.forward_backward import EagerModel, Model
 from titan_exp.trainer.objective.build import build_objective
-from titan_exp.trainer.part import Parts
-from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
 
@@ -55,8 +53,6 @@ class TrainState:
     """Recomputes what a recipe keeps of the weights."""
     average: WeightAverage | None = None
     """Average of the weights."""
-    parts: Parts = field(default_factory=Parts)
-    """Parts of training; from `assemble` those that change weights, in the trainer all."""
 
     def refresh(self) -> None:
         """Recompute what is kept of the weights in other dtypes: after every change of the parameters."""
@@ -115,8 +111,7 @@ def assemble(
     state = TrainState(mesh, built, model, optimizer, clipper, quantize_weights, average)
     if average is not None:
         average.after_move = state.moved
-    with fake_mode or nullcontext():
-        return replace(state, parts=Parts(acting_parts(experiment, state)))
+    return state
 
 
 def build_train_loader(experiment: Experiment, layout: ResolvedLayout, state: TrainState) -> TrainLoader:

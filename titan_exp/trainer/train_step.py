@@ -1,7 +1,6 @@
 """One optimizer step: the recipe of the algorithm, with all that happens to weights, in order."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,26 +16,13 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.objective.base import Objective, token_counts
-from titan_exp.trainer.part import Update
+from titan_exp.trainer.part import Parts, Update
+from titan_exp.trainer.row import StepResult
 from titan_exp.trainer.train_state import TrainState
 
 
 class StepRefused(Exception):
     """The groups of a run repeat the step: one has died, or a collective between them has failed."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of a step, still on the device: reading a tensor synchronizes."""
-
-    metrics: Mapping[str, Tensor]
-    """This rank's share of the mean `loss` and of the objective's metrics, before reduction over ranks."""
-    grad_norm: Tensor
-    """Global gradient norm before clipping."""
-    tokens: int
-    """Predicted tokens of the global batch."""
-    clipping: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics of clipping, the same on every rank."""
 
 
 class ReducesGradients(Protocol):
@@ -52,6 +38,7 @@ class ReducesGradients(Protocol):
 
 def train_step(
     state: TrainState,
+    parts: Parts,
     batches: Sequence[MicroBatch],
     *,
     step: int,
@@ -61,8 +48,8 @@ def train_step(
 ) -> StepResult:
     """Train on one global batch, of which `batches` are this rank's CPU micro-batches.
 
-    `tokens` are its predicted tokens, then those of each further prediction. If `commit` raises, weights and optimizer
-    are as before the step.
+    `tokens` are its predicted tokens, then those of each further prediction; `parts` act before and after the update.
+    If `commit` raises, weights and optimizer are as before the step.
     """
     model, optimizer = state.model, state.optimizer
     if isinstance(optimizer, HasGradientPoint):
@@ -83,15 +70,15 @@ def train_step(
 
     set_lr(optimizer, lr)
     update = Update(step, state, grad_norm, lr)
-    state.parts.on_gradients(update)
+    parts.on_gradients(update)
     observer.update_begin(optimizer)
     optimizer.step()
-    state.parts.on_update(update, acting=True)
+    parts.on_update(update, acting=True)
     observer.update_end(optimizer)
     if not updates_compute_weights:
         model.weights.refresh()
     state.quantize_weights()
-    state.parts.on_update(update, acting=False)
+    parts.on_update(update, acting=False)
     optimizer.zero_grad()
     return StepResult(metrics, grad_norm, tokens[0], clipping)
 

@@ -25,6 +25,7 @@ from titan_exp.trainer.profiling.memory_snapshot import record_live_allocations
 from titan_exp.trainer.restore import ENDED, PARTS, restore_state
 from titan_exp.trainer.train_state import assemble, build_train_loader
 from titan_exp.trainer.train_step import StepRefused, train_step
+from titan_exp.trainer.training import Training
 
 
 class Trainer:
@@ -40,15 +41,14 @@ class Trainer:
         experiment: Experiment,
         folder: RunFolder,
         device: torch.device,
-        commit: "Callable[[Trainer], Commit]" = Commit,
+        commit: Callable[[Training], Commit] = Commit,
     ) -> None:
         self.experiment, self.folder, self.layout = experiment, folder, ResolvedLayout.of(experiment)
         set_deterministic(experiment.training.deterministic)
         record_live_allocations(experiment.profiling, device)
-        state = assemble(experiment, self.layout, device)
+        self.state = state = assemble(experiment, self.layout, device)
         self.mesh, self.model, self.optimizer = state.mesh, state.model, state.optimizer
         self.parts = Parts(all_parts(experiment, folder, state, self.layout), ranks=self.mesh.cpu_group)
-        self.state = replace(state, parts=self.parts)
         self.schedule = LRSchedule(
             experiment.lr_schedule, peak=experiment.optimizer.lr, steps=experiment.training.steps
         )
@@ -74,7 +74,7 @@ class Trainer:
         """
         with ExitStack() as stack:
             stack.callback(self.parts.close)
-            restore_state(self)
+            restore_state(self, self.commit)
             self.state.refresh()
             self.report = Report(
                 self.experiment, self.folder, self.state, first_step=self.step, writes=self.commit.leads
@@ -132,8 +132,9 @@ class Trainer:
         batches, tokens = self.commit.divide(step, batches, flags)
         try:
             with times.computing():
+                lr = self.schedule(step)
                 result = train_step(
-                    self.state, batches, step=step, tokens=tokens, lr=self.schedule(step), commit=self.commit
+                    self.state, self.parts, batches, step=step, tokens=tokens, lr=lr, commit=self.commit
                 )
         except StepRefused:
             self.optimizer.zero_grad()
@@ -160,7 +161,8 @@ class Trainer:
         self.parts.after(Phase.DECIDE, done, self._pause)
         self.ended = self.ended or done.stop_reason
         flags |= Flags(save=done.wants_checkpoint)
-        self.report.write(done.rows, self.parts)
+        if done.rows:
+            self.report.write(done.rows, self.parts.take_numbers())
         self.parts.after(Phase.SAVE, done, self._pause)
         self.checkpointer.poll()
         if flags.save or flags.stop or self.is_over:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.part import Part, Run, Step
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.train_state import TrainState
+from titan_exp.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Evaluation(Part):
     name = "evaluation"
     isolated = False  # it draws nothing, and sets its modes itself
 
-    def __init__(self, state: "TrainState", loader: ValidationLoader, every: int) -> None:
+    def __init__(self, state: TrainState, loader: ValidationLoader, every: int) -> None:
         self._state, self._loader, self._every = state, loader, every
 
     def begin(self, run: Run) -> None:

@@ -6,7 +6,7 @@ The trainer's own `assemble` and `train_step` run on torch's `fake` process grou
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,8 @@ from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.symmetric_messages import assumes_symmetric_memory
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
+from titan_exp.trainer.part import Parts
+from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
 from titan_exp.trainer.updates import OuterSteps
@@ -53,11 +55,13 @@ class FakeRank:
     """Micro-batches of a step."""
     recorder: FakeRecorder | None = None
     """Recorder of the model's passes, for captured ones."""
+    parts: Parts = field(default_factory=Parts)
+    """Parts that follow the optimizer's update."""
 
     @property
     def outer(self) -> OuterOptimizer | None:
         """Outer optimizer of semi-synchronous training."""
-        return next((part.outer for part in self.state.parts if isinstance(part, OuterSteps)), None)
+        return next((part.outer for part in self.parts if isinstance(part, OuterSteps)), None)
 
     @property
     def outer_step(self) -> OuterStep | None:
@@ -115,6 +119,7 @@ class FakeRank:
     def _step(self, batches: Sequence[MicroBatch], model: Any = None) -> None:
         train_step(
             self.state if model is None else replace(self.state, model=model),
+            self.parts,
             batches,
             # As in the costliest steps: those of a tail's average.
             step=max(1, self.experiment.training.steps),
@@ -158,7 +163,8 @@ def fake_rank(experiment: Experiment, rank: int) -> Iterator[FakeRank]:
             recorder = FakeRecorder()
             state = assemble(experiment, layout, device, fake_mode=mode, recorder=recorder)
             with mode:
-                yield FakeRank(experiment, state, fake_batches(experiment, copied=not beside_host), recorder)
+                parts = Parts(acting_parts(experiment, state))
+                yield FakeRank(experiment, state, fake_batches(experiment, copied=not beside_host), recorder, parts)
     finally:
         dist.destroy_process_group()
         # Cached shardings refer to this rank's process groups.

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,7 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.profiling.memory_breakdown import MemoryBreakdown, memory_breakdown
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.train_state import TrainState
+from titan_exp.trainer.train_state import TrainState
 
 MAX_EVENTS = 500_000
 """Allocation events that a snapshot keeps; torch's viewer is slow with more."""
@@ -32,7 +29,7 @@ class MemorySnapshot(Part):
     name = "memory_snapshot"
     isolated = False  # it runs nothing of a model's
 
-    def __init__(self, step: int, folder: Path, state: "TrainState") -> None:
+    def __init__(self, step: int, folder: Path, state: TrainState) -> None:
         self._step, self._folder, self._rank, self._state = step, folder, dist.get_rank(), state
         self._device = state.mesh.device
 

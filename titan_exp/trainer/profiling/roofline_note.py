@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from titan_exp.optim.grad_clip import ScalesGradients
 from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Part, Phase, Run, Step
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.metrics import Report
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class RooflineNote(Part):
         _note(self._run.experiment.training, self._run.report, self._run.state.optimizer)
 
 
-def _note(training: TrainingConfig, report: "Report", optimizer: torch.optim.Optimizer) -> None:
+def _note(training: TrainingConfig, report: Report, optimizer: torch.optim.Optimizer) -> None:
     spent = report.throughput.spent
     if not report.leader or not (spent.tokens and spent.training):
         return

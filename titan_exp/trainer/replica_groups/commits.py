@@ -1,7 +1,7 @@
 """Commits of replica groups: every step together, or training alone between synchronizations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.experts.load_metrics import counts_of, load_numbers
 from titan_exp.trainer.objective.base import Reduction, token_counts
-from titan_exp.trainer.part import Numbers, Row
 from titan_exp.trainer.replica_groups.replica_groups import build_replica_groups, known_step
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.restore import adopt_progress
-from titan_exp.trainer.train_step import StepRefused, StepResult
+from titan_exp.trainer.row import Numbers, Row, StepResult
+from titan_exp.trainer.train_step import StepRefused
+from titan_exp.trainer.training import Training
 from titan_exp.trainer.updates import OuterSteps
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.trainer import Trainer
 
 STOP, SAVE = "stop requested", "checkpoint asked for"
 
@@ -36,7 +34,7 @@ class GroupCommit(Commit):
 
     sums = True
 
-    def __init__(self, trainer: "Trainer", *, by_number: bool = False) -> None:
+    def __init__(self, trainer: Training, *, by_number: bool = False) -> None:
         super().__init__(trainer)
         cluster = trainer.experiment.cluster
         self._groups = build_replica_groups(cluster, trainer.mesh, trainer.folder, by_number=by_number)
@@ -161,7 +159,7 @@ class SemiSyncCommit(GroupCommit):
 
     sums = False
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Training) -> None:
         super().__init__(trainer, by_number=True)
         self._config = trainer.experiment.semi_sync
         self._outer: OuterOptimizer = next(part.outer for part in trainer.parts if isinstance(part, OuterSteps))
@@ -295,7 +293,7 @@ class SemiSyncCommit(GroupCommit):
         self._outer.after_move()
 
 
-def commit_of(experiment: Experiment) -> "Callable[[Trainer], Commit]":
+def commit_of(experiment: Experiment) -> Callable[[Training], Commit]:
     """Commit of a run."""
     if experiment.semi_sync.enabled:
         return SemiSyncCommit

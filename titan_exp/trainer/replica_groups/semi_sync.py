@@ -26,9 +26,9 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts.load_metrics import LOAD, is_of_experts
 from titan_exp.trainer.objective.base import Reduction
-from titan_exp.trainer.part import Row
 from titan_exp.trainer.replica_groups.fragment_in_flight import FragmentInFlight
 from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
+from titan_exp.trainer.row import Row
 
 T = TypeVar("T")
 

@@ -29,4 +29,6 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.opti
 
     from titan_exp.optim.parameter_groups import parameter_groups
 
-    return torch.optim.Adamax(parameter_groups(parameters, config), lr=config.lr, betas=config.betas, eps=config.eps)
+    first, second = config.betas
+    groups = parameter_groups(parameters, config)
+    return torch.optim.Adamax(groups, lr=config.lr, betas=(first, second), eps=config.eps)

@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PRESETS = REPOSITORY / "conf" / "model"
 ROOMS = (
     *("tests/models", "tests/parity", "tests/checkpoint", "tests/inference", "tests/plan"),
+    "tests/extensions",
     "tests/config/test_models.py",
 )
 """Places of tests with these markers."""
@@ -95,7 +96,7 @@ def _architectures(file: Path) -> list[str]:
 def published_presets() -> list[str]:
     """Presets of published models."""
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    return [name for name in names if not name.endswith(("_debug", "_laptop")) and name != "huggingface"]
+    return [name for name in names if not name.endswith(("_debug", "_laptop"))]
 
 
 def proves(words: str, *columns: str) -> pytest.MarkDecorator:
@@ -191,7 +192,7 @@ def held_to_what_ran(item: pytest.Item) -> Iterator[None]:
     noted.clear()
     with ExitStack() as stack:
         for family in {family for family, column in declared if column in BUILT}:
-            module = importlib.import_module(f"titan_exp.models.{family}")
+            module = importlib.import_module(builtin_components("model")[family])
             name = "model" if hasattr(module, "model") else "block"
             stack.enter_context(patch.object(module, name, partial(_noted, getattr(module, name), built, family)))
         yield

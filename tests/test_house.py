@@ -30,7 +30,7 @@ FLOORS = (
     {"launch"},
     {"compare"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "extensions"},
 )
 """From the ground up: a room imports rooms of lower floors, and itself; never another room of its own floor."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -90,7 +90,24 @@ def test_the_direction_test_notices_what_it_should(tmp_path: Path, monkeypatch: 
     test_rooms_import_downwards(path)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) in ("config", "rules")], ids=named)
+def test_the_core_names_no_extension_and_extensions_not_each_other():
+    """The core imports none by a text either; descriptions alone hold import paths."""
+    folder = PACKAGE / "extensions"
+    names = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "__pycache__"]
+    named_extension = re.compile(rf"\bextensions\.({'|'.join(names)})\b")
+    found = []
+    for path in FILES:
+        own = path.relative_to(folder).parts[0] if path.is_relative_to(folder) else None
+        others = {*named_extension.findall(path.read_text())} - {own}
+        found += [(named(path), other) for other in sorted(others)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if room_of(path) in ("config", "rules") or path.name == "extension.py"],
+    ids=named,
+)
 def test_the_configuration_knows_no_torch(path: Path):
     heavy = {"torch", "torchao", "wandb", "datasets", "tensorboard", "transformers", "numpy"}
     assert {module.split(".")[0] for module in imported_modules(path)} & heavy == set()

@@ -280,21 +280,6 @@ def test_a_hugging_face_folder_is_compared_by_its_config(tmp_path: Path, keys: d
         assert not accepting or misfits(other, accepting) == []
 
 
-def test_a_class_of_transformers_is_compared_by_what_it_reads(tmp_path: Path):
-    pytest.importorskip("transformers")
-    model = experiment("model=huggingface", "model.repository=docs/examples/olmo_debug").model
-    values: dict[str, Any] = model.config_json  # type: ignore[attr-defined]  # of this family
-
-    def found(**keys: Any) -> list[str]:
-        theirs = replace(model, config_json={**values, **keys})  # type: ignore[call-arg]
-        return [one.field for one in model_misfits(model, GivenWeights("RUN", theirs))]
-
-    assert found(transformers_version="4.1", use_cache=False, eos_token_id=3, initializer_range=0.5) == []
-    assert found(attention_dropout=0.0) == [], "its default"
-    assert found(attention_dropout=0.5) == []
-    assert found(rms_norm_eps=0.5) == ["model.config_json.rms_norm_eps"]
-
-
 def test_a_description_that_cannot_be_read_is_named(tmp_path: Path):
     broken = folder(tmp_path / "broken")
     (broken / "config.json").write_text("[" * 100_000)

@@ -21,7 +21,7 @@ from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.hydra.compose import compose, shipped_options
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import OBJECTIVES
@@ -348,7 +348,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _compose_groups(groups: list[str]) -> DictConfig:
-    options = sorted(path.stem for path in (CONF_DIR / "data").glob("*.yaml"))
+    options = shipped_options("data")
     for override in groups:
         option = override.partition("=")[2]
         if option not in options:

@@ -126,9 +126,9 @@ class ConvertOptions:
     """Read the averaged weights of a run with `weight_average`."""
     file_gb: PositiveFloat = 5.0
     """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
-    model: Literal["auto", "huggingface"] = "auto"
-    """`auto` is the family of the folder's `model_type`. `huggingface` also takes one that only `transformers` has, and
-    keeps its class's own names."""
+    model: str = "auto"
+    """`auto` is the family of the folder's `model_type`. The name of a family that takes any type, such as
+    `huggingface`, also takes one of no other family, and keeps its own names."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 

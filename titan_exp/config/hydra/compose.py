@@ -11,6 +11,7 @@ from hydra import compose as hydra_compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from titan_exp.config.extension import option_folders
 from titan_exp.config.hydra.resolvers import register_resolvers
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -54,6 +55,17 @@ def config_folder() -> Iterator[None]:
             yield
     finally:
         hydra.hydra = before
+
+
+def shipped_folders() -> list[Path]:
+    """Folders of the groups' YAML in Hydra's order: the core's, then those of extensions."""
+    return [CONF_DIR, *option_folders()]
+
+
+def shipped_options(group: str) -> dict[str, Path]:
+    """Files of a group's options by name in order, of the core and of extensions."""
+    found = {path.stem: path for folder in shipped_folders() for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def default_overrides() -> list[str]:

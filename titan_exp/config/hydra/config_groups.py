@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from titan_exp.config.command_line.hydra_args import Arguments
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
+from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, shipped_folders
 
 
 class Groups:
@@ -78,7 +78,8 @@ def groups_for(arguments: Arguments) -> Iterator[Groups]:
     main = Path(arguments.value_of("--config-path", "-cp") or CONF_DIR).absolute()
     name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
     with initialize_config_dir(str(main), **HYDRA_VERSION):
-        paths = [main, *(path for folder in folders if (path := _path(folder)) is not None)]
+        shipped = shipped_folders() if main == CONF_DIR else [main]
+        paths = [*shipped, *(path for folder in folders if (path := _path(folder)) is not None)]
         yield Groups(GlobalHydra.instance().config_loader(), searchpath, name, paths)
 
 

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from titan_exp.config.errors.user_error import UserError, shown
-from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.hydra.compose import compose, shipped_options
 from titan_exp.config.hydra.nondefault import quoted
 from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.config.schema.config_diff import flatten
@@ -29,7 +29,7 @@ def with_values(overrides: Sequence[str], primary: Path) -> list[str]:
 
 def _values(override: str, values: dict[object, object]) -> Iterator[str]:
     group, _, option = override.partition("=")
-    if not isinstance(values.get(group), dict) or not (CONF_DIR / group / f"{option}.yaml").is_file():
+    if not isinstance(values.get(group), dict) or option not in shipped_options(group):
         yield override
         return
     try:

@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.call_signature import Call, call_violations
 from titan_exp.config.schema.import_path import (
@@ -45,6 +46,8 @@ class ComponentKind:
     """Calls of the component's functions; those not in `public` are optional."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Former names of built-in components, used in older runs and checkpoints."""
+    extended_by: str = ""
+    """Field of `Extension` with further modules by name; empty if extensions have none."""
 
 
 KINDS = {
@@ -61,6 +64,7 @@ KINDS = {
             "state_dict_map": Call(("config", "form")),
         },
         aliases={"decoder": "llama"},
+        extended_by="families",
     ),
     "optimizer": ComponentKind(
         "titan_exp.optim",
@@ -80,7 +84,7 @@ KINDS = {
 
 
 def component(group: str, name: str) -> ModuleType:
-    """Import a component: built-in by short name, user-defined by import path.
+    """Import a component: built-in or of an extension by short name, user-defined by import path.
 
     Raises:
         UserError: the name is unknown, the module fails to import, lacks a public name, or a function of it takes
@@ -92,9 +96,9 @@ def component(group: str, name: str) -> ModuleType:
         if name not in builtin_components(group):
             raise UserError(
                 "This configuration cannot be read.",
-                [unknown_name(key, name, builtin_components(group), f"my_package.my_{group}")],
+                [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
             )
-        return importlib.import_module(f"{kind.package}.{name}")
+        return importlib.import_module(builtin_components(group)[name])
     search_current_directory()
     module, attributes, _ = locate(name)
     if attributes or not module:
@@ -139,13 +143,14 @@ def is_frozen(kind: type) -> bool:
 
 
 @cache
-def builtin_components(group: str) -> tuple[str, ...]:
-    """Sorted names of the built-in components, without importing them."""
+def builtin_components(group: str) -> dict[str, str]:
+    """Modules of the built-in components and those of extensions, by name in order, without importing them."""
     kind, spec = KINDS[group], find_spec(KINDS[group].package)
     assert spec is not None, "the package is installed"
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
-    modules = (file for file in files if file.stem != kind.plain)
-    return tuple(file.stem for file in modules if names_bound_by(file) >= {*kind.public})
+    names = [file.stem for file in files if file.stem != kind.plain and names_bound_by(file) >= {*kind.public}]
+    modules = {name: f"{kind.package}.{name}" for name in names}
+    return dict(sorted((modules | (provided(kind.extended_by) if kind.extended_by else {})).items()))
 
 
 def config_class(group: str, values: object) -> Any:
@@ -162,7 +167,7 @@ def config_class(group: str, values: object) -> Any:
         case None:
             return base
         case bool() | Mapping() | list() as name:
-            remedy = f"one name, as {group}.{key}={builtin_components(group)[0]}"
+            remedy = f"one name, as {group}.{key}={next(iter(builtin_components(group)))}"
             raise UserError(
                 "This configuration cannot be read.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
             )

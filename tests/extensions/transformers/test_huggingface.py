@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.hf_folders import write_config
+from tests.extensions.transformers.hf_folders import write_config
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint, open_huggingface
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.hydra.repository_config import UNLIMITED
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.extensions.transformers import huggingface
+from titan_exp.extensions.transformers.huggingface import token_mixing
+from titan_exp.extensions.transformers.repository import UNLIMITED, class_config
 from titan_exp.inference.generation import DecodeSession
-from titan_exp.models import huggingface
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.models.hf_class.load_class import class_config
-from titan_exp.models.huggingface import token_mixing
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.rules import check

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_expert_weights import count_read_bytes
-from tests.models.hf_folders import CLASSES, SIZES, write_config
+from tests.extensions.transformers.hf_folders import CLASSES, SIZES, write_config
 from tests.parity.runs import EVALUATE, LINES, Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
 from tests.ranks import PRELOAD

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from titan_exp.models.hf_class.anatomy import Anatomy, take_apart
+from titan_exp.extensions.transformers.anatomy import Anatomy, take_apart
 
 if TYPE_CHECKING:
-    from titan_exp.models.huggingface import Config
+    from titan_exp.extensions.transformers.huggingface import Config
 
 PASSING = "titan_exp_passing"
 """Name of the attention implementation in which no token sees another."""

@@ -1,17 +1,22 @@
-"""Parts of a class of transformers: embedding, list of blocks, head, and all else around the blocks."""
+"""Parts of a class of transformers: embedding, list of blocks, head, all else around the blocks, and initial weights.
+
+The class initializes its parameters on the meta device, where nothing is drawn, and the last operator on each is noted.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.models.hf_class.attention import RECORDER, AttentionCalls, recording_attention
-from titan_exp.models.hf_class.load_class import build_class
+from titan_exp.extensions.transformers.attention import RECORDER, AttentionCalls, recording_attention
+from titan_exp.extensions.transformers.repository import build_class
+from titan_exp.models.blocks.initialization import InitSpec
 
 if TYPE_CHECKING:
-    from titan_exp.models.huggingface import Config
+    from titan_exp.extensions.transformers.huggingface import Config
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of `config.json` with a number of experts."""
@@ -121,6 +126,16 @@ def unsupported(reason: str) -> UserError:
     return UserError("This run cannot be started.", [Violation("model.repository", "", reason, remedy)])
 
 
+def recorded_init(model: Any) -> dict[nn.Parameter, InitSpec]:
+    """Initial distribution of each parameter of a meta model; those drawn from another one are left out.
+
+    The embedding's row of a padding token, which classes set to zero, starts like the other rows.
+    """
+    with _InitRecorder(model) as recorder, torch.no_grad():
+        model.initialize_weights()
+    return {parameter: init for parameter, init in recorder.found.items() if init is not None}
+
+
 def _built(config: "Config", attention: str) -> Any:
     try:
         return build_class(config, attention)
@@ -152,5 +167,39 @@ def _outermost(module: nn.Module, taken: set[nn.Module], prefix: str = "") -> li
     return found
 
 
-def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return _storage(one) == _storage(other)
+
+
+class _InitRecorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = {_storage(parameter): parameter for parameter in model.parameters()}
+        self.found: dict[nn.Parameter, InitSpec | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args and isinstance(args[0], Tensor) and func._schema.is_mutable else None
+        parameter = None if target is None else self._parameters.get(_storage(target))
+        if parameter is not None and target is not None:
+            if target.numel() == parameter.numel():
+                self.found[parameter] = _init_of(func, args[1:], kwargs)
+            elif func._schema.name != "aten::zero_":
+                self.found[parameter] = None
+        return func(*args, **kwargs)
+
+
+def _init_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InitSpec | None:
+    match func._schema.name:
+        case "aten::zero_":
+            return InitSpec("zeros")
+        case "aten::fill_" if args[0] in (0, 1):
+            return InitSpec("ones" if args[0] else "zeros")
+        case "aten::normal_":
+            mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], kwargs.get("std", 1.0))
+            return InitSpec("normal", float(std)) if mean == 0 else None
+    return None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

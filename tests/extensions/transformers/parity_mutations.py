@@ -1,6 +1,6 @@
 """Mutations of classes of transformers in parallel, each of which the parity tests must notice.
 
-python -m pytest tests/parity/huggingface_mutations.py
+python -m pytest tests/extensions/transformers/parity_mutations.py
 """
 
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.models.hf_folders import CLASSES, write_config
+from tests.extensions.transformers.hf_folders import CLASSES, write_config
 from tests.parity.runs import assert_noticed, remembered
 from tests.patching import patch
 
-TENSOR, CLASS = "titan_exp.parallel.tensor_parallel", "titan_exp.models.hf_class"
+TENSOR, CLASS = "titan_exp.parallel.tensor_parallel", "titan_exp.extensions.transformers"
 
 
 def gathered_outputs_take_the_first_ranks_gradient() -> None:

@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from titan_exp.extensions.transformers.anatomy import Anatomy, recorded_calls, recorded_init, recorder_of, take_apart
+from titan_exp.extensions.transformers.attention import KERNELS, give_kernels
+from titan_exp.extensions.transformers.describe import styles_of_block
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss
-from titan_exp.models.hf_class.anatomy import Anatomy, recorded_calls, recorder_of, take_apart
-from titan_exp.models.hf_class.attention import KERNELS, give_kernels
-from titan_exp.models.hf_class.describe import styles_of_block
-from titan_exp.models.hf_class.initial_weights import recorded_init
 from titan_exp.models.spec.model_spec import AttentionSpec, ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, GatherInput, HeadParallel, TPStyle
@@ -24,7 +23,7 @@ from titan_exp.ops.attention.sdpa import AttentionBackend
 from titan_exp.ops.loss.cross_entropy import LossSum
 
 if TYPE_CHECKING:
-    from titan_exp.models.huggingface import Config
+    from titan_exp.extensions.transformers.huggingface import Config
 
 
 class ClassDecoder(nn.Module):

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import NO_CHANGE, Change, ModelConfig
-from titan_exp.config.hydra.repository_config import CONFIG_KEYS, config_size
+from titan_exp.config.groups.types import BLOCKS
+from titan_exp.config.paths.foreign_json import count
+from titan_exp.extensions.transformers.repository import CONFIG_KEYS, config_size
 from titan_exp.models.convert.hf_config import ANY_TYPE, HuggingFace
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -18,14 +20,14 @@ from titan_exp.models.spec.model_spec import ModelSpec
 if TYPE_CHECKING:
     from torch import nn
 
-    from titan_exp.models.hf_class.decoder import ClassDecoder
+    from titan_exp.extensions.transformers.decoder import ClassDecoder
     from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
 def _class_values(config: "Config") -> Mapping[str, Any]:
     """Values that the class reads, with its defaults, without sizes that are fields here and what every class of
     transformers has."""
-    from titan_exp.models.hf_class.load_class import class_config, require_transformers
+    from titan_exp.extensions.transformers.repository import class_config, require_transformers
 
     require_transformers()
     from transformers import PretrainedConfig
@@ -60,10 +62,10 @@ class Config(ModelConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec of the class, read off a model on the meta device."""
-    from titan_exp.models.hf_class.load_class import require_transformers
+    from titan_exp.extensions.transformers.repository import require_transformers
 
     require_transformers()
-    from titan_exp.models.hf_class.describe import describe
+    from titan_exp.extensions.transformers.describe import describe
 
     return describe(config)
 
@@ -71,21 +73,21 @@ def spec(config: Config) -> ModelSpec:
 @lru_cache(maxsize=256)
 def token_mixing(config: Config) -> str | None:
     """Sentence about a module of the class that mixes tokens outside attention, found by a probe."""
-    from titan_exp.models.hf_class.load_class import require_transformers
+    from titan_exp.extensions.transformers.repository import require_transformers
 
     require_transformers()
-    from titan_exp.models.hf_class.token_mixers import token_mixing
+    from titan_exp.extensions.transformers.token_mixers import token_mixing
 
     return token_mixing(config)
 
 
 def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "ClassDecoder":
     """The class as a decoder; its tables of positions are those of `config.json`, whatever `seq_len`."""
-    from titan_exp.models.hf_class.load_class import require_transformers
+    from titan_exp.extensions.transformers.repository import require_transformers
     from titan_exp.models.spec.lookup import model_spec
 
     require_transformers()
-    from titan_exp.models.hf_class.decoder import ClassDecoder
+    from titan_exp.extensions.transformers.decoder import ClassDecoder
 
     described = model_spec(config)
     assert described is not None, "a class has a spec"
@@ -121,16 +123,18 @@ def state_dict_map(config: Config, form: str) -> StateDictMap:
 
 
 def _to_config_json(config: Config) -> dict[str, Any]:
-    from titan_exp.models.hf_class.load_class import class_config, class_name
+    from titan_exp.extensions.transformers.repository import class_config, class_name
 
     made = class_config(config)
     return {**made.to_dict(), "architectures": [class_name(made)]}
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    from titan_exp.models.hf_class.load_class import class_config, supported_type
+    from titan_exp.extensions.transformers.repository import class_config, supported_type
 
     supported_type(values)
+    for key in CONFIG_KEYS["layers"]:  # lists of this length are made of them
+        count(values.get(key) or 0, f"config.json: {key}", BLOCKS)
     try:
         sizes = {size: config_size(values, size) for size in CONFIG_KEYS}
     except ValueError as error:
@@ -154,5 +158,6 @@ huggingface = HuggingFace(
     fixed={},
     to_config=_to_config_json,
     from_config=_from_config_json,
+    offer="transformers has its class: model=huggingface model.repository=FOLDER trains it.",
 )
 """`config.json` of any class; families of our own are asked first."""

@@ -98,7 +98,7 @@ slurm:
 
 ## Rewrite the golden texts of the shipped configurations.
 golden: $(TESTS)
-	$(BIN)/python -m pytest tests/config tests/test_models_page.py --update-golden
+	$(BIN)/python -m pytest tests/config tests/extensions/test_descriptions.py tests/test_models_page.py --update-golden
 
 $(STAMP): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

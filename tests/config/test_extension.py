@@ -3,34 +3,18 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from titan_exp.config import extension as registry
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import FOLDER, PROVIDED, extensions, lacking, load, provided_words
+from titan_exp.config.extension import PROVIDED, extensions, lacking
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.schema.component import builtin_components, component
+from titan_exp.config.schema.component import _require_interface, builtin_components, component
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.typed_config import to_experiment
-
-OWN = [found for found in extensions().values() if found.folder.is_relative_to(FOLDER)]
-FIELDS = ("families", "resolvers", "verbs", "observations", "reports")
-
-
-def test_the_table_of_provided_words_is_current(golden: Callable[[Path, str], None]):
-    words = {found.name: list(provided_words(found)) for found in OWN}
-    golden(PROVIDED, f"{json.dumps(words, indent=2)}\n")
-
-
-@pytest.mark.parametrize("name", [found.name for found in OWN])
-def test_import_paths_of_a_description_exist(name: str):
-    found = extensions()[name]
-    assert (found.name, found.summary[-1]) == (found.folder.name, ".")
-    for field in FIELDS:
-        for path in getattr(found, field).values():
-            load(path)
 
 
 def test_descriptions_and_composing_import_no_torch():
@@ -75,7 +59,7 @@ def test_what_a_missing_extension_provides_is_refused_with_its_name():
 PACKAGE = """
 from titan_exp.config.extension import Extension
 
-EXTENSION = Extension(name="{name}", summary="Of a test.", families={{"{family}": "titan_exp.models.llama"}})
+EXTENSION = Extension(name="{name}", summary="Of a test.", families={{"{family}": "{name}.family"}})
 """
 
 
@@ -84,6 +68,7 @@ def _installed(folder: Path, name: str, family: str, monkeypatch: pytest.MonkeyP
     (folder / name / "conf" / "model").mkdir(parents=True)
     (folder / name / "__init__.py").touch()
     (folder / name / "extension.py").write_text(PACKAGE.format(name=name, family=family))
+    (folder / name / "family.py").write_text("from titan_exp.models.llama import Config, block, spec\n")
     (folder / name / "conf" / "model" / f"{name}_small.yaml").write_text("defaults: [llama_debug, _self_]\nlayers: 1\n")
     described = folder / f"{name}-1.dist-info"
     described.mkdir()
@@ -97,8 +82,16 @@ def test_a_users_package_is_an_extension(tmp_path: Path, monkeypatch: pytest.Mon
     _installed(tmp_path, "an_extension_of_a_user", "their_llama", monkeypatch)
     assert extensions()["an_extension_of_a_user"].folder == tmp_path / "an_extension_of_a_user"
     words = ["model=an_extension_of_a_user_small", "model.architecture=their_llama"]
-    model = to_experiment(compose(words)).model
-    assert (model.architecture, model.layers) == ("their_llama", 1)
+    found = to_experiment(compose(words))
+    assert (found.model.architecture, found.model.layers) == ("their_llama", 1)
+    # Their code is recorded, copied and checked before the launch, as that of an import path.
+    assert import_paths(found) == {"model.architecture": "an_extension_of_a_user.family"}
+    assert component("model", "their_llama").__name__ == "an_extension_of_a_user.family"
+    (tmp_path / "an_extension_of_a_user" / "family.py").write_text("from titan_exp.models.llama import Config, spec\n")
+    sys.modules.pop("an_extension_of_a_user.family")
+    _require_interface.cache_clear()
+    with pytest.raises(UserError, match="defines no block"):
+        component("model", "their_llama")
 
 
 def test_two_extensions_that_provide_the_same_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

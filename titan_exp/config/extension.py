@@ -18,7 +18,6 @@ from typing import Any
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.errors.user_traceback import package_prefix, user_traceback
 
 FOLDER = Path(__file__).resolve().parents[1] / "extensions"
 """Folder of the extensions of this repository."""
@@ -80,6 +79,8 @@ def _described(module: str) -> Extension:
         imported = importlib.import_module(module)
         return replace(imported.EXTENSION, folder=Path(str(imported.__file__)).parent)
     except Exception as error:
+        from titan_exp.config.errors.user_traceback import package_prefix, user_traceback
+
         frames = user_traceback(error, [package_prefix(module)])
         at = f"\n{frames}" if frames else f" with {type(error).__name__}: {error}"
         raise UserError(f"The extension {module} cannot be imported{at}") from error

@@ -17,6 +17,7 @@ from titan_exp.config.command_line.verb_options import (
     StatusOptions,
     TokenizeOptions,
 )
+from titan_exp.config.extension import provided
 from titan_exp.config.schema.schema import choices_of, hints
 
 OPTIONS: dict[str, type] = {
@@ -51,6 +52,7 @@ def complete_option(verb: str, word: str) -> list[str]:
     name, equals, _ = word.partition("=")
     if not equals:
         names = [option_name(OPTIONS[verb], field) for field in fields(OPTIONS[verb])]
+        names += [f"--{name}" for name in provided("observations")] if verb == "evaluate" else []
         return [name for name in names if name.startswith(word)]
     annotation = hints(OPTIONS[verb]).get(name)
     values = ["true", "false"] if annotation is bool else choices_of(annotation)

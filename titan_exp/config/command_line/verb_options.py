@@ -190,10 +190,6 @@ class EvaluateOptions:
     """Read the averaged weights of a run with `weight_average`."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
-    experts: bool = False
-    """Also print the classes of tokens (keywords, digits, brackets, ...) that each expert specialises in."""
-    positions: bool = False
-    """Also print the loss by position, which shows how much of a long context the model uses."""
     json: bool = False
     """Print JSON."""
     trust: bool = False

@@ -98,7 +98,9 @@ def component(group: str, name: str) -> ModuleType:
                 "This configuration cannot be read.",
                 [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
             )
-        return importlib.import_module(builtin_components(group)[name])
+        name = builtin_components(group)[name]
+        if name.startswith("titan_exp."):
+            return importlib.import_module(name)
     search_current_directory()
     module, attributes, _ = locate(name)
     if attributes or not module:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_traceback import package_prefix
+from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.import_path import is_dotted
 
@@ -20,8 +21,11 @@ IMPORT_PATH_KEYS = (
 
 
 def import_paths(experiment: Experiment) -> dict[str, str]:
-    """Import paths of a run's components by key; empty if all are built in."""
-    return import_paths_in({group: vars(value) for group, value in vars(experiment).items()})
+    """Import paths of a run's components by key, those of other packages' extensions included; empty if all are of
+    this repository."""
+    family = provided("families").get(experiment.model.architecture, "")
+    found = import_paths_in({group: vars(value) for group, value in vars(experiment).items()})
+    return found if family.startswith("titan_exp.") or not family else {"model.architecture": family, **found}
 
 
 def import_paths_in(values: Mapping[str, Any]) -> dict[str, str]:

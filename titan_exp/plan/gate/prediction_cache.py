@@ -17,7 +17,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import Prediction, from_json
@@ -44,7 +44,7 @@ RELEVANT_GROUPS = (
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """Cache key of a prediction; None with user-defined code."""
-    own = is_dotted(experiment.model.architecture) or is_dotted(experiment.parametrization.name)
+    own = bool({"model.architecture", "parametrization.name"} & {*import_paths(experiment)})
     if own or experiment.optimizer.max_state is None:
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]

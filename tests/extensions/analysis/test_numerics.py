@@ -9,9 +9,8 @@ from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.data.batch import Batch
-from titan_exp.doctor import numerics_command as module
-from titan_exp.doctor.numerics import decibels, report_numerics
-from titan_exp.doctor.numerics_command import doctor_command
+from titan_exp.extensions.analysis import numerics as module
+from titan_exp.extensions.analysis.numerics import decibels, numerics_command, report_numerics
 from titan_exp.models.blocks.linear import Linear
 
 SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]
@@ -20,18 +19,18 @@ SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]
 @pytest.mark.parametrize("words", [[], ["--numbers"], ["--numerics", "a", "b"], ["--numerics", *SMALL]])
 def test_invalid_arguments_are_refused(words: list[str]):
     with pytest.raises(UserError, match="doctor --numerics"):
-        doctor_command(words)
+        numerics_command(words)
 
 
 def test_an_invalid_recipe_is_refused():
     with pytest.raises(UserError, match="multiples of 32"):
-        doctor_command(["--numerics", *SMALL, "quantization=mxfp8", "model.head_dim=20"])
+        numerics_command(["--numerics", *SMALL, "quantization=mxfp8", "model.head_dim=20"])
 
 
 def test_the_table_lists_every_linear(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     words = ["quantization=float8_rowwise", "quantization.filter=[blocks.1.attention.out]", "model.layers=2"]
-    assert doctor_command(["--numerics", *SMALL, *words]) == 0
+    assert numerics_command(["--numerics", *SMALL, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if "blocks." in line]
     assert len(rows) == 8
@@ -70,7 +69,7 @@ def test_decibels():
 def test_linears_of_experts_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     words = ["model.architecture=tests.models.own_experts.Mixture", "model.layers=3", "quantization=nvfp4"]
-    assert doctor_command(["--numerics", *SMALL, *words]) == 0
+    assert numerics_command(["--numerics", *SMALL, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {
         line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:6]] for line in lines if "│ b" in line
@@ -100,7 +99,7 @@ def test_experts_of_every_family_are_measured(
 ):
     """Weights of experts' outputs, which without a recipe go into the down projection, are no part of its error."""
     monkeypatch.setenv("COLUMNS", "120")
-    assert doctor_command(["--numerics", *SMALL[1:], "quantization=mxfp8", *words]) == 0
+    assert numerics_command(["--numerics", *SMALL[1:], "quantization=mxfp8", *words]) == 0
     rows = [[cell.strip() for cell in line.split("│")[1:6]] for line in capsys.readouterr().out.splitlines()]
     experts = [row for row in rows if row and ".feed_forward.experts." in row[0]]
     assert {row[0].partition("feed_forward.")[2] for row in experts} == {"experts.gate_up", "experts.down"}

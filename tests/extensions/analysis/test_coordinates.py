@@ -10,9 +10,14 @@ import torch
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor import coordinates as module
-from titan_exp.doctor.coordinates import measure_coordinates, slope
-from titan_exp.doctor.coordinates_command import _batches, _on_one_device, doctor_command
+from titan_exp.extensions.analysis import coordinates as module
+from titan_exp.extensions.analysis.coordinates import (
+    _batches,
+    _on_one_device,
+    coordinates_command,
+    measure_coordinates,
+    slope,
+)
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.optim.updates.schedule_free_adamw import ScheduleFreeAdamW
 
@@ -23,7 +28,7 @@ TINY = [
 
 
 def verdict(output: Path, *overrides: str) -> int:
-    return doctor_command(["--coordinates", "--output", str(output), *TINY, *overrides])
+    return coordinates_command(["--coordinates", "--output", str(output), *TINY, *overrides])
 
 
 def test_mup_passes_and_the_standard_parametrization_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -99,4 +104,4 @@ def test_slopes():
 )
 def test_invalid_arguments_are_refused(words: list[str]):
     with pytest.raises(UserError):
-        doctor_command(["--coordinates", *words])
+        coordinates_command(["--coordinates", *words])

@@ -17,10 +17,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.data.batch import Batch
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.extensions.analysis.experts import CLASSES, ExpertClasses, TokenClassifier, learned_experts, lines
 from titan_exp.inference.evaluate import Evaluation, evaluate_command
-from titan_exp.inference.expert_classes import ExpertClasses, lines
-from titan_exp.inference.learned_experts import learned_experts
-from titan_exp.inference.token_classes import CLASSES, TokenClassifier
 from titan_exp.models.blocks.router import Router
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig, RouterSpec
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
@@ -152,7 +150,7 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict:
     import dataclasses
 
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.evaluate import Observed, evaluate_source, evaluation_experiment
+    from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment, observations
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
@@ -160,10 +158,10 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict:
     asked = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
         mesh = build_mesh(asked.parallelism, device, experts=True)
-        found = evaluate_source(source, asked, mesh, observed=Observed(experts=True))
+        found = evaluate_source(source, asked, mesh, observed=observations(["experts"]))
     read = Evaluation.from_json(json.loads(json.dumps(dataclasses.asdict(found))))
     assert read == found
-    return {"loss": read.result.loss, "experts": [dataclasses.asdict(layer) for layer in read.layers]}
+    return {"loss": read.result.loss, **read.observed}
 
 
 def test_a_run_ends_with_a_summary(trained: Path):

@@ -1,13 +1,19 @@
 """Loss by position: mean loss of tokens with equally many tokens of context, in octaves."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
+from titan_exp.inference.evaluate import require_whole_sequences
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum
 from titan_exp.ops.loss.vocab_parallel import log_normalizer_and_target
 from titan_exp.parallel.mesh import Mesh
@@ -75,6 +81,39 @@ class LossByPosition(LanguageModeling):
             for index, (loss, count) in enumerate(zip(losses, tokens, strict=True))
             if count
         ]
+
+
+class Positions:
+    """Prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them.
+
+    An observation of `titan-exp evaluate`.
+    """
+
+    def require(self, experiment: Experiment) -> None:
+        """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""
+        if not experiment.model.vocab_size:
+            raise UserError(f"--positions: {experiment.model.name} reads no tokens. Leave the flag out for its loss.")
+        require_whole_sequences(experiment, "--positions", "cp")
+
+    def begin(
+        self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
+    ) -> LossByPosition:
+        """Objective that sums the losses."""
+        self._loss = LossByPosition(objective.chunk_tokens, vocab_shard=objective.vocab_shard)
+        return self._loss
+
+    def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
+        """Batches as they are."""
+        return nullcontext(batches)
+
+    def values(self, mesh: Mesh) -> list[dict[str, Any]]:
+        """Fields of `PositionLoss`, over all data ranks."""
+        return [asdict(octave) for octave in self._loss.octaves(mesh)]
+
+    @staticmethod
+    def lines(values: Sequence[dict[str, Any]], tokens: int) -> Iterator[str]:
+        """Text of the values, a line for each octave."""
+        return lines([PositionLoss(**octave) for octave in values])
 
 
 def positions(batch: Batch) -> Tensor:

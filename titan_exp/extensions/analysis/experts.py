@@ -1,9 +1,13 @@
-"""Specialization of experts: token classes of the tokens that are routed to each, measured on held-out text."""
+"""Specialization of experts: token classes (line breaks, keywords, word starts, digits, brackets, ...) of the tokens
+that are routed to each, measured on held-out text."""
 
+import keyword
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,13 +15,91 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
-from titan_exp.inference.token_classes import CLASSES, TokenClassifier
+from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment, require_whole_sequences
+from titan_exp.models.spec.lookup import has_experts
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.ops.moe.routing import Routing
-from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.experts.global_counts import routers_of
 from titan_exp.trainer.experts.load_metrics import layer_label
+from titan_exp.trainer.load_model import tokenizer_of
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
+
+PATTERNS = {
+    "line breaks": r"[\r\n]+",
+    "indentation": r"(?<=\n)[ \t]+",
+    "spaces": r"\s+",
+    "keywords": rf"(?<!\w)(?:{'|'.join(keyword.kwlist)})(?!\w)",
+    "capital letters": r"[A-Z]+",
+    "word starts": r"(?<![^\W\d_])[^\W\d_]",
+    "letters inside words": r"[^\W\d_]",
+    "digits": r"\d+",
+    "underscores": r"_+",
+    "brackets": r"[()\[\]{}]",
+    "quotes": r"[\"'`]",
+    "operators": r"[-+*/%=<>!&|^~@]",
+    "punctuation": r"[.,:;?#$\\]",
+    "other characters": r"(?s:.)",
+}
+"""Regular expression of each class; the first that matches counts."""
+
+CLASSES = (*PATTERNS, "ends of text")
+"""Names of the classes, in the plural."""
+
+_CODE = re.compile(r"^[ \t]*(?:def|class) \w+.*:[ \t]*$", re.MULTILINE)
+
+
+class TokenClassifier:
+    """Classifies tokens by their text; a token of several characters has the class of its first that is no space.
+
+    Keywords are Python's, and only in rows that have Python's definitions: English has the words too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self._texts: dict[int, str] = {}
+        self._patterns = {code: _compiled(code=code) for code in (False, True)}
+
+    def text(self, token: int) -> str:
+        """Text of one token; empty for the end of text."""
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.decode([token])
+        return self._texts[token]
+
+    def classify(self, tokens: Sequence[int]) -> np.ndarray:
+        """Index in `CLASSES` of each token of a row, int64 [tokens]."""
+        texts = [self.text(token) for token in tokens]
+        row = "".join(texts)
+        classes = self._classify_text(row)
+        lengths = np.array([len(text) for text in texts])
+        # Place of the first character that is no space, or of the last one.
+        lead = np.array([min(len(text) - len(text.lstrip(" ")), len(text) - 1) for text in texts])
+        places = np.cumsum(lengths) - lengths + np.maximum(lead, 0)
+        if not row:
+            return np.full(len(texts), CLASSES.index("ends of text"))
+        found = classes[np.minimum(places, len(row) - 1)]
+        return np.where(lengths == 0, CLASSES.index("ends of text"), found)
+
+    def _classify_text(self, text: str) -> np.ndarray:
+        classes = np.zeros(len(text), dtype=np.int64)
+        for match in self._patterns[_CODE.search(text) is not None].finditer(text):
+            assert match.lastindex is not None, "every pattern is a group"
+            classes[match.start() : match.end()] = match.lastindex - 1
+        return classes
+
+
+def _compiled(*, code: bool) -> re.Pattern[str]:
+    """All patterns as alternatives, a group each; without `code` that of keywords matches nothing."""
+    return re.compile(
+        "|".join(f"({'(?!)' if name == 'keywords' and not code else pattern})" for name, pattern in PATTERNS.items())
+    )
+
 
 MAX_CELLS = 2**24
 """Layers · experts · vocabulary up to which the tokens of each expert are counted one by one."""
@@ -180,6 +262,43 @@ class _Watched:
                 return
 
 
+class Experts:
+    """Prints what each expert specialises in: which classes of tokens are routed to it.
+
+    An observation of `titan-exp evaluate`.
+    """
+
+    def __init__(self, most_tokens: int = 0) -> None:
+        self._most = most_tokens
+        """Tokens after which the evaluation ends, on one device; 0 is all."""
+
+    def require(self, experiment: Experiment) -> None:
+        """Raise UserError if the model has no experts, or a rank would not see all tokens."""
+        if not has_experts(experiment.model):
+            raise UserError(f"--experts: {experiment.model.name} has no experts. Leave the flag out for its loss.")
+        require_whole_sequences(experiment, "--experts", "tp", "cp")
+
+    def begin(
+        self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
+    ) -> LanguageModeling:
+        """Prepare for a model; the objective stays."""
+        self._classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device)
+        return objective
+
+    def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
+        """Batches that are counted while the model runs on them."""
+        return self._classes.observe(batches, self._most)
+
+    def values(self, mesh: Mesh) -> list[dict[str, Any]]:
+        """Fields of `LayerSpecialization`, from the counts of all data ranks."""
+        return [asdict(layer) for layer in self._classes.layers(mesh)]
+
+    @staticmethod
+    def lines(values: Sequence[dict[str, Any]], tokens: int, *, most: int | None = None) -> Iterator[str]:
+        """Text of the values; of at most `most` experts per layer, each with another favourite."""
+        return lines([LayerSpecialization.from_json(layer) for layer in values], tokens, most=most)
+
+
 def lines(layers: Sequence[LayerSpecialization], tokens: int, *, most: int | None = None) -> Iterator[str]:
     """Text of the specialization; of at most `most` experts per layer, each with another favourite."""
     yield f"experts on {tokens:,} tokens of held-out text, the most specialized first:"
@@ -196,3 +315,26 @@ def lines(layers: Sequence[LayerSpecialization], tokens: int, *, most: int | Non
         yield from (f"    {expert}" for expert in shown)
         if layer.unused:
             yield f"    {layer.unused} of the experts had fewer than {FEW_TOKENS} tokens"
+
+
+TOKENS = 2**15
+"""Held-out tokens that are classified, about."""
+
+EXPERTS = 4
+"""Experts per layer that are named."""
+
+
+def learned_experts(run_folder: Path) -> Iterator[str]:
+    """Lines about the most specialized experts of each layer, measured on held-out text on one device."""
+    try:
+        source = open_checkpoint(run_folder)
+        experiment = evaluation_experiment(run_folder, source, [])
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with joined_process_group(device):
+            mesh = build_mesh(experiment.parallelism, device, experts=True)
+            observed = Experts(TOKENS)
+            found = evaluate_source(source, experiment, mesh, observed={"experts": observed})
+    except UserError as error:  # no checkpoint or no held-out text: the run itself is complete
+        yield f"what its experts learned is not measured: {str(error).splitlines()[0]}"
+        return
+    yield from observed.lines(found.observed["experts"], found.result.tokens, most=EXPERTS)

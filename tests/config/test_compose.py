@@ -14,14 +14,14 @@ from omegaconf.errors import InterpolationToMissingValueError
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import option_folders
+from titan_exp.config.extension import extension_folders
 from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.schema.schema import keys
 from titan_exp.rules import violations
 
 GOLDEN = Path(__file__).parent / "golden"
-FOLDERS = {CONF_DIR: GOLDEN}
-FOLDERS |= {path: Path(__file__).parents[1] / "extensions" / path.parent.name / "golden" for path in option_folders()}
+TESTS = Path(__file__).parents[1] / "extensions"
+FOLDERS = {CONF_DIR: GOLDEN} | {path: TESTS / path.parent.name / "golden" for path in extension_folders("conf")}
 """Folder of golden texts by folder of options: those of an extension lie with its tests."""
 FILES = [(folder, path.relative_to(folder)) for folder in FOLDERS for path in sorted(folder.rglob("*.yaml"))]
 FILES = [(folder, file) for folder, file in FILES if file.parts[0] != "local"]

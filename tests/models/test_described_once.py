@@ -52,7 +52,6 @@ def test_a_spec_says_what_is_computed_per_sequence():
         "qwen3_moe_debug model.moe.balance.loss=sequence model.moe.balance.coefficient=0.01": True,
         "deepseek_debug model.moe.balance.coefficient=0": False,
         "deepseek_debug model.moe.balance.coefficient=0 model.mtp.depth=1": True,
-        "flux_debug": True,
     }
     specs = {words: model_spec(experiment(*f"model={words}".split()).model) for words in by_family}
     assert {words: spec and spec.computes_per_sequence for words, spec in specs.items()} == by_family

@@ -2,7 +2,7 @@
 
 The core imports no extension and names none. An extension is a folder of `titan_exp/extensions`, or an installed
 package with an entry point of the group `titan_exp.extensions`. Its module `extension` holds an `EXTENSION` and imports
-no torch; a folder `conf` beside that module adds options to config groups.
+no torch. Folders beside that module add to those of the core: `conf` options of config groups, `sweeps` studies.
 """
 
 import ast
@@ -45,6 +45,8 @@ class Extension:
     verbs: Mapping[str, str] = field(default_factory=dict)
     """Verb by name: a function of the arguments that returns the exit code, and prints the help for `--help`. A name
     `doctor --flag` is the core's verb `doctor` with that flag. The first line of the docstring is the line of help."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Dataclass of a verb's options by verb, imported without torch; the shell completes them."""
     observations: Mapping[str, str] = field(default_factory=dict)
     """Class of an observation by its flag of `titan-exp evaluate`, as `titan_exp.inference.evaluate.Observation`. The
     first line of the docstring is the line of help."""
@@ -109,9 +111,9 @@ def help_line(path: str) -> str:
     return (ast.get_docstring(found) or "").partition("\n")[0]
 
 
-def option_folders() -> list[Path]:
-    """Folders of the options that extensions add to config groups."""
-    folders = (extension.folder / "conf" for extension in extensions().values())
+def extension_folders(name: str) -> list[Path]:
+    """Folders of this name beside descriptions: `conf` has options of config groups, `sweeps` has studies."""
+    folders = (extension.folder / name for extension in extensions().values())
     return [folder for folder in folders if folder.is_dir()]
 
 

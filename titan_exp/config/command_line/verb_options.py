@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
 
-from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Share
-from titan_exp.config.images.image_options import ImageOptions, ImageSource
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 def entity_and_project(path: str) -> bool:
@@ -164,20 +163,6 @@ class TokenizeOptions:
     Training shuffles windows of tokens; what stands beside what within a window is this order's."""
     check: str = ""
     """Folder of a finished store to read and compare with its checksums, instead of making one."""
-
-
-@dataclass(frozen=True)
-class EncodeOptions(ImageOptions, ImageSource):
-    """Options of `titan-exp encode`."""
-
-    out: str = ""
-    """Folder of the store to make, such as stores/glyphs."""
-    dtype: Literal["fp16", "fp32"] = "fp32"
-    """Type of the store's arrays; fp16 takes half the disk."""
-    validation_fraction: Share = 0.05
-    """Share of the images held out for evaluation, chosen by caption."""
-    shard_samples: PositiveInt = 4096
-    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hydra import compose as hydra_compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from titan_exp.config.extension import option_folders
+from titan_exp.config.extension import extension_folders
 from titan_exp.config.hydra.resolvers import register_resolvers
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def config_folder() -> Iterator[None]:
 
 def shipped_folders() -> list[Path]:
     """Folders of the groups' YAML in Hydra's order: the core's, then those of extensions."""
-    return [CONF_DIR, *option_folders()]
+    return [CONF_DIR, *extension_folders("conf")]
 
 
 def shipped_options(group: str) -> dict[str, Path]:

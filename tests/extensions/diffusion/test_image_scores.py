@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.data.made_images import COLOURS, Flags, write_flags
 from tests.data.made_pipeline import word_tokenizer
-from tests.inference.test_generate_images import SIZES, read
+from tests.extensions.diffusion.test_generate_images import SIZES, read
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml

@@ -11,7 +11,7 @@ from tests.data.test_latent_store import SIZES
 from tests.parity.runs import Curve, same_bits, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
-from titan_exp.cli.encode import run
+from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.inference.generate import generate_command
 

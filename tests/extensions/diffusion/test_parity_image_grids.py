@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_parity import broken
 from tests.parity.runs import train
-from tests.parity.test_flux import broken
 from tests.patching import patch
 
 LAYOUTS = [

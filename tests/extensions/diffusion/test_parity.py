@@ -106,7 +106,7 @@ def weights_begin_with_noise() -> None:
 
         return drawn
 
-    patch("titan_exp.models.spec.diffusion._linear", make)
+    patch("titan_exp.extensions.diffusion.spec._linear", make)
 
 
 def broken(mutate: Callable[[], None] | None) -> None:
@@ -274,7 +274,7 @@ def the_conditioning_has_no_gradient_from_later_stages() -> None:
 
         return forward
 
-    patch("titan_exp.models.diffusion_transformer.DiffusionTransformer.forward", make)
+    patch("titan_exp.extensions.diffusion.transformer.DiffusionTransformer.forward", make)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.extensions.diffusion.test_parity import SEQ, SIZES, write
 from tests.parity.runs import Curve, train
-from tests.parity.test_flux import SEQ, SIZES, write
 from tests.patching import patch
 
 FULL_RANK = "optimizer=dion optimizer.rank_fraction=1 training.steps=8"

@@ -1,12 +1,14 @@
-"""Encode captioned images into a latent store, for training a diffusion model."""
+"""The verb `encode`, which imports torch when it runs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
-from titan_exp.config.command_line.verb_options import EncodeOptions
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.types import PositiveInt, Share
+from titan_exp.config.images.image_options import ImageOptions, ImageSource
 
 if TYPE_CHECKING:
     from titan_exp.config.images.latent_format import LatentFormat
@@ -21,8 +23,25 @@ titan-exp encode images=KIND out=STORE [paths=...] [size=...]
                titan-exp encode images=webdataset paths='shards/*.tar' out=stores/web latents=flux/vae texts=flux"""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code."""
+@dataclass(frozen=True)
+class EncodeOptions(ImageOptions, ImageSource):
+    """Options of `titan-exp encode`."""
+
+    out: str = ""
+    """Folder of the store to make, such as stores/glyphs."""
+    dtype: Literal["fp16", "fp32"] = "fp32"
+    """Type of the store's arrays; fp16 takes half the disk."""
+    validation_fraction: Share = 0.05
+    """Share of the images held out for evaluation, chosen by caption."""
+    shard_samples: PositiveInt = 4096
+    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
+
+
+def encode(argv: Sequence[str]) -> int:
+    """Encode captioned images into a latent store, for training a diffusion model.
+
+    Returns the exit code.
+    """
     if set(argv) & set(HELP):
         print(options_help(USAGE, EncodeOptions), end="")
         return 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.flux_shapes import needs_diffusers
+from tests.extensions.diffusion.flux_shapes import needs_diffusers
 from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.data.latent_store.hashed_words import HashedWords
 from titan_exp.trainer.sampling import euler as module

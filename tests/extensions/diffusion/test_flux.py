@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.config.composing import experiment
-from tests.models.flux_shapes import (
+from tests.extensions.diffusion.flux_shapes import (
     COLUMNS,
     ROWS,
     TEXT_TOKENS,
@@ -34,13 +34,13 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.cli.convert import run
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.extensions.diffusion import state_dict as diffusion_state_dict
+from titan_exp.extensions.diffusion.flux import Config
 from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.inference.generate import generate_command
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.models.convert import diffusion_state_dict
 from titan_exp.models.convert.fused_rows import half_split_rows
 from titan_exp.models.convert.model_json import to_json
-from titan_exp.models.flux import Config
 from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.ops.attention.mask_pattern import CAUSAL
 from titan_exp.ops.attention.sdpa import CausalAttention
@@ -81,16 +81,16 @@ def test_output_and_gradients_are_those_of_diffusers(guidance: bool):
 
 
 def the_last_modulation_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.models.flux.STATE_DICTS", {"diffusers": _names(swaps_output=False)})
+    monkeypatch.setattr("titan_exp.extensions.diffusion.flux.STATE_DICTS", {"diffusers": _names(swaps_output=False)})
 
 
 def the_last_modulation_begins_with_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.blocks.diffusion import modulation as plain
+    from titan_exp.extensions.diffusion.transformer import modulation as plain
 
     def swapped(*arguments: Any) -> tuple[Tensor, ...]:
         return plain(*arguments)[::-1]
 
-    monkeypatch.setattr("titan_exp.models.diffusion_transformer.modulation", swapped)
+    monkeypatch.setattr("titan_exp.extensions.diffusion.transformer.modulation", swapped)
 
 
 def rows_and_columns_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +105,9 @@ def the_axes_are_in_another_order(_: pytest.MonkeyPatch) -> Config:
 
 
 def guidance_is_not_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.diffusion_transformer import sinusoid as plain
+    from titan_exp.extensions.diffusion.transformer import sinusoid as plain
 
-    monkeypatch.setattr("titan_exp.models.diffusion_transformer.sinusoid", lambda x: plain(x) * (x.max() < 900))
+    monkeypatch.setattr("titan_exp.extensions.diffusion.transformer.sinusoid", lambda x: plain(x) * (x.max() < 900))
 
 
 def attention_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def the_norm_of_heads_has_the_eps_of_bf16(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def sines_come_before_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.diffusion_transformer import sinusoid as plain
+    from titan_exp.extensions.diffusion.transformer import sinusoid as plain
 
-    monkeypatch.setattr("titan_exp.models.diffusion_transformer.sinusoid", lambda x: plain(x).roll(128, dims=-1))
+    monkeypatch.setattr("titan_exp.extensions.diffusion.transformer.sinusoid", lambda x: plain(x).roll(128, dims=-1))
 
 
 def norms_of_heads_keep_the_order_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +150,13 @@ def the_feed_forward_comes_behind_all_heads(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def gates_and_shifts_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.blocks.diffusion import modulation as plain
+    from titan_exp.extensions.diffusion.transformer import modulation as plain
 
     def changed(*arguments: Any) -> tuple[Tensor, ...]:
         shift, scale, *rest = plain(*arguments)
         return (rest[0], scale, shift, *rest[1:]) if rest else (shift, scale)
 
-    monkeypatch.setattr("titan_exp.models.blocks.diffusion.modulation", changed)
+    monkeypatch.setattr("titan_exp.extensions.diffusion.transformer.modulation", changed)
 
 
 def _names(**changes: Any) -> Any:

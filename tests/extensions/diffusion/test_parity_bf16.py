@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.data.test_latent_store import SIZES
+from tests.extensions.diffusion.test_parity import weights_begin_with_noise
 from tests.parity.runs import train
 from tests.parity.test_bf16 import BANDS, FLOOR, Band, Bands, gradients_are_too_large
-from tests.parity.test_flux import weights_begin_with_noise
 from tests.patching import patch
 
 WORDS = [
@@ -77,7 +77,7 @@ def times_are_rounded() -> None:
     """Times of bf16 have eight bits, of which 1000 · t keeps multiples of four."""
 
     patch(
-        "titan_exp.models.diffusion_transformer.sinusoid",
+        "titan_exp.extensions.diffusion.transformer.sinusoid",
         lambda original: lambda numbers: original(numbers.bfloat16().float()),
     )
 

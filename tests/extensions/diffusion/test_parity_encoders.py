@@ -13,14 +13,14 @@ from PIL import Image
 from tests.config.composing import experiment
 from tests.data.made_pipeline import write_photos, write_pipeline
 from tests.data.test_latent_store import loader, take
-from tests.models.flux_shapes import needs_diffusers
+from tests.extensions.diffusion.flux_shapes import needs_diffusers
 from tests.parity.runs import Curve, assert_same_curve, same_bits, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
-from titan_exp.cli.encode import run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.latent_store.image_codec import image_codec
 from titan_exp.data.latent_store.pretrained import encoders_of_samples
+from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.inference.generate import generate_command
 
 pytestmark = needs_diffusers

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.extensions.diffusion.spec import DiffusionConfig, diffusion_spec, diffusion_violations
+from titan_exp.extensions.diffusion.state_dict import BFL, DIFFUSERS, diffusion_map
 from titan_exp.models.convert.diffusers_config import Diffusers
-from titan_exp.models.convert.diffusion_state_dict import BFL, DIFFUSERS, diffusion_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
-from titan_exp.models.spec.diffusion import DiffusionConfig, diffusion_spec, diffusion_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titan_exp.models.diffusion_transformer import DiffusionTransformer
+    from titan_exp.extensions.diffusion.transformer import DiffusionTransformer
     from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
@@ -30,7 +30,7 @@ def spec(config: Config) -> ModelSpec:
 
 def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module":
     """Double or single block."""
-    from titan_exp.models.blocks.diffusion import DoubleBlock, SingleBlock
+    from titan_exp.extensions.diffusion.transformer import DoubleBlock, SingleBlock
 
     kind = DoubleBlock if layer < config.double_layers else SingleBlock
     return kind(spec(config).layers[layer], config.norm_eps, backend)
@@ -38,7 +38,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "nn.Module
 
 def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "DiffusionTransformer":
     """Blocks between embedded inputs and the modulated output."""
-    from titan_exp.models.diffusion_transformer import DiffusionTransformer
+    from titan_exp.extensions.diffusion.transformer import DiffusionTransformer
 
     blocks = {layer: block(config, layer, backend) for layer in range(config.layers)}
     return DiffusionTransformer(config, blocks, seq_len=seq_len)

@@ -119,9 +119,10 @@ def extension_folders(name: str) -> list[Path]:
 
 def provided_words(extension: Extension) -> Iterator[str]:
     """Words that a user may type if an extension is installed."""
-    conf = extension.folder / "conf"
-    for path in sorted(conf.glob("*/*.yaml")):
+    for path in sorted(extension.folder.glob("conf/*/*.yaml")):
         yield f"{path.parent.name}={path.stem}"
+    for path in sorted(extension.folder.glob("sweeps/*.yaml")):
+        yield f"sweep {path.stem}"
     keys = {"families": "model.architecture={}", "verbs": "{}", "observations": "evaluate --{}"}
     for kind in (each.name for each in fields(Extension) if each.name in keys):
         yield from map(keys[kind].format, getattr(extension, kind))

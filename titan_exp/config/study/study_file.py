@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
-from titan_exp.config.extension import extension_folders
+from titan_exp.config.extension import extension_folders, lacking
 from titan_exp.config.paths.yaml_file import StudyLoader, read_yaml
 from titan_exp.config.study.search import Halving, Search
 from titan_exp.config.study.search_file import read_halving, read_search
@@ -51,6 +51,8 @@ def find_study(name: str) -> Path:
     files = study_files()
     if name in files:
         return files[name]
+    if reason := lacking(f"sweep {name}"):
+        raise UserError(f"{name}: {reason}.")
     offer = did_you_mean(name, files)
     raise UserError(
         f"{name}: unknown study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}"

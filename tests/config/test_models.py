@@ -35,8 +35,6 @@ PUBLISHED = {
     "gpt_oss_120b": 116_829_156_672,
     "llama4_scout": 107_769_861_120,
     "llama4_maverick": 400_711_848_960,
-    "flux_dev": 11_901_408_320,
-    "flux_schnell": 11_891_178_560,
 }
 
 ACTIVE = {
@@ -68,8 +66,6 @@ ACTIVE = {
     "gpt_oss_120b": 5_132_849_472,
     "llama4_scout": 16_138_408_960,
     "llama4_maverick": 16_150_205_440,
-    "flux_dev": 11_901_408_320,
-    "flux_schnell": 11_891_178_560,
 }
 """Parameters less the embedding table."""
 

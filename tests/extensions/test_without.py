@@ -20,7 +20,10 @@ BY_DAY = (
 
 OF_THE_WHOLE = (
     *("tests/config/test_reference.py", "tests/test_models_page.py", "tests/journeys", "tests/cluster"),
-    *("tests/test_language.py", "tests/benchmarks"),
+    *("tests/test_language.py", "tests/benchmarks", "tests/cli/test_messages.py", "tests/cli/test_fuzz.py"),
+    # They train a diffusion model as well.
+    *("tests/trainer/test_death.py", "tests/trainer/test_replica_groups.py", "tests/trainer/test_semi_sync.py"),
+    "tests/parity/test_drawn.py",
 )
 """Tests of pages and commands that extensions have a part in, and of this machine."""
 

@@ -11,7 +11,7 @@ import pytest
 from titan_exp.config import extension as registry
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import PROVIDED, extensions, lacking
-from titan_exp.config.hydra.compose import compose
+from titan_exp.config.hydra.compose import CONF_DIR, compose, shipped_options
 from titan_exp.config.schema.component import _require_interface, builtin_components, component
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.typed_config import to_experiment
@@ -92,6 +92,14 @@ def test_a_users_package_is_an_extension(tmp_path: Path, monkeypatch: pytest.Mon
     _require_interface.cache_clear()
     with pytest.raises(UserError, match="defines no block"):
         component("model", "their_llama")
+
+
+def test_names_of_the_core_stay_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _installed(tmp_path, "greedy_extension", "llama", monkeypatch)
+    (tmp_path / "greedy_extension" / "conf" / "model" / "llama_debug.yaml").write_text("layers: 1\n")
+    assert component("model", "llama").__name__ == "titan_exp.models.llama"
+    assert shipped_options("model")["llama_debug"].is_relative_to(CONF_DIR)
+    assert to_experiment(compose(["model=llama_debug"])).model.layers > 1
 
 
 def test_two_extensions_that_provide_the_same_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -93,13 +93,14 @@ def verbs() -> dict[str, str]:
         if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in module.body):
             found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
     added = {verb: help_line(path) for verb, path in provided("verbs").items() if " " not in verb}
-    return dict(sorted((found | added).items()))
+    return dict(sorted((added | found).items()))
 
 
 def run_verb(verb: str, argv: Sequence[str]) -> int:
     """Run a verb, or print its `HELP_TEXT`; returns its exit code."""
-    added = provided("verbs")
-    if name := next((name for name in (verb, *(f"{verb} {flag}" for flag in argv)) if name in added), None):
+    added, is_own = provided("verbs"), Path(__file__).with_name(f"{verb}.py").is_file()
+    names = (f"{verb} {flag}" for flag in argv) if is_own else (verb,)
+    if name := next((name for name in names if name in added), None):
         return load(added[name])(list(argv))
     module = importlib.import_module(f"titan_exp.cli.{verb}")
     if {"--help", "-h"} & set(argv) and hasattr(module, "HELP_TEXT"):

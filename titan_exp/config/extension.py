@@ -9,7 +9,7 @@ import ast
 import importlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -31,8 +31,8 @@ PROVIDED = Path(__file__).with_name("provided.json")
 
 @dataclass(frozen=True)
 class Extension:
-    """Additions of a package to the core. Values are import paths, imported when they are used: `package.module` for a
-    module, `package.module:name` for something in it."""
+    """Additions of a package to the core, whose own names stay its own. Values are import paths, imported when they are
+    used: `package.module` for a module, `package.module:name` for something in it."""
 
     name: str
     """Name, shown by `titan-exp --version`."""
@@ -123,9 +123,9 @@ def provided_words(extension: Extension) -> Iterator[str]:
         yield f"{path.parent.name}={path.stem}"
     for path in sorted(extension.folder.glob("sweeps/*.yaml")):
         yield f"sweep {path.stem}"
-    keys = {"families": "model.architecture={}", "verbs": "{}", "observations": "evaluate --{}"}
-    for kind in (each.name for each in fields(Extension) if each.name in keys):
-        yield from map(keys[kind].format, getattr(extension, kind))
+    yield from (f"model.architecture={name}" for name in extension.families)
+    yield from extension.verbs
+    yield from (f"evaluate --{name}" for name in extension.observations)
 
 
 def lacking(word: str) -> str:

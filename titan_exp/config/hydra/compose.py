@@ -64,7 +64,7 @@ def shipped_folders() -> list[Path]:
 
 def shipped_options(group: str) -> dict[str, Path]:
     """Files of a group's options by name in order, of the core and of extensions."""
-    found = {path.stem: path for folder in shipped_folders() for path in (folder / group).glob("*.yaml")}
+    found = {path.stem: path for folder in reversed(shipped_folders()) for path in (folder / group).glob("*.yaml")}
     return dict(sorted(found.items()))
 
 

@@ -151,8 +151,8 @@ def builtin_components(group: str) -> dict[str, str]:
     assert spec is not None, "the package is installed"
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
     names = [file.stem for file in files if file.stem != kind.plain and names_bound_by(file) >= {*kind.public}]
-    modules = {name: f"{kind.package}.{name}" for name in names}
-    return dict(sorted((modules | (provided(kind.extended_by) if kind.extended_by else {})).items()))
+    added = provided(kind.extended_by) if kind.extended_by else {}
+    return dict(sorted((added | {name: f"{kind.package}.{name}" for name in names}).items()))
 
 
 def config_class(group: str, values: object) -> Any:

@@ -35,7 +35,7 @@ DIRECTIONS: tuple[str, ...] = get_args(Direction)
 def study_files() -> dict[str, Path]:
     """Files of the user's and the shipped studies, by name."""
     own = sorted(OWN_DIR.glob("*.yaml")) if OWN_DIR.is_dir() else []
-    shipped = [path for folder in (SWEEPS_DIR, *extension_folders("sweeps")) for path in sorted(folder.glob("*.yaml"))]
+    shipped = [path for folder in (*extension_folders("sweeps"), SWEEPS_DIR) for path in sorted(folder.glob("*.yaml"))]
     return {path.stem: path for path in [*shipped, *own]}
 
 

@@ -35,8 +35,9 @@ DIRECTIONS: tuple[str, ...] = get_args(Direction)
 def study_files() -> dict[str, Path]:
     """Files of the user's and the shipped studies, by name."""
     own = sorted(OWN_DIR.glob("*.yaml")) if OWN_DIR.is_dir() else []
-    shipped = [path for folder in (*extension_folders("sweeps"), SWEEPS_DIR) for path in sorted(folder.glob("*.yaml"))]
-    return {path.stem: path for path in [*shipped, *own]}
+    folders = (*extension_folders("sweeps"), SWEEPS_DIR)
+    shipped = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+    return dict(sorted(shipped.items())) | {path.stem: path for path in own}
 
 
 def find_study(name: str) -> Path:

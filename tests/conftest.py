@@ -15,6 +15,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 from tests import fast_hydra, proofs
+from titan_exp.config.extension import extensions
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -29,7 +30,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Shapes and types as annotated are checked at every call in this process; in production they cost nothing. A check
 # around a Triton kernel would hide its globals from Triton.
 PACKAGE = Path(__file__).parents[1] / "titan_exp"
-CHECKED = [path for room in ("ops", "models", "extensions") for path in (PACKAGE / room).rglob("[!_]*.py")]
+ROOMS = [PACKAGE / "ops", PACKAGE / "models", *(found.folder for found in extensions().values() if found.families)]
+CHECKED = [path for room in ROOMS if room.is_relative_to(PACKAGE) for path in room.rglob("[!_]*.py")]
 install_import_hook(
     [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("titan_exp", "hydra_plugins", "conf", "sweeps", "docs", "tests", "benchmarks", "pyproject.toml", "README.md")
 LEFT_OUT = [ROOT / "titan_exp" / "extensions", ROOT / "tests" / "extensions", ROOT / "conf" / "local"]
 
-BY_DAY = (*("tests/config/test_compose.py", "tests/config/test_extension.py", "tests/models/test_described_once.py"),)
+BY_DAY = ("tests/config/test_compose.py", "tests/config/test_extension.py", "tests/models/test_described_once.py")
 """Core tests that run there in every run of the tests; `make night` runs all of them."""
 
 OF_THE_WHOLE = (

@@ -70,6 +70,8 @@ peer: .peer/.installed
 	$(PYTHON) -m pip install --quiet --no-deps --target .peer --requirement $<
 	touch $@
 
+GOLDEN = $(shell grep -rl "golden: " tests --include="test_*.py")
+
 # The environment of make train where there is one, else the Python of the GPU machine.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_SECONDS ?= 540
@@ -96,9 +98,10 @@ check: $(TESTS)
 slurm:
 	.ci/slurm
 
-## Rewrite the golden texts of the shipped configurations.
+## Write what is generated: comments and new keys of conf/, then the texts that follow from its options.
 golden: $(TESTS)
-	$(BIN)/python -m pytest tests/config tests/extensions/test_descriptions.py tests/test_models_page.py --update-golden
+	$(BIN)/python -m pytest -q tests/config/test_reference.py --update-golden
+	$(BIN)/python -m pytest -q $(GOLDEN) --update-golden
 
 $(STAMP): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

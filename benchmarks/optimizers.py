@@ -58,14 +58,11 @@ class Case:
 
         training, begin = self.experiment.training, time.process_time()
         train_step(
-            self._state.model,
-            self._state.optimizer,
+            self._state,
             [batch],
+            step=1 + len(self.steps),
             tokens=[training.global_batch_size * training.seq_len],
             lr=1e-4,
-            max_grad_norm=training.max_grad_norm,
-            mesh=self._state.mesh,
-            clipper=self._state.clipper,
         )
         self.steps.append(time.process_time() - begin)
 

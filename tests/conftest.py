@@ -135,8 +135,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
         if request.config.getoption("--update-golden"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        assert path.is_file(), f"there is no {path}; pytest --update-golden writes it"
-        assert text == path.read_text(encoding="utf-8"), "changed on purpose? pytest --update-golden writes it anew"
+        assert path.is_file(), f"there is no {path}; make golden writes it"
+        assert text == path.read_text(encoding="utf-8"), f"{path} is not current: changed on purpose? run make golden"
 
     return compare
 

@@ -70,14 +70,17 @@ class Ranks:
             pipe.close()
         self._folder.cleanup()
 
-    def results(self, limit: float) -> list[Any]:
-        """Wait, at most `limit` seconds, and return what each rank returned."""
-        deadline = time.monotonic() + limit
+    def results(self, limit: float, progress: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Wait, at most `limit` seconds since `progress()` has changed, and return what each rank returned."""
+        seen, deadline = progress(), time.monotonic() + limit
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(waiting, timeout=min(1.0, left))
+            if (now := progress()) != seen:
+                seen, deadline = now, time.monotonic() + limit
+            elif not ready and not left:
                 raise AssertionError(f"ranks {sorted(set(range(len(self._pipes))) - set(results))} did not finish")
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:

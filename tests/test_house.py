@@ -5,7 +5,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -122,11 +122,6 @@ def test_files_and_functions_stay_small(path: Path):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is longer than 80 lines"
-
-
-def test_no_folder_is_crowded():
-    folders = Counter(path.parent for path in FILES)
-    assert {folder.name: count for folder, count in folders.items() if count > 20} == {}
 
 
 def test_the_usual_file_is_short():

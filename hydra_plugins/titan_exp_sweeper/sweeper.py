@@ -37,31 +37,36 @@ class TitanExpSweeper(Sweeper):
             UserError: some cannot run, so that none was started.
             SystemExit: with the exit code, where not all of them are done.
         """
+        import sys
+
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
+        from titan_exp.config.command_line.hydra_args import read_arguments
         from titan_exp.config.errors.user_error import UserError
         from titan_exp.config.groups.experiment import Experiment
-        from titan_exp.config.schema.typed_config import to_experiment
+        from titan_exp.config.hydra.config_groups import option_values
         from titan_exp.config.study.points import Point
         from titan_exp.config.study.study_file import read_study
         from titan_exp.launch.sweep.fast_compose import FastCompose
         from titan_exp.launch.sweep.options import current_sweep_options
         from titan_exp.launch.sweep.shipped_study import StudySweep
         from titan_exp.launch.sweep.sweeper import points, sweep
+        from titan_exp.rules.composed import read_experiment
 
         assert self.hydra_context is not None
         assert self.config is not None
         loader, config = self.hydra_context.config_loader, self.config
         parser = OverridesParser.create(config_loader=loader)
         composer = FastCompose(lambda overrides: loader.load_sweep_config(config, overrides), parser)
+        values = option_values(read_arguments(sys.argv[1:]))
 
         def compose(point: Point) -> Experiment:
             try:
-                composed = composer(point.overrides)
+                composed = composer(values(point.overrides))
             except HydraException as error:
                 raise UserError(str(error)) from error
-            return to_experiment(composed)
+            return read_experiment(composed, lambda _: True)
 
         asked = current_sweep_options()
         typed = parser.parse_overrides([*arguments, *asked.typed])

@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.checkpoint.saving import checkpointer, saved, trained
 from titan_exp.checkpoint.dcp.checksums import find_damage
-from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into
+from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, load_into, tensor_shapes
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
+from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.load_state import load_state, read_progress
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import CHECKSUMS_FILE
 from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
@@ -211,6 +213,42 @@ def test_classes_beside_metadata_are_not_called(path: Path):
     (path / METADATA_FILE).write_bytes(pickle.dumps(dcp.FileSystemWriter(path / "other")))
     with pytest.raises(UserError, match="not checkpoint metadata"):
         load(path)
+
+
+def test_memory_for_objects_is_bounded_by_the_file(path: Path):
+    """One flipped bit makes a length or a name the number of an object, for which pickle takes 16 bytes each."""
+    (path / METADATA_FILE).write_bytes(b"\x80\x04}r" + (2**24).to_bytes(4, "little") + b".")
+    with pytest.raises(UserError, match="9 bytes have an object of number 16777216"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ([2**44], rf"progress is listed with {2**44} bytes, and all files have"),
+        ([2**62], rf"progress is listed with {2**62} bytes, and all files have"),
+        ([-1, -7], "the entry 'progress' has no shape"),
+    ],
+)
+def test_shapes_larger_than_the_files_are_refused_before_memory_is_taken(path: Path, shape: list[int], says: str):
+    rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata["progress"], "size", torch.Size(shape)))
+    with pytest.raises(UserError, match=says):
+        read_progress(path)
+
+
+def test_a_conversion_takes_no_memory_for_what_is_not_there(path: Path):
+    rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata["model.weight"], "size", torch.Size([2**50])))
+    with pytest.raises(UserError, match=f"weight is listed with {2**52} bytes"):
+        DCPTensorReader(path)
+
+
+def test_a_state_of_an_optimizer_larger_than_the_files_is_refused(tmp_path: Path):
+    saver = saved(tmp_path, 10)
+    path, (model, optimizer) = saver.folder.path_of(10), trained()
+    key = next(key for key in tensor_shapes(path) if key.startswith("optimizer."))
+    rewrite(path, lambda metadata: setattr(metadata.state_dict_metadata[key], "size", torch.Size([2**50])))
+    with pytest.raises(UserError, match=f"{key} is listed with {2**52} bytes"):
+        load_state(path, [model], optimizer)
 
 
 CHANGES = (list_as_bytes, set_size, set_dtype, drop_chunks, shorten_chunk, forget, point_elsewhere, transform)

@@ -386,7 +386,6 @@ def test_groups_of_a_package_in_the_current_directory(
         ("data.data_files=[a;b]", """data.data_files='["a;b"]'"""),
         ("experiment.tags=[it's]", """experiment.tags='["it'\\''s"]'"""),
         ("data.split=[train]", "data.split=train"),
-        ("experiment.name=[a,b]", "experiment.name=a"),
         ("optimizer.lr_scales={matrix: 0.5}", "+optimizer.lr_scales='{matrix: 0.5}'"),
         ("experiment.notes=[draft]", """experiment.notes='"[draft]"'"""),
     ],
@@ -395,3 +394,40 @@ def test_the_remedy_for_a_list_is_typed(word: str, remedy: str, launched: Launch
     assert main(["train", word]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(f" {remedy}")
     assert main(["train", *shlex.split(remedy)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "one", "each"),
+    [
+        ("optimizer.name=[adamw,muon]", "optimizer.name=adamw", "optimizer=adamw,muon"),
+        ("optimizer=[adamw,muon]", "optimizer=adamw", "optimizer=adamw,muon"),
+        ("model=[llama_debug,qwen3_debug]", "model=llama_debug", "model=llama_debug,qwen3_debug"),
+        ("experiment.name=[a,b]", "experiment.name=a", "experiment.name=a,b"),
+        ("training.steps=[10,20]", "training.steps=10", "training.steps=10,20"),
+        ("optimizer.lr=[1e-3,1e-4]", "optimizer.lr=0.001", "optimizer.lr=0.001,0.0001"),
+        ("training.deterministic=[false,true]", "training.deterministic=false", "training.deterministic=false,true"),
+        ("training.loss_chunk_tokens=[64,128]", "training.loss_chunk_tokens=64", "training.loss_chunk_tokens=64,128"),
+        ("training.mixed_precision=[fp32,bf16]", "training.mixed_precision=fp32", "training.mixed_precision=fp32,bf16"),
+        ("lr_schedule.decay=[cosine,linear]", "lr_schedule.decay=cosine", "lr_schedule=cosine,linear"),
+    ],
+)
+def test_several_values_of_one_are_the_first_or_a_sweep(
+    word: str, one: str, each: str, launched: Launched, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "model=llama_debug", word]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "one value: " in line]
+    assert line.strip() == f"one value: {one}; for a run with each: titan-exp train -m {each}"
+    assert main(["train", "model=llama_debug", one]) == 0
+
+
+@pytest.mark.parametrize("each", ["optimizer=adamw,muon", "lr_schedule=cosine,linear", "training.steps=10,20"])
+def test_the_sweep_of_several_values_is_typed(each: str):
+    assert main(["train", "-m", "model=llama_debug", "plan.gate=off", each, "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("word", ["model.architecture=[llama,qwen3]", "optimizer.name=[nothing,adamw]"])
+def test_several_components_are_no_sweep(word: str, capsys: pytest.CaptureFixture[str]):
+    """The other keys are those of one of them."""
+    assert main(["train", "model=llama_debug", word]) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].endswith(("model.architecture=llama", "optimizer.name=adamw"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -151,6 +152,7 @@ def test_status_is_unknown_without_the_controller(
     def typed(code: int, *words: str) -> str:
         assert main([*words, f"paths.runs={cluster.runs}"]) == code, capsys.readouterr()
         out, err = capsys.readouterr()
+        assert not re.search(r"(squeue|scancel|sbatch): (error|fatal)", out + err)
         return out + err
 
     def check_status(why: str):
@@ -163,6 +165,9 @@ def test_status_is_unknown_without_the_controller(
     programs, run_id, squeue = tmp_path / "bin", folder.path.name, cluster.slurm.path("squeue")
     with monkeypatch.context() as changed:
         changed.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        lines = ("error: fetch_config: DNS SRV lookup failed", "fatal: Could not establish a configuration source")
+        write_program(programs / "squeue", "; ".join(f"echo squeue: {line} >&2" for line in lines) + "; exit 1")
+        check_status("this machine belongs to no cluster")
         write_program(programs / "squeue", "echo Welcome to the cluster")
         check_status("squeue printed no table of jobs: 'Welcome to the cluster")
         assert "1 unknown" in typed(0, "status")
@@ -171,7 +176,9 @@ def test_status_is_unknown_without_the_controller(
         assert "SLURM cannot be asked, and it may be queued: " in typed(2, "train", *SMALL)
     cluster.slurm.stop_controller()
     try:
-        check_status("Unable to contact slurm controller")
+        check_status("the controller of the cluster does not answer")
+        assert "unknown after step 1 of 6\n  slurm cannot be asked: the controller" in typed(0, "show", run_id)
+        assert "the controller of the cluster does not answer" in typed(2, "cancel", run_id)
         (refused,) = cluster.submit(cluster.plan())
         assert (refused.outcome, refused.job_id) == ("refused", job)
         assert "SLURM cannot be asked" in (refused.reason or "")

@@ -114,7 +114,7 @@ def comments() -> list[tuple[str, str]]:
 def examples() -> list[tuple[str, ...]]:
     """Overrides that comments tell the reader to type, those of one comment together."""
     groups = "|".join([*GROUPS, "paths"])
-    pattern = re.compile(rf"(?<![\w./])\+?(?:{groups})(?:\.\w+)*=(?:'[^']*'|[^\s,;)]+)")
+    pattern = re.compile(rf"(?<![\w./])\+?(?:{groups})(?:\.\w+)*=(?:'[^']*'|[^\s,;)`]+)")
     return [tuple(found) for _, comment in comments() if (found := pattern.findall(comment))]
 
 

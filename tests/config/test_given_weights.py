@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -193,6 +194,26 @@ def test_a_forgotten_scaling_is_refused(tmp_path: Path):
     begin = f"checkpoint.initial={run_folder(tmp_path / 'parent', *scaled)}"
     assert "model.rope.scaling" in [one.field for one in misfits(begin)]
     assert misfits(begin, *scaled) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("[nonsense]", []),
+        ("[model.rope.thetas]", ["model.rope.theta"]),
+        ("[heads,model.norm_eps]", ["model.norm_eps", "model.heads"]),
+        ("[data.tokeniser]", ["data.tokenizer"]),
+        ("[optimizer.lr]", []),
+        ("[model.moe.experts]", []),
+    ],
+)
+def test_changes_to_accept_are_keys_that_there_are(typed: str, meant: list[str]):
+    (found,) = misfits(f"checkpoint.accept_changes={typed}")
+    (remedy,) = shlex.split(found.remedy.partition(";")[0])
+    assert remedy == f"checkpoint.accept_changes=[{','.join(meant)}]"
+    assert misfits(remedy) == []
+    for name in ("model", "model.rope", "model.options" if "moe" in typed else "model.dim", "data.tokenizer"):
+        assert (misfits(f"checkpoint.accept_changes=[{name}]") == []) is (name != "model.options")
 
 
 def words(path: Path, *texts: str) -> Path:

@@ -3,8 +3,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.composing import experiment, refused
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.schema.import_path import find_dotted, import_dotted, is_dotted
+from titan_exp.config.schema.import_path import find_dotted, import_dotted, import_module, is_dotted
+from titan_exp.config.schema.import_path_keys import import_paths
+from titan_exp.launch.provenance.user_modules import user_modules
+from titan_exp.rules import violations
+
+FAMILY = "from titan_exp.models.llama import Config, block, spec\n"
 
 SOURCE = """
 import json as js
@@ -91,3 +97,64 @@ def test_a_module_that_fails_says_how(package: str):
 def test_what_is_dotted():
     assert is_dotted("package.Name")
     assert not is_dotted("adamw")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the current folder, with a name of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return f"own_{tmp_path.name}".replace("-", "_")
+
+
+def test_a_module_without_a_dot_is_a_component(module: str):
+    """A file or a package in the current folder; it counts as the user's code, as an import path does."""
+    Path(f"{module}.py").write_text(FAMILY)
+    Path(f"{module}_too").mkdir()
+    Path(f"{module}_too", "__init__.py").write_text(FAMILY)
+    for name in (module, f"{module}_too"):
+        found = experiment("model=llama_debug", f"model.architecture={name}")
+        assert import_paths(found) == {"model.architecture": name}
+        assert violations(found) == []
+        assert user_modules([name]).keys() >= {name}
+
+
+def test_a_module_that_is_no_component_says_what_it_lacks(module: str):
+    Path(f"{module}.py").write_text("Config = 1\n")
+    (found,) = refused("model=llama_debug", f"optimizer.name={module}")
+    assert found.reason == f"the module {module} defines no build"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "offer"),
+    [
+        ("model.architecture", "lama", "did you mean llama"),
+        ("optimizer.name", "adamx", "did you mean adamw?"),
+        ("parametrization.name", "mub", "did you mean mup?"),
+        ("optimizer.name", "numpy", "Built in: "),
+        ("model.architecture", "antigravity", "Built in: "),
+        ("model.architecture", "curses", "Built in: "),
+    ],
+)
+def test_a_mistyped_word_is_no_module(key: str, name: str, offer: str):
+    """Also where a module of that name is installed, which is not imported."""
+    before = {*sys.modules}
+    (found,) = refused("model=llama_debug", f"{key}={name}")
+    assert found.reason.startswith("unknown ")
+    assert offer in found.remedy
+    assert not {"antigravity", "curses"} & ({*sys.modules} - before)
+
+
+def test_a_built_in_name_is_not_taken_from_the_current_folder(module: str):
+    Path("llama.py").write_text("raise RuntimeError")
+    assert type(experiment("model=llama_debug").model).__module__ == "titan_exp.models.llama"
+
+
+def test_a_module_that_is_no_python_is_found_and_says_where(module: str):
+    Path(f"{module}.py").write_text("def x(:\n")
+    assert find_dotted(f"{module}.Name", "data.source") is None
+    for name in (module, f"{module}.Name"):
+        with pytest.raises(UserError, match=r"SyntaxError: invalid syntax"):
+            import_module(module, name, "data.source")
+    with pytest.raises(UserError, match=r"SyntaxError: invalid syntax"):
+        experiment("model=llama_debug", f"model.architecture={module}")

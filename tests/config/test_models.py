@@ -35,6 +35,9 @@ PUBLISHED = {
     "gpt_oss_120b": 116_829_156_672,
     "llama4_scout": 107_769_861_120,
     "llama4_maverick": 400_711_848_960,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
 }
 
 ACTIVE = {
@@ -66,6 +69,9 @@ ACTIVE = {
     "gpt_oss_120b": 5_132_849_472,
     "llama4_scout": 16_138_408_960,
     "llama4_maverick": 16_150_205_440,
+    "olmo2_1b": 1_279_395_840,
+    "olmo2_7b": 6_887_575_552,
+    "olmo2_13b": 13_202_396_160,
 }
 """Parameters less the embedding table."""
 

@@ -1,21 +1,33 @@
-"""Reference of every key, docs/reference.md, generated from the config dataclasses and the default configuration."""
+"""Texts that `make golden` generates from the docstrings of the config dataclasses: the reference of every key,
+docs/reference.md, and the comments in conf/.
+"""
 
+import re
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from tests.config.conf_files import allowed, default_of, first_here, options, written
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.schema.schema import annotation_of, choices_of, docstrings, hints, keys, meaning_of, value_keys
+from titan_exp.config.paths.yaml_file import read_yaml
+from titan_exp.config.schema.builtins import decay_names
+from titan_exp.config.schema.config_diff import flatten
+from titan_exp.config.schema.schema import annotation_of, docstrings, example_of, hints, keys, meaning_of, value_keys
+from titan_exp.optim.lr_schedule import Decays
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
+FILES = list(dict.fromkeys(file for option in options() for file in option.files))
 HEADING = """\
 # Every key
 
 Written by `make golden` from the config dataclasses; do not edit. Defaults are those of `titan-exp train` with no
 override; – marks a key that the default configuration does not have.
 """
+BUILT_IN = {"lr_schedule.decay": {name: getattr(Decays, name).__doc__ for name in decay_names()}}
+"""Meanings of built-in values that are described in their own modules, by key."""
 
 
 def reference() -> str:
@@ -31,9 +43,9 @@ def reference() -> str:
 def _row(key: str, default: Any) -> str:
     value = OmegaConf.select(default, key, default=...)
     shown = "–" if value is ... else f"`{_text(value)}`"
-    choices = choices_of(annotation_of(key))
-    allowed = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
-    meaning = f"{meaning_of(key)}{allowed}".replace("|", r"\|")
+    built_in = "".join(f" `{name}`: {meaning}" for name, meaning in BUILT_IN.get(key, {}).items())
+    example = f" E.g. `{example_of(key)}`." if example_of(key) else ""
+    meaning = f"{meaning_of(key)}{allowed(meaning_of(key), annotation_of(key))}{built_in}{example}".replace("|", r"\|")
     return f"| `{key}` | {shown} | {meaning} |"
 
 
@@ -42,10 +54,30 @@ def _text(value: Any) -> str:
     return "null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain)
 
 
+def test_the_files_of_conf_are_current(golden: Any):
+    """A comment above a key is its docstring's first paragraph, and a key with a default is in some option."""
+    # Written before the reference, which has the composed defaults.
+    for path in FILES:
+        golden(path, written(path))
+
+
 def test_the_reference_is_current(golden: Any):
     golden(REFERENCE, reference())
+
+
+def test_a_default_is_that_of_new_runs_too():
+    """The default of a dataclass is that of older runs, which lack the key; conf/ parts from it on purpose only."""
+    parted = set()
+    for path in FILES:
+        values = flatten(read_yaml(path, "an option"))
+        for key, (field, *_) in first_here(path, values).items():
+            if default_of(field) not in (MISSING, values[key]) and "${" not in str(values[key]):
+                parted.add(key)
+    assert parted == {"smallest_gemm"}
 
 
 def test_every_group_and_key_has_a_meaning():
     assert set(docstrings(Experiment)) == set(hints(Experiment))
     assert [key for key in keys() if not meaning_of(key)] == []
+    # "Tokens in a sequence. E.g. `training.seq_len=8192`."
+    assert [key for key in value_keys() if not re.search(rf"(^|[ +]){re.escape(key)}[=.]", example_of(key))] == []

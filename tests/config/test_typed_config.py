@@ -8,10 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.composing import experiment, refused
+from titan_exp.config.errors.explain_values import about
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.schema.schema import annotation_of, value_keys
+from titan_exp.config.schema.schema import annotation_of, is_list, is_number, value_keys
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment, to_yaml
 from titan_exp.rules import violations
 
@@ -225,6 +226,13 @@ def test_hydras_own_node_is_left_out():
     cfg = compose()
     cfg = type(cfg)({**cfg, "hydra": {"verbose": True}})
     assert to_experiment(cfg) == experiment()
+
+
+def test_every_key_of_a_number_or_a_list_has_an_example():
+    """It is the value to type for one that cannot be read."""
+    keys = [key for key in value_keys() if is_number(annotation_of(key)) or is_list(annotation_of(key))]
+    assert len(keys) > 100
+    assert [key for key in keys if not about(key, "").startswith(("for example ", "for example +"))] == []
 
 
 TEXTS = [key for key in value_keys() if annotation_of(key) in (str, str | None)]

@@ -12,6 +12,7 @@ from tests.models.test_deepseek import noisy_model
 from tests.models.test_gpt_oss import SHAPE as GPT_OSS
 from tests.models.test_gpt_oss import noisy_model as noisy_with_sinks
 from tests.models.test_llama4 import SHAPE as LLAMA4
+from tests.models.test_olmo2 import SHAPE as OLMO2
 from tests.models.test_qwen3 import SHAPE as QWEN3
 from tests.ranks import run_ranks
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
@@ -32,6 +33,7 @@ MODELS = {
     # Text of 24 tokens is longer than three chunks, and than the temperature's floor.
     "chunks and experts": replace(LLAMA4, vocab_size=257, ffn_dim=128, moe=replace(LLAMA4.moe, ffn_dim=64)),
     "query and key norms": replace(QWEN3, vocab_size=257, ffn_dim=128),
+    "norms over all heads": replace(OLMO2, vocab_size=257, ffn_dim=128),
 }
 
 
@@ -53,6 +55,7 @@ def on_rank(path: str, options: GenerateOptions) -> list[str]:
         pytest.param("sinks and experts", marks=[pytest.mark.night, pytest.mark.proves("gpt_oss", "generate")]),
         pytest.param("chunks and experts", marks=[pytest.mark.night, pytest.mark.proves("llama4", "generate")]),
         pytest.param("query and key norms", marks=[pytest.mark.night, pytest.mark.proves("qwen3", "generate")]),
+        pytest.param("norms over all heads", marks=pytest.mark.proves("olmo2", "generate")),
     ],
 )
 def test_tensor_parallel_text_equals_that_of_one_device(tmp_path: Path, name: str):

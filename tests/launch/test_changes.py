@@ -17,6 +17,7 @@ from tests.launch.test_rank_main import start
 from tests.launch.test_run_plan import planned
 from titan_exp.cli.main import main
 from titan_exp.compare.run_record import read_run
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import content
 from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.changes import (
@@ -93,6 +94,50 @@ def test_a_finished_run_of_other_code_and_data(lab: Path) -> None:
     assert "experiment.name=idea-2" in remedy
     # The remedy leads to another folder, of the same run id.
     assert plan_of(lab, "experiment.name=idea-2").folder.path != plan.folder.path
+
+
+def begin(plan: RunPlan, state: str = "preempted") -> RunPlan:
+    """Folder of a run that has saved a checkpoint and ended in this state."""
+    finish(plan)
+    plan.folder.write_state(RunState(state, 3, time.time(), 1, None))
+    checkpoint = plan.folder.path / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").write_bytes(b"x")
+    return plan
+
+
+def test_data_that_a_rank_would_refuse_are_refused_before_the_launch(lab: Path) -> None:
+    corpus = lab.parent / "corpus/a.txt"
+    plan = begin(plan_of(lab))
+    child = [f"checkpoint.continue_from={plan.folder.path}", "training.steps=500"]
+    os.utime(corpus)
+    (lab.parent / "corpus/empty.txt").touch()
+    assert plan_of(lab).run_id == plan.run_id
+    assert plan_of(lab, *child).run_id != plan.run_id
+    corpus.write_text("other txt\n" * 100)
+    with pytest.raises(UserError, match=r"cannot continue on other data[\s\S]*made with 1 file, 1000 bytes") as own:
+        plan_of(lab)
+    with pytest.raises(UserError, match=r"cannot continue on other data") as parents:
+        plan_of(lab, *child)
+    # The remedies lead to new runs.
+    (violation,) = own.value.violations
+    words = violation.remedy.removeprefix("the former files, or ").partition(",")[0].split()
+    assert words == [f"checkpoint.continue_from=idea/{plan.run_id}", "checkpoint.continue_data=restart"]
+    assert plan_of(lab, *words).run_id != plan.run_id
+    assert parents.value.violations[0].remedy == "the former files, or checkpoint.continue_data=restart"
+    assert plan_of(lab, *child, "checkpoint.continue_data=restart").run_id != plan.run_id
+    plan.folder.write_state(RunState("done", 3, time.time(), 1, None))
+    assert "other code or data" in printed(plan_of(lab))[0], "a finished run is not continued"
+    plan.folder.write_state(RunState("failed", 0, time.time(), 1, None))
+    (plan.folder.path / "checkpoints/step-00000002/.metadata").unlink()
+    assert plan_of(lab).run_id == plan.run_id, "a run without a checkpoint begins anew"
+
+
+def test_of_data_without_a_record_a_rank_decides(lab: Path) -> None:
+    plan = begin(plan_of(lab))
+    plan.folder.attempts.write_text("")
+    (lab.parent / "corpus/a.txt").write_text("other txt\n" * 100)
+    assert plan_of(lab).run_id == plan.run_id
 
 
 def test_code_of_titan_exp_counts(lab: Path) -> None:

@@ -135,6 +135,85 @@ def test_an_option_replaces_a_group_of_a_run(tmp_path: Path, capsys: pytest.Capt
     assert yaml.safe_load(capsys.readouterr().out)["model"]["architecture"] == "qwen3"
 
 
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
+    """Plans of the points of a sweep, which is not carried out."""
+    plans: list[RunPlan] = []
+
+    def shown(sweep_plan: Any, *_: object) -> None:
+        plans.extend(entry.plan for entry in sweep_plan.planned)
+
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.show_plan", shown)
+    return plans
+
+
+def test_a_sweep_from_a_run_takes_what_one_run_takes(tmp_path: Path, swept: list[RunPlan]):
+    """Options of groups, keys that only they have, and options of one's own, for each point and with its own values."""
+    parent = saved(tmp_path, 20, "optimizer.lr=3e-4", "plan.gate=off")
+    (tmp_path / "own" / "optimizer").mkdir(parents=True)
+    (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("defaults: [sgd, _self_]\nmomentum: 0.7\n")
+    begin = ["--config-path", str(parent.folder.path), "--config-dir", str(tmp_path / "own")]
+    lines = {
+        "optimizer=sgd": ("sgd", 0.9),
+        "optimizer=muon": ("muon", 0.95),
+        "optimizer=mine": ("sgd", 0.7),
+        "optimizer=sgd optimizer.momentum=0.5": ("sgd", 0.5),
+    }
+    for line, expected in lines.items():
+        words = line.split()
+        assert main(["train", *begin, "-m", "experiment.seed=0,1", *words, "--dry-run"]) == 0
+        assert [plan.experiment.experiment.seed for plan in swept] == [0, 1]
+        for plan in swept:
+            optimizer: Any = plan.experiment.optimizer
+            assert (optimizer.name, optimizer.momentum) == expected
+            assert optimizer.lr != 3e-4, "it is the option's"
+        swept.clear()
+    assert main(["train", *begin, "-m", "optimizer=sgd,mine", "optimizer.momentum=0.5,0.6", "--dry-run"]) == 0
+    assert [plan.experiment.optimizer.momentum for plan in swept] == [0.5, 0.6, 0.5, 0.6]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("multirun", [(), ("-m",)])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("optimizer=nonsense", "choose adafactor, adamw"),
+        ("optimizer=sgd optimizer.momentm=0.5", "did you mean optimizer.momentum?"),
+        ("+experiment=smoke", "titan-exp train +experiment=smoke"),
+        ("experiment=smoke", "titan-exp train +experiment=smoke"),
+        ("+optimizer=sgd", "leave the plus out: optimizer=sgd"),
+    ],
+)
+def test_a_wrong_option_for_a_run_is_named(
+    tmp_path: Path, multirun: tuple[str, ...], line: str, says: str, capsys: pytest.CaptureFixture[str]
+):
+    parent = saved(tmp_path, 20)
+    assert main(["train", *multirun, "--config-path", str(parent.folder.path), *line.split(), "--dry-run"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_folder_of_an_experiment_is_its_run_for_config_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    parent = saved(tmp_path, 20)
+    words = ["train", "--config-path", str(parent.folder.path.parent), "--cfg", "job"]
+    assert main(words) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["training"]["steps"] == 20
+    other = saved(tmp_path, 20, "experiment.seed=1")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "it holds 2 runs" in said
+    for path in (parent.folder.path, other.folder.path):
+        assert f"--config-path {path}" in said
+
+
+def test_a_sweep_says_that_the_rate_rises_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path, 20, "lr_schedule=wsd")
+    words = [*SMALL, f"paths.runs={tmp_path}", "plan.gate=off", "lr_schedule=wsd", "checkpoint.continue_from=first"]
+    said = []
+    for steps in ("training.steps=60", "training.steps=60,80"):
+        assert main(["train", *(["-m"] if "," in steps else []), *words, steps, "--dry-run"]) == 0
+        said.append(capsys.readouterr().out)
+    assert all("the learning rate rises from" in text for text in said)
+
+
 def test_the_weights_of_a_run_may_get_another_optimizer(tmp_path: Path):
     parent = saved(tmp_path, 20)
     words = ["training.steps=40", f"checkpoint.continue_from={parent.folder.path}", "optimizer=sgd"]

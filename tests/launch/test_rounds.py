@@ -231,7 +231,7 @@ def test_seeds_are_ranked_by_their_mean_and_continue_together():
 def test_a_diverged_run_is_last_and_a_failed_one_is_awaited(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from titan_exp.trainer.train_step import Diverged
+    from titan_exp.trainer.parts import Diverged
 
     reason = RankError(Diverged.__name__, "step 3: loss nan", "", user=False).reason(0)
     assert has_diverged("failed", reason)

@@ -111,6 +111,17 @@ def test_trust_imports_it(verb: str, trained: Path, tmp_path: Path, canary: Path
     assert canary.exists()
 
 
+@pytest.mark.parametrize("key", ["model.architecture", "optimizer.name", "parametrization.name"])
+@pytest.mark.parametrize("name", ["canary_code", "canary_that_may_come"])
+def test_a_module_without_a_dot_is_code(key: str, name: str, trained: Path, tmp_path: Path, canary: Path):
+    """Whether or not it is importable when trust is decided."""
+    path = foreign(trained, tmp_path, key, name)
+    assert main(["plan", "--config-path", str(path)]) == 2
+    with pytest.raises(Untrusted, match=f"{key}={name}: it would be imported and run with your rights"):
+        load_experiment(path / "config.yaml")
+    assert not canary.exists()
+
+
 def test_calibration_leaves_foreign_runs_out(
     trained: Path, tmp_path: Path, canary: Path, capsys: pytest.CaptureFixture[str]
 ):

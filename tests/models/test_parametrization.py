@@ -23,7 +23,15 @@ from titan_exp.parallel.meta_init import init_weights
 from titan_exp.rules import check
 from titan_exp.trainer.parameter_table import has_groups, parameter_table
 
-FAMILIES = ["llama_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug", "gpt_oss_debug", "llama4_debug"]
+FAMILIES = [
+    "llama_debug",
+    "qwen3_debug",
+    "qwen3_moe_debug",
+    "deepseek_debug",
+    "gpt_oss_debug",
+    "llama4_debug",
+    "olmo2_debug",
+]
 WIDE = ["model=llama_debug", "parametrization.base_width=16", "model.layers=8"]
 
 
@@ -148,10 +156,11 @@ def built(run: Experiment, names: Any = None, **changes: Any) -> nn.Module:
 
 
 def explicit(run: Experiment) -> nn.Module:
-    """A Llama with multipliers in its forward pass, and weights drawn as CompleteP's table 1 says."""
+    """A model with multipliers in its forward pass, and weights drawn as CompleteP's table 1 says."""
     model = built(run)
     width, depth = run.model.dim / 16, run.model.layers / 2
-    std, base_out = 0.02, 0.02 / (2 * 2) ** 0.5
+    post_normed = run.model.architecture == "olmo2"
+    std, base_out = 0.02, 0.02 if post_normed else 0.02 / (2 * 2) ** 0.5
     table = init_specs(model)
     assert table is not None
     for name, init in table.items():
@@ -161,8 +170,12 @@ def explicit(run: Experiment) -> nn.Module:
     init_weights(model, table, 0)
     blocks: Any = model.blocks
     for block in blocks.values():
-        for linear in (block.attention.out, block.feed_forward.down):
-            linear.register_forward_hook(lambda _, __, output: output / depth)
+        inputs, outputs = (
+            (block.attention_norm, block.feed_forward_norm),
+            (block.attention.out, block.feed_forward.down),
+        )
+        for last in inputs if post_normed else outputs:
+            last.register_forward_hook(lambda _, __, output: output / depth)
     model.head.register_forward_hook(lambda _, __, output: output / width)  # type: ignore[union-attr,operator]
     return model
 
@@ -198,18 +211,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("broken", [None, "init", "lr", "weight_decay", "eps"])
-def test_multipliers_in_weights_train_as_those_in_the_forward_pass(broken: str | None):
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        *(("llama_debug", broken) for broken in (None, "init", "lr", "weight_decay", "eps")),
+        *(("olmo2_debug", broken) for broken in (None, "init", "lr", "eps")),
+    ],
+)
+def test_multipliers_in_weights_train_as_those_in_the_forward_pass(family: str, broken: str | None):
     """CompleteP's table 1, with its multipliers, against ours without; a factor left out is noticed."""
     run = composed(
-        *("model=llama_debug", "model.layers=6", "parametrization=completep", "parametrization.base_depth=2"),
+        *(f"model={family}", "model.layers=6", "parametrization=completep", "parametrization.base_depth=2"),
         *("parametrization.base_width=16", "optimizer.eps=1e-4", "optimizer.weight_decay=5"),
     )
     model = explicit(run)
     expected = train(model, explicit_optimizer(model, run))
     found_scales = dict(scales_of(run.parametrization, run.model))
     if broken is not None:
-        name = "blocks.0.attention.out.weight"
+        name = "blocks.0.attention.out.weight" if family == "llama_debug" else "blocks.0.attention_norm.weight"
         found_scales[name] = replace(found_scales[name], **{broken: 1.0})
     ours = built(run, found_scales)
     optimizer = build_optimizer([ours], run.optimizer, found_scales)
@@ -219,7 +238,7 @@ def test_multipliers_in_weights_train_as_those_in_the_forward_pass(broken: str |
     assert error < 1e-7 if broken is None else error > 1e-6, f"{error:.1e}"
 
 
-@pytest.mark.parametrize("family", ["llama_debug", "qwen3_debug", "deepseek_debug"])
+@pytest.mark.parametrize("family", ["llama_debug", "qwen3_debug", "deepseek_debug", "olmo2_debug"])
 def test_scores_are_divided_by_the_width_of_a_head(family: str):
     """Scaled weights give the logits of the same weights with scaled scores."""
     overrides = [f"model={family}", "parametrization=mup", "parametrization.fixed=[]"]

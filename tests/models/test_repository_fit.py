@@ -45,6 +45,11 @@ def qwen3(*shape: int, kind: str = "qwen3", theta: float = 1e6, context: int = 4
     return decoder(kind, shape, rope_parameters=plain(theta), **rest, **more)
 
 
+def olmo2(*shape: int) -> dict[str, Any]:
+    rest = {"vocab_size": 100352, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    return decoder("olmo2", shape, rope_parameters=plain(5e5), **rest)
+
+
 def qwen3_moe(*shape: int, moe: int) -> dict[str, Any]:
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "moe_intermediate_size": moe}
     return qwen3(*shape, kind="qwen3_moe", **experts)
@@ -101,6 +106,9 @@ PUBLISHED = {
     "qwen3_8b": lambda: qwen3(36, 4096, 32, 8, 12288),
     "qwen3_14b": lambda: qwen3(40, 5120, 40, 8, 17408),
     "qwen3_32b": lambda: qwen3(64, 5120, 64, 8, 25600),
+    "olmo2_1b": lambda: olmo2(16, 2048, 16, 16, 8192),
+    "olmo2_7b": lambda: olmo2(32, 4096, 32, 32, 11008),
+    "olmo2_13b": lambda: olmo2(40, 5120, 40, 40, 13824),
     "qwen3_30b_a3b": lambda: qwen3_moe(48, 2048, 32, 4, 6144, moe=768),
     "qwen3_235b_a22b": lambda: qwen3_moe(94, 4096, 64, 4, 12288, moe=1536),
     "deepseek_v2_lite_16b": lambda: deepseek(

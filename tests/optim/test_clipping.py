@@ -32,9 +32,10 @@ class Clipped:
 
     def step(self, weight: Tensor, bias: Tensor, step: int = 1) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Clipped gradients, and metrics."""
-        self.clipper.step, self.model.weight.grad, self.model.bias.grad = step, weight.clone(), bias.clone()
-        found = self.clipper.clip(torch.stack([weight.norm(), bias.norm()]).norm())
+        self.model.weight.grad, self.model.bias.grad = weight.clone(), bias.clone()
+        found = self.clipper.clip(torch.stack([weight.norm(), bias.norm()]).norm(), step=step)
         self.optimizer.step()
+        self.clipper.keep()
         return self.model.weight.grad, self.model.bias.grad, {name: float(value) for name, value in found.items()}
 
 

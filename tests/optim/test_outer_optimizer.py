@@ -27,7 +27,9 @@ def test_steps_are_those_of_torch(config):
     for _ in range(3):
         for _ in range(2):
             weight.grad = torch.randn(3, 4)
+            outer.before_inner_step()
             inner.step()
+            outer.after_inner_step()
         other = weight.detach() + torch.randn(3, 4)
         kept.grad = kept.detach() - (weight.detach() + other).double() / 2
         expected.step()
@@ -42,7 +44,9 @@ def test_local_sgd_is_the_average():
     inner = torch.optim.SGD([weight], lr=0.1)
     outer = OuterOptimizer(inner, SemiSyncConfig("local_sgd"))
     weight.grad = torch.randn(5)
+    outer.before_inner_step()
     inner.step()
+    outer.after_inner_step()
     mine, other = weight.detach().clone(), torch.randn(5)
     (gradient,) = outer.pseudo_gradients()
     outer.step([(gradient + inner.state[weight][KEPT] - other) / 2])
@@ -56,7 +60,9 @@ def test_weights_are_kept_from_before_the_first_step():
     outer = OuterOptimizer(inner, SemiSyncConfig("diloco"))
     for _ in range(2):
         weight.grad = torch.randn(5)
+        outer.before_inner_step()
         inner.step()
+        outer.after_inner_step()
     assert {"exp_avg", "exp_avg_sq", KEPT, MOMENTUM} <= inner.state[weight].keys()
     assert not torch.equal(weight, first)
     moved: list[bool] = []

@@ -22,8 +22,8 @@ class Run:
 
     def step(self, step: int) -> None:
         self.weight.grad = torch.randn(4, 3)
-        self.average.begin_step(step)
         self.optimizer.step()
+        self.average.update(step)
         self.seen.append(self.weight.detach().double())
 
     @property

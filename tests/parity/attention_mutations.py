@@ -38,7 +38,7 @@ def biases_are_added_by_every_tensor_parallel_rank() -> None:
 
 def gradients_of_rowwise_biases_are_taken_for_whole_ones() -> None:
     patch(
-        f"{TENSOR}.apply.mark_partial",
+        f"{TENSOR}.styles.mark_partial",
         lambda original: lambda module, *names: None if names == ("bias",) else original(module, *names),
     )
 

@@ -18,14 +18,14 @@ def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
     from torch import nn
 
     patch(
-        f"{TENSOR}.apply.mark_partial",
+        f"{TENSOR}.styles.mark_partial",
         lambda original: lambda module, *names: None if isinstance(module, nn.Linear) else original(module, *names),
     )
 
 
 def gradients_of_latent_norms_are_taken_for_whole_ones() -> None:
     patch(
-        f"{TENSOR}.apply.mark_partial",
+        f"{TENSOR}.styles.mark_partial",
         lambda original: lambda module, *names: None if module.weight.numel() == 32 else original(module, *names),
     )
 

@@ -83,6 +83,7 @@ LATENT: Keys = {
 FAMILIES: dict[str, Keys] = {
     "llama_debug": DECODER | GROUPED | DENSE,
     "qwen3_debug": DECODER | GROUPED | DENSE,
+    "olmo2_debug": DECODER | GROUPED | DENSE,
     "qwen3_moe_debug": DECODER | GROUPED | EXPERTS | ROUTERS,
     "deepseek_debug": DECODER | LATENT | EXPERTS | ROUTERS,
     "gpt_oss_debug": DECODER | GROUPED | EXPERTS | {"model.window": (8, 16)},

@@ -197,7 +197,7 @@ def gradients_of_the_routers_bias_are_one_ranks() -> None:
 
 
 def sinks_and_biases_that_ranks_hold_whole_keep_their_own_gradients() -> None:
-    patch("titan_exp.parallel.tensor_parallel.apply.mark_partial", lambda _: lambda *_: None)
+    patch("titan_exp.parallel.tensor_parallel.styles.mark_partial", lambda _: lambda *_: None)
 
 
 ETP = "parallelism.tp=2 parallelism.etp=2"

@@ -108,7 +108,7 @@ def gradients_of_the_embedding_are_those_of_one_stage() -> None:
 
 def gradients_of_the_projection_are_taken_for_whole_ones() -> None:
     patch(
-        "titan_exp.parallel.tensor_parallel.apply.mark_partial",
+        "titan_exp.parallel.tensor_parallel.styles.mark_partial",
         lambda original: (
             lambda module, *names: None if getattr(module, "in_features", 0) == 128 else original(module, *names)
         ),

@@ -312,7 +312,7 @@ def a_head_is_computed_with_another_ranks_queries() -> None:
 
         return rows
 
-    patch("titan_exp.parallel.tensor_parallel.apply._rows_of", make)
+    patch("titan_exp.parallel.tensor_parallel.styles._rows_of", make)
 
 
 def a_rank_gets_every_other_kv_head() -> None:
@@ -392,7 +392,22 @@ def gradients_of_head_norms_are_taken_for_whole_ones() -> None:
 
         return mark_partial
 
-    patch("titan_exp.parallel.tensor_parallel.apply.mark_partial", make)
+    patch("titan_exp.parallel.tensor_parallel.styles.mark_partial", make)
+
+
+def norms_over_all_heads_are_over_those_of_a_rank() -> None:
+    patch("titan_exp.parallel.tensor_parallel.collectives._mean", lambda _: lambda x, region: x.mean(-1, keepdim=True))
+
+
+def gradients_of_norms_over_shared_heads_are_taken_for_whole_ones() -> None:
+    def make(original: Any) -> Any:
+        def mark_partial(module: Any, *names: str) -> None:
+            if type(module).__name__ != "RMSNormAcrossRanks":
+                original(module, *names)
+
+        return mark_partial
+
+    patch("titan_exp.parallel.tensor_parallel.styles.mark_partial", make)
 
 
 def heads_are_normalized_after_rope() -> None:
@@ -460,9 +475,9 @@ def the_embeddings_gradient_is_of_distinct_tokens() -> None:
 
 def copies_stay_behind_their_masters() -> None:
     def make(original: Any) -> Any:
-        def step(model: Any, *rest: Any, **options: Any) -> Any:
-            model.weights.refresh = lambda: None
-            return original(model, *rest, **options)
+        def step(state: Any, *rest: Any, **options: Any) -> Any:
+            state.model.weights.refresh = lambda: None
+            return original(state, *rest, **options)
 
         return step
 
@@ -493,14 +508,18 @@ def float8_weights_are_those_of_the_step_before() -> None:
     """Quantized before the update instead of after it."""
 
     def make(original: Any) -> Any:
-        def build(*args: Any) -> torch.optim.Optimizer:
-            optimizer = original(*args)
-            optimizer.register_step_post_hook = optimizer.register_step_pre_hook
-            return optimizer
+        def on_gradients(parts: Any, update: Any) -> None:
+            state, quantize = update.state, update.state.quantize_weights
+            quantize()
+            # Once, in the place after the update.
+            object.__setattr__(
+                state, "quantize_weights", lambda: object.__setattr__(state, "quantize_weights", quantize)
+            )
+            original(parts, update)
 
-        return build
+        return on_gradients
 
-    patch("titan_exp.trainer.train_state.build_optimizer", make)
+    patch("titan_exp.trainer.part.Parts.on_gradients", make)
 
 
 def float8_scales_are_of_a_ranks_shard() -> None:
@@ -680,6 +699,9 @@ SPLIT_BACKWARD = [
 HEAD_NORMS = ["model=qwen3_debug", "parallelism.tp=4", "parallelism.sequence_parallel=false", *LINES]
 """Norms over heads, of which each rank has one."""
 
+ALL_HEADS = ["model=olmo2_debug", *HEAD_NORMS[1:]]
+"""Norms over all heads, of which two ranks share each key's."""
+
 BY_ROLE = [
     *("optimizer.name=tests.optim.matrix_momentum", "+optimizer.momentum=0.8", "optimizer.lr=0.02"),
     *("parallelism.tp=2", *LINES),
@@ -720,6 +742,8 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (WHOLE_TOKENS, a_head_is_computed_with_another_ranks_queries),
     (HEAD_NORMS, gradients_of_head_norms_are_taken_for_whole_ones),
     (HEAD_NORMS, heads_are_normalized_after_rope),
+    (ALL_HEADS, norms_over_all_heads_are_over_those_of_a_rank),
+    (ALL_HEADS, gradients_of_norms_over_shared_heads_are_taken_for_whole_ones),
     (CONTEXT, positions_are_those_of_the_part),
     (CONTEXT, parts_of_the_softmax_are_merged_unweighed),
     (CONTEXT, tokens_of_context_ranks_are_counted_again),

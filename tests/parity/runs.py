@@ -163,11 +163,12 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
 def trained_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Train the run of a folder as one of its ranks; returns the whole weights of this rank's modules."""
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.replica_groups.semi_sync_trainer import build_trainer
+    from titan_exp.trainer.replica_groups.commits import commit_of
+    from titan_exp.trainer.trainer import Trainer
 
     experiment = load_experiment(folder.config, trust=True)
     with joined(experiment.cluster) as device:
-        trainer = build_trainer(experiment, folder, device)
+        trainer = Trainer(experiment, folder, device, commit_of(experiment))
         trainer.restore()
         trainer.run()
         trainer.report.close("done")

@@ -28,12 +28,13 @@ def use_it_on_bf16() -> None:
     use_it()
 
     def checked(step: Any) -> Any:
-        def one_step(model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+        def one_step(state: Any, *rest: Any, **options: Any) -> Any:
+            model = state.model
             assert model.weights.copies
             for master, copy in model.weights.copies.items():
                 assert torch.equal(copy, master.bfloat16())
                 assert model.weights.gradient_dtype(master) == torch.bfloat16
-            return step(model, optimizer, *rest, **options)
+            return step(state, *rest, **options)
 
         return one_step
 

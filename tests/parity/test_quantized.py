@@ -40,11 +40,11 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curv
     return remembered(lambda: tmp_path_factory.mktemp("one"), RECIPES)
 
 
-def assert_same_recipe(found: Curve, expected: Curve) -> None:
+def assert_same_recipe(found: Curve, expected: Curve, first_norm: float = 2e-4) -> None:
     """As near as the flips that roundings of sums cause leave it: seen were 8e-8 and 5e-5, then 9e-5 and 3e-3."""
     assert found.disputed == []
     assert found.loss[0] == pytest.approx(expected.loss[0], rel=1e-6)
-    assert found.grad_norm[0] == pytest.approx(expected.grad_norm[0], rel=2e-4)
+    assert found.grad_norm[0] == pytest.approx(expected.grad_norm[0], rel=first_norm)
     assert found.loss == pytest.approx(expected.loss, rel=3e-4)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
     assert found.weights.keys() == expected.weights.keys()
@@ -231,10 +231,7 @@ def copies_are_kept() -> None:
 
 
 def weights_are_quantized_after_loading_alone() -> None:
-    patch(
-        "titan_exp.trainer.train_state.build_optimizer",
-        lambda original: lambda *args: _without_hooks(original(*args)),
-    )
+    patch("titan_exp.trainer.part.Parts.on_gradients", _without_quantization)
 
 
 def weights_are_quantized_after_steps_alone() -> None:
@@ -255,18 +252,22 @@ def transposed_weights_have_the_scales_of_rows() -> None:
     patch("titan_exp.quantization.float8.float8_weights._amax", make)
 
 
-def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer.register_step_post_hook = lambda hook: hook  # type: ignore[method-assign]
-    return optimizer
+def _without_quantization(original: Any) -> Any:
+    def on_gradients(parts: Any, update: Any) -> None:
+        object.__setattr__(update.state, "quantize_weights", lambda: None)
+        original(parts, update)
+
+    return on_gradients
 
 
 def _restored_as_initialized(original: Any) -> Any:
     def restore(trainer: Any) -> None:
-        trainer.built.init_weights()
-        trainer.quantize_weights()
-        refresh, trainer.quantize_weights = trainer.quantize_weights, lambda: None
+        state, quantize = trainer.state, trainer.state.quantize_weights
+        state.built.init_weights()
+        quantize()
+        object.__setattr__(state, "quantize_weights", lambda: None)
         original(trainer)
-        trainer.quantize_weights = refresh
+        object.__setattr__(state, "quantize_weights", quantize)
 
     return restore
 

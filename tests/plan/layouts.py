@@ -141,6 +141,7 @@ LAYOUTS = {
     "parallelism.pp_microbatches=4 training.loss_chunk_tokens=37",
     # Families
     "Qwen3, fsdp 2 x tp 2": "model=qwen3_debug parallelism.dp_shard=2 parallelism.tp=2",
+    "OLMo 2, fsdp 2 x tp 2": "model=olmo2_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Qwen3-MoE, fsdp 2 x tp 2": "model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2",
     "GPT-OSS, fsdp 2 x tp 2": "model=gpt_oss_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Llama 4, pp 2 x fsdp 2": "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2 "
@@ -261,7 +262,6 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     if mutate is not None:
         mutate()
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train_state import TrainState
     from titan_exp.trainer.train_step import sync_step_flags, train_step
     from titan_exp.trainer.trainer import Trainer
 
@@ -276,21 +276,10 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)
 
         def step() -> None:
-            train_step(
-                trainer.model,
-                trainer.optimizer,
-                batches,
-                tokens=tokens,
-                lr=trainer.schedule(1),
-                max_grad_norm=experiment.training.max_grad_norm,
-                mesh=trainer.mesh,
-                clipper=trainer.clipper,
-            )
+            train_step(trainer.state, batches, step=1, tokens=tokens, lr=trainer.schedule(1))
 
-        # The parts are handed on, not put together again.
-        parts = TrainState(trainer.mesh, None, trainer.model, trainer.optimizer, trainer.quantize_weights)  # type: ignore[arg-type]
         # Gloo's threads release sent tensors late at times, and then the peak is too high.
-        traces = (trace_step(parts, step, preallocated=batch_tensors(batches)) for _ in range(2))
+        traces = (trace_step(trainer.state, step, preallocated=batch_tensors(batches)) for _ in range(2))
         numbers = min(map(_numbers, traces), key=lambda found: found.peak)
         trainer.report.close("done")
         return asdict(numbers)
@@ -309,7 +298,7 @@ def _alone(path: str) -> list[int]:
         state.built.init_weights()
         fake = FakeRank(experiment, state, fake_batches(experiment))
         fake.step()
-        found.append(allocated_by(fake.step if state.outer is None else _synchronized(fake), Path(path)))
+        found.append(allocated_by(fake.step if fake.outer is None else _synchronized(fake), Path(path)))
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
         torch._dynamo.reset()
@@ -318,7 +307,7 @@ def _alone(path: str) -> list[int]:
 
 def _synchronized(rank: FakeRank) -> Callable[[], None]:
     """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
-    outer, config = rank.state.outer, rank.experiment.semi_sync
+    outer, config = rank.outer, rank.experiment.semi_sync
     assert outer is not None
     sync = SemiSync(config, lone := LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
     sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]

@@ -88,6 +88,10 @@ def refusal(*overrides: str) -> str:
             ["model.architecture=tests.models.own_head_norm", "+model.gathers=gone", "parallelism.tp=2"],
             ["blocks.0.attention.gone, and Decoder has no such module", "Rowwise(gathers=...)"],
         ),
+        (
+            ["model.architecture=tests.models.own_style", "+model.handled=false", "parallelism.tp=2"],
+            ["blocks.0.attention.whole has the style AllHeads, and nothing says", "MODULES[AllHeads] = a handler"],
+        ),
         ([f"{FAULTY}", f"optimizer.name={OWN}.Optimizer", "quantization=mxfp8"], ["quantization.recipe", "needs rho"]),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else None,

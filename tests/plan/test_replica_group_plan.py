@@ -85,7 +85,7 @@ def _writes_sent_bytes(_: ReplicaGroup) -> None:
 def test_sent_bytes_are_those_of_a_run(tmp_path: Path, words: list[str]):
     fleet = Fleet(tmp_path, *words, "cluster.min_groups=2")
     try:
-        fleet.curve([fleet.start(number, _writes_sent_bytes) for number in range(2)])
+        fleet.curve(fleet.start_all(_writes_sent_bytes))
     finally:
         fleet.close()
     plan = predict(load_experiment(tmp_path / "config.yaml", trust=True), None)

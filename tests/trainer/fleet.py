@@ -1,12 +1,16 @@
 """Replica groups in warm processes, as the launcher starts them; and moments at which a rank kills itself."""
 
+import contextlib
+import http.client
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from tests.parity.runs import SMALL, Curve, trained_weights
@@ -19,8 +23,10 @@ from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
 Mutation = Callable[[ReplicaGroup], None]
+T = TypeVar("T")
 
 
 class Fleet:
@@ -39,18 +45,51 @@ class Fleet:
         self.lighthouse.poll()
         self.groups: list[Ranks] = []
 
-    def start(self, number: int, mutate: Mutation | None = None) -> Ranks:
-        """Start a group, or start it again."""
+    def start(self, number: int, mutate: Mutation | None = None, *, together: bool = False) -> Ranks:
+        """Start a group, or start it again; `together`, its first quorum is of all groups, whoever is the fastest."""
         group = ReplicaGroup(number, len(self.groups), self.lighthouse.url)
-        self.groups.append(Ranks(self.layout.world_size, _train, str(self.folder.path), group, mutate))
+        self.groups.append(Ranks(self.layout.world_size, _train, str(self.folder.path), group, mutate, together))
         return self.groups[-1]
+
+    def start_all(self, mutate: Mutation | None = None) -> list[Ranks]:
+        """Start all groups; those of semi-synchronous training wait for each other by themselves."""
+        together, groups = not self.experiment.semi_sync.enabled, self.experiment.cluster.replica_groups
+        return [self.start(number, mutate, together=together) for number in range(groups)]
+
+    def results(self, group: Ranks, limit: float = 60.0) -> list[Any]:
+        """What each rank of a group returned; at most `limit` seconds pass without a row or an event of the run."""
+        return group.results(limit, self._progress)
+
+    def await_death(self, group: Ranks) -> None:
+        """Wait until a rank kills itself, and end the others of its group as the launcher does."""
+        with pytest.raises(AssertionError, match="died without a word"):
+            self.results(group)
+        group.kill()
+
+    def await_dead(self) -> int:
+        """Wait until a group has left a file `dead-NUMBER` in the run folder, and return its number."""
+        found = self.wait_until(lambda: list(self.folder.path.glob("dead-*")))
+        return int(found[0].name.partition("-")[2])
+
+    def wait_until(self, condition: Callable[[], T], limit: float = 60.0) -> T:
+        """Wait until something is true, with the limit of `results`, and return it."""
+        seen, deadline = self._progress(), time.monotonic() + limit
+        while not (found := condition()):
+            if (now := self._progress()) != seen:
+                seen, deadline = now, time.monotonic() + limit
+            assert time.monotonic() < deadline, f"nothing happened for {limit:.0f} s"
+            time.sleep(0.02)
+        return found
+
+    def _progress(self) -> int:
+        return sum(path.stat().st_size for path in (self.folder.metrics, self.folder.groups) if path.exists())
 
     def curve(self, groups: Sequence[Ranks], limit: float = 90.0) -> Curve:
         """Curve of the run, once these groups have ended; weights on which they disagree are disputed."""
         weights: dict[str, torch.Tensor] = {}
         disputed: list[str] = []
         for group in groups:
-            for part in group.results(limit):
+            for part in self.results(group, limit):
                 for name, weight in part.items():
                     if not torch.equal(weights.setdefault(name, weight), weight):
                         disputed.append(name)
@@ -76,17 +115,12 @@ class Dies:
         self.step, self.where = step, where
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
-
         join, committed = ReplicaGroups.join, [0]
 
         def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
-            committed[0], marker = step, groups._folder.path / "newcomer"
-            if group.number == 1 and group.start > 1:
-                marker.touch()
-            elif step == self.step + 2:
-                wait_for(marker)
-                time.sleep(0.5)  # so that the newcomer is in the next quorum
+            committed[0] = step
+            if step == self.step + 2:
+                await_heartbeat(groups, 1, 2)
             return join(groups, step, *position)
 
         ReplicaGroups.join = joined  # type: ignore[method-assign]  # on purpose
@@ -103,15 +137,48 @@ class Dies:
         setattr(ReplicaGroups, self.where, dying)
 
 
-def wait_for(path: Path, seconds: float = 40.0) -> None:
-    """Wait for a file."""
+def await_heartbeat(groups: ReplicaGroups, number: int, start: int = 0) -> None:
+    """Wait in a rank until the lighthouse has a heartbeat of a group, in this or a later start: the next quorum waits
+    for it. This rank's own group has one from now on."""
+    assert groups._client
+    host, _, port = groups.group.lighthouse.removeprefix("http://").rpartition(":")
+    deadline = time.monotonic() + 120.0
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection(host, int(port), timeout=5.0)
+        # It may be started again meanwhile.
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/status")
+            page = connection.getresponse().read().decode()
+            if any(int(found) >= start for found in re.findall(rf"-(\d+)-{number}: seen", page)):
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"start {start} of group {number} has no heartbeat")
+
+
+def _meet_at_first() -> None:
+    join = ReplicaGroups.join
+
+    def joined(groups: ReplicaGroups, *arguments: Any) -> Any:
+        if groups.quorum is None:
+            for number in range(groups._cluster.replica_groups):
+                await_heartbeat(groups, number)
+        return join(groups, *arguments)
+
+    ReplicaGroups.join = joined  # type: ignore[method-assign]
+
+
+def wait_for(path: Path, seconds: float = 120.0) -> None:
+    """Wait in a rank for a file of another one."""
     deadline = time.monotonic() + seconds
-    while not path.exists() and time.monotonic() < deadline:
+    while not path.exists():
+        assert time.monotonic() < deadline, f"there is no {path.name} after {seconds:.0f} s"
         time.sleep(0.02)
 
 
-def _train(path: str, group: ReplicaGroup, mutate: Mutation | None) -> dict[str, torch.Tensor]:
+def _train(path: str, group: ReplicaGroup, mutate: Mutation | None, together: bool) -> dict[str, torch.Tensor]:
     os.environ.update(group.to_environment())
     if mutate is not None:
         mutate(group)
+    if together:
+        _meet_at_first()
     return trained_weights(RunFolder(path, group_logs=group.logs))

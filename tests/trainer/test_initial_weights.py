@@ -17,7 +17,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.parallel import meta_init
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer import build_model, trainer
+from titan_exp.trainer import build_model, restore
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.train_state import assemble
 
@@ -117,13 +117,13 @@ def test_no_weight_is_drawn_that_is_replaced(tmp_path, recorder, monkeypatch):
     assert len(continued) == 2
 
     weights = {}
-    load = trainer.Trainer._load_initial_weights
+    load = restore._load_initial_weights
 
-    def keep(self):
-        load(self)
-        weights.update({name: value.detach().clone() for name, value in self.model.parts[0].named_parameters()})
+    def keep(trainer):
+        load(trainer)
+        weights.update({name: value.detach().clone() for name, value in trainer.model.parts[0].named_parameters()})
 
-    monkeypatch.setattr(trainer.Trainer, "_load_initial_weights", keep)
+    monkeypatch.setattr(restore, "_load_initial_weights", keep)
     initial = [f"checkpoint.initial={first}", "training.steps=1", "experiment.seed=5"]
     assert recorder.of(tmp_path / "started", *initial)[0] == []
     loaded = dict(weights)

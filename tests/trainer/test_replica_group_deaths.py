@@ -2,15 +2,13 @@
 
 import os
 import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.parity.runs import train
-from tests.trainer.fleet import Dies, Fleet, wait_for
+from tests.trainer.fleet import Dies, Fleet, await_heartbeat
 from tests.trainer.test_replica_groups import SETTINGS, THREE, assert_exact
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -30,12 +28,8 @@ def _dies_healing(group: ReplicaGroup) -> None:
     join = ReplicaGroups.join
 
     def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
-        marker = groups._folder.path / "third start"
-        if group.start > 2:
-            marker.touch()
-        elif step == 7:
-            wait_for(marker)
-            time.sleep(0.5)
+        if step == 7:
+            await_heartbeat(groups, 1, 3)
         return join(groups, step, *position)
 
     def dying(groups: ReplicaGroups, _: Any) -> None:
@@ -52,10 +46,9 @@ def test_a_death_while_healing(tmp_path):
     expected = train(tmp_path / "one", *SETTINGS, "cluster.replica_groups=1")
     fleet = Fleet(tmp_path / "run", *SETTINGS)
     try:
-        first, *dead = fleet.start(0, _dies_healing), fleet.start(1, _dies_healing)
+        first, *dead = fleet.start_all(_dies_healing)
         for _ in range(2):
-            with pytest.raises(AssertionError, match="died without a word"):
-                dead[-1].results(60)
+            fleet.await_death(dead[-1])
             dead.append(fleet.start(1, _dies_healing))
         found = fleet.curve([first, dead[-1]])
     finally:
@@ -73,10 +66,10 @@ def _dies_sending(group: ReplicaGroup) -> None:
 
     def dying(groups: ReplicaGroups, rank: int, *arguments: Any) -> None:
         folder = groups._folder.path
-        if not (folder / "newcomer").exists() or (folder / "sender").exists():
+        if list(folder.glob("dead-*")):
             send(groups, rank, *arguments)
             return
-        (folder / "sender").write_text(str(group.number))
+        (folder / f"dead-{group.number}").touch()
         groups._client.process_group.send([torch.tensor([8])], groups._client.order[rank], 0).wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -87,12 +80,10 @@ def test_a_newcomer_whose_sender_dies_heals_from_another_group(tmp_path):
     expected = train(tmp_path / "one", *SETTINGS, "cluster.replica_groups=1")
     fleet = Fleet(tmp_path / "run", *THREE)
     try:
-        groups = [fleet.start(number, _dies_sending) for number in range(3)]
-        with pytest.raises(AssertionError, match="died without a word"):
-            groups[1].results(60)
+        groups = fleet.start_all(_dies_sending)
+        fleet.await_death(groups[1])
         groups[1] = fleet.start(1, _dies_sending)
-        wait_for(fleet.folder.path / "sender")
-        dead = int((fleet.folder.path / "sender").read_text())
+        dead = fleet.await_dead()
         found = fleet.curve([groups[number] for number in {0, 1, 2} - {dead}])
     finally:
         fleet.close()
@@ -117,20 +108,13 @@ def _dies_saving(group: ReplicaGroup) -> None:
     Checkpointer.save = dying  # type: ignore[method-assign]
 
 
-def _dead_group(path: Path) -> int:
-    deadline = time.monotonic() + 60
-    while not (found := list(path.glob("dead-*"))) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return int(found[0].name.partition("-")[2])
-
-
 def test_a_death_while_saving(tmp_path):
     settings = [*SETTINGS, "checkpoint=async", "checkpoint.every=4"]
     expected = train(tmp_path / "one", *settings, "cluster.replica_groups=1")
     fleet = Fleet(tmp_path / "run", *settings)
     try:
-        groups = [fleet.start(number, _dies_saving) for number in range(2)]
-        dead = _dead_group(fleet.folder.path)
+        groups = fleet.start_all(_dies_saving)
+        dead = fleet.await_dead()
         groups[dead].kill()
         groups[dead] = fleet.start(dead, _dies_saving)
         found = fleet.curve([groups[1 - dead]])

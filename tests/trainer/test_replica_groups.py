@@ -19,7 +19,7 @@ import torch
 
 from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
-from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
+from tests.trainer.fleet import Dies, Fleet, Mutation
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.group_events import read_events
@@ -44,19 +44,14 @@ def run_with_death(
 ) -> tuple[Curve, Fleet]:
     """Groups, of which group 1 dies and is started again; at that moment the lighthouse may die as well."""
     fleet = Fleet(path, *settings)
-    groups = fleet.experiment.cluster.replica_groups
     try:
-        first, dead, *others = [fleet.start(number, mutate) for number in range(groups)]
-        with pytest.raises(AssertionError, match="died without a word"):
-            dead.results(60)
-        dead.kill()  # as the launcher does with the other ranks
+        first, dead, *others = fleet.start_all(mutate)
+        fleet.await_death(dead)
         if lighthouse:
             fleet.lighthouse.close()
             time.sleep(1.0)  # between two starts
             fleet.lighthouse.poll()
-        deadline = time.monotonic() + 30
-        while len(fleet.lines()) < 5 and time.monotonic() < deadline:
-            time.sleep(0.02)  # without the newcomer
+        fleet.wait_until(lambda: len(fleet.lines()) >= 5)  # without the newcomer
         return fleet.curve([first, *others, fleet.start(1, mutate)]), fleet
     finally:
         fleet.close()
@@ -206,7 +201,7 @@ def replay(path: Path, recorded: Path) -> Curve:
     """The same groups without a death, by the history of another run."""
     fleet = Fleet(path, *SETTINGS, f"cluster.group_history={recorded}")
     try:
-        return fleet.curve([fleet.start(number) for number in range(2)])
+        return fleet.curve(fleet.start_all())
     finally:
         fleet.close()
 
@@ -336,7 +331,7 @@ def start_alone(path: Path, mutate: Mutation) -> Fleet:
     fleet = Fleet(path, *SETTINGS)
     fleet.folder.beat(5)
     try:
-        fleet.start(1, mutate).results(60)
+        fleet.results(fleet.start(1, mutate))
         return fleet
     finally:
         fleet.close()
@@ -391,9 +386,6 @@ class _Stops:
             replica_groups.time = SimpleNamespace(monotonic=lambda: 1000 * monotonic(), sleep=time.sleep)  # type: ignore[assignment]
 
         def joined(groups: ReplicaGroups, step: int, position: int | None = None) -> Any:
-            if group.number == 0 and step == 2:
-                wait_for(self.folder / "asking-1")
-                time.sleep(0.5)  # so that both are in the next quorum
             if step == (3, 6)[group.number] and not stopped:
                 stopped.append(True)
                 (self.folder / f"stopped-{group.number}-{rank}").touch()
@@ -401,7 +393,6 @@ class _Stops:
             return join(groups, step, position)
 
         def asked(client: QuorumClient, step: int) -> Any:
-            (self.folder / f"asking-{group.number}").touch()
             found = ask(client, step)
             if stopped and group.number == 0 and found[0].size == 1:
                 (self.folder / "alone").touch()
@@ -418,17 +409,16 @@ def test_a_lighthouse_that_forgot_the_others_divides_no_run(tmp_path, one_device
     path = tmp_path / "run"
     fleet = Fleet(path, *settings)
     try:
-        groups = [fleet.start(number, _Stops(path)) for number in range(2)]
+        groups = fleet.start_all(_Stops(path))
         for number, rank in product(range(2), range(ranks)):
-            wait_for(path / f"stopped-{number}-{rank}")
+            fleet.wait_until((path / f"stopped-{number}-{rank}").exists)
         first, other = ([int((path / f"pid-{n}-{rank}").read_text()) for rank in range(ranks)] for n in range(2))
         fleet.lighthouse.close()
         time.sleep(1.0)  # between two starts
         fleet.lighthouse.poll()
         for pid in first:
             os.kill(pid, signal.SIGCONT)
-        wait_for(path / "alone")
-        assert (path / "alone").exists()
+        fleet.wait_until((path / "alone").exists)
         for pid in other:
             os.kill(pid, signal.SIGCONT)
         assert_exact(fleet.curve(groups), fleet, one_device())

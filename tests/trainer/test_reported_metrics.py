@@ -94,6 +94,12 @@ def test_metrics_of_model_modules_are_reduced_over_ranks_and_steps_stay_apart(
     assert set(MODEL_NAMES) <= {metric.name for metric in choose_metrics([], [read_run(tmp_path)], None)}
 
 
+def test_a_key_of_the_model_switches_its_metrics_off(tmp_path: Path, model_on_one_device: Curve):
+    without = train(tmp_path, *MODEL, "training.micro_batch_size=2", "+model.statistics=false")
+    assert not any(name.startswith("model/") for row in without.rows for name in row)
+    assert without.loss == model_on_one_device.loss
+
+
 def test_status_and_compare_show_reported_metrics(tmp_path: Path, capsys: pytest.CaptureFixture):
     train(tmp_path, *OBJECTIVE)
     run = read_run(tmp_path)

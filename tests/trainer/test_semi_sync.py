@@ -1,10 +1,11 @@
 """Semi-synchronous training: curve and weights of a plain reference in one process, in any layout of the groups."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Referenc
 def train_groups(path: Path, words: list[str], mutate: Mutation | None = None) -> Curve:
     fleet = Fleet(path, *words)
     try:
-        return fleet.curve([fleet.start(number, mutate) for number in range(fleet.experiment.cluster.replica_groups)])
+        return fleet.curve(fleet.start_all(mutate))
     finally:
         fleet.close()
 
@@ -194,7 +195,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Parameter, LoneGrou
     mesh = SimpleNamespace(batch_replicas=1)
     sync = SemiSync(config, group, OuterOptimizer(optimizer, config), mesh, {})  # type: ignore[arg-type]
     weight.grad = torch.ones(3)
+    sync.outer.before_inner_step()
     optimizer.step()
+    sync.outer.after_inner_step()
     return weight, group, sync
 
 
@@ -337,9 +340,9 @@ def test_a_mutation_of_the_stream_is_noticed(tmp_path, expected, mutate):
 
 
 def _biases_of_routers_stay_apart(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups import semi_sync_trainer
+    from titan_exp.trainer.replica_groups import commits
 
-    semi_sync_trainer.persistent_buffers = lambda _: []
+    commits.persistent_buffers = lambda _: []
 
 
 def _experts_are_balanced_over_the_whole_batch(_: ReplicaGroup) -> None:
@@ -349,13 +352,13 @@ def _experts_are_balanced_over_the_whole_batch(_: ReplicaGroup) -> None:
 
 
 def _fragments_are_counted_from_every_stage(_: ReplicaGroup) -> None:
-    from titan_exp.trainer import train_state
+    from titan_exp.trainer import parts
 
-    def by_stage(_: torch.nn.Module, parts: Sequence[torch.nn.Module], experiment: Experiment) -> dict:
-        named = [parameter for part in parts for _, parameter in part.named_parameters()]
+    def by_stage(_: Experiment, state: Any) -> dict:
+        named = [parameter for part in state.model.parts for _, parameter in part.named_parameters()]
         return {parameter: int(number > len(named) // 2) for number, parameter in enumerate(named)}
 
-    train_state._fragments = by_stage
+    parts._fragments = by_stage
 
 
 @pytest.mark.night

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.parity.runs import Curve
-from tests.trainer.fleet import Dies, Fleet, Mutation, wait_for
+from tests.trainer.fleet import Dies, Fleet, Mutation, await_heartbeat
 from tests.trainer.semi_sync_reference import reference
 from tests.trainer.test_semi_sync import assert_same
 from tests.trainer.test_semi_sync_deaths import LONG, SAVED
@@ -40,20 +39,17 @@ class _DiesAround:
 
         def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
             folder[:] = [groups._folder.path]
-            if group.start > 1:
-                (folder[0] / "newcomer").touch()
-            elif step == 6:
-                wait_for(folder[0] / "newcomer")
-                time.sleep(0.5)  # so that it is in the next quorum
+            if step == 6:
+                await_heartbeat(groups, 1 - group.number, 2 if group.start < 2 else 0)
             return join(groups, step, *position)
 
         def die() -> None:
-            if group.start < 2:
-                (folder[0] / f"dead-{group.number}").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            (folder[0] / f"dead-{group.number}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
         ReplicaGroups.join = joined  # type: ignore[method-assign]
-        self.patch(die)
+        if group.start < 2:
+            self.patch(die)
 
 
 def _while_saving(die: Callable[[], None]) -> None:
@@ -71,20 +67,23 @@ def _while_saving(die: Callable[[], None]) -> None:
 
 
 def _while_sending(die: Callable[[], None]) -> None:
-    """The other group, while it sends its state to the writer."""
+    """The other group, while it sends its state to the writer, which has the description of it already."""
     from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
-    ReplicaGroups.send_tensors = lambda groups, rank, *_: die()  # type: ignore[method-assign]
+    send = ReplicaGroups.send_tensors
+
+    def dying(groups: ReplicaGroups, rank: int, description: Any, _: Any) -> None:
+        send(groups, rank, description, [])
+        die()
+
+    ReplicaGroups.send_tensors = dying  # type: ignore[method-assign]
 
 
 def run_with_death(fleet: Fleet, mutate: Mutation) -> tuple[Curve, int]:
     """Curve of two groups, and the number of the one that dies and is started again."""
     try:
-        groups = [fleet.start(number, mutate) for number in range(2)]
-        deadline = time.monotonic() + 60
-        while not (found := list(fleet.folder.path.glob("dead-*"))) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        dead = int(found[0].name.partition("-")[2])
+        groups = fleet.start_all(mutate)
+        dead = fleet.await_dead()
         groups[dead].kill()
         groups[dead] = fleet.start(dead, mutate)
         return fleet.curve(groups), dead
@@ -144,12 +143,8 @@ class _DiesHealing(Dies):
         join = ReplicaGroups.join
 
         def joined(groups: ReplicaGroups, step: int, *position: int | None) -> Any:
-            marker = groups._folder.path / "third start"
-            if group.start > 2:
-                marker.touch()
-            elif step == 8:
-                wait_for(marker)
-                time.sleep(0.5)
+            if step == 8:
+                await_heartbeat(groups, 1, 3)
             return join(groups, step, *position)
 
         def dying(groups: ReplicaGroups, _: Any) -> None:
@@ -167,10 +162,9 @@ class _DiesHealing(Dies):
 def test_a_death_while_healing_costs_the_others_no_step(tmp_path):
     fleet, mutate = Fleet(tmp_path / "run", *LONG), _DiesHealing()
     try:
-        first, *dead = fleet.start(0, mutate), fleet.start(1, mutate)
+        first, *dead = fleet.start_all(mutate)
         for _ in range(2):
-            with pytest.raises(AssertionError, match="died without a word"):
-                dead[-1].results(60)
+            fleet.await_death(dead[-1])
             dead.append(fleet.start(1, mutate))
         found = fleet.curve([first, dead[-1]])
     finally:

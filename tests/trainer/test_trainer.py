@@ -15,7 +15,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.distributed import joined_process_group
-from titan_exp.trainer.train_step import Diverged
+from titan_exp.trainer.parts import Diverged
 from titan_exp.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")

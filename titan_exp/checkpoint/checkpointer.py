@@ -1,7 +1,7 @@
 """Checkpointer: saves the training state atomically, optionally in the background, and restores it in any layout."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,12 +278,14 @@ class Checkpointer:
                 get_logger().error("earlier checkpoints are not uploaded now: %s", error)
         self._uploader.start(missing)
 
-    def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> RestoredState:
+    def load(
+        self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
+    ) -> RestoredState:
         """Load a checkpoint, saved in any layout, into the model (or its parts on this rank) and the optimizer.
 
-        A weights-only checkpoint restores weights and progress.
+        A weights-only checkpoint restores weights and progress; `keeps` is as in `load_state`.
         """
-        restored = load_state(self.folder.path_of(step), parts, optimizer)
+        restored = load_state(self.folder.path_of(step), parts, optimizer, keeps)
         self._newest = self.durable = step
         return restored
 

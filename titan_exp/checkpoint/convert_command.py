@@ -15,8 +15,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.machine.host_allocator import return_freed_memory
 from titan_exp.config.paths.remote_url import is_url
-from titan_exp.config.schema.component import component
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
 from titan_exp.models.convert.hf_config import config_json, export_violations, other_family
@@ -97,7 +96,7 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
     }
     if form in loaders:
         return loaders[form]()
-    if form in ("safetensors", "bfl") or is_dotted(source.model.architecture):
+    if form in ("safetensors", "bfl") or not is_builtin("model", source.model.architecture):
         return f"the model group is in {target / 'model.json'}"
     overrides = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():

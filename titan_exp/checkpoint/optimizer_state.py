@@ -9,7 +9,7 @@ keeps as a plain tensor of its shard's shape; and `none` for a parameter without
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,14 @@ def prepare_optimizer_state(
     saved: Mapping[str, SavedTensor],
     values: Mapping[str, Any],
     *,
+    keeps: Collection[str] = (),
     whole: bool = False,
 ) -> None:
     """Give an optimizer the saved `values`, and memory for the `saved` tensors, which are then loaded; collective.
 
     Tensors of the optimizer's first step are placed as it places them, by a step with zero gradients; those of a later
-    one like the parameter if they have its shape, else whole on every rank. Optional tensors that this run does not
-    keep are left out unless `whole`. Raises UserError if values of a group do not fit the groups of this layout.
+    one like the parameter if they have its shape, else whole on every rank. Optional tensors are left out unless this
+    run `keeps` them by name, or `whole`. Raises UserError if values of a group do not fit the groups of this layout.
     """
     named = list(_named(parts))
     wanted = {name: dict[str, SavedTensor]() for name, _ in named}
@@ -124,7 +125,11 @@ def prepare_optimizer_state(
     for name, parameter in named:
         if state.get(parameter) or name not in elsewhere:
             present = _tensors(parameter, state.get(parameter, {}))
-            kept = {key: x for key, x in wanted[name].items() if whole or key in present or not is_optional(f".{key}")}
+            kept = {
+                key: x
+                for key, x in wanted[name].items()
+                if whole or key in present or key in keeps or not is_optional(f".{key}")
+            }
             lacking |= _prepare(parameter, state, name, kept, values)
     if lacking:
         get_logger().warning(

@@ -73,12 +73,12 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.config.command_line.remarks import remarks
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
-    from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
+    from titan_exp.rules.composed import read_experiment
 
-    experiment = to_experiment(cfg)
+    experiment = read_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     check_supported(experiment)
     if experiment.parallelism.pp > 1:

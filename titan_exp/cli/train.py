@@ -21,7 +21,6 @@ def run(argv: Sequence[str]) -> int:
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.command_line.remarks import remarks
     from titan_exp.config.paths.checkpoint_paths import saved_state
-    from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.launch.executor import executor_for, print_dry_run
     from titan_exp.launch.memory_gate import gate_run
     from titan_exp.launch.provenance.changes import report_stale
@@ -29,8 +28,9 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import plan_run
     from titan_exp.launch.sweep.options import current_sweep_options
+    from titan_exp.rules.composed import read_experiment
 
-    experiment = to_experiment(cfg)
+    experiment = read_experiment(cfg, lambda _: True)
     plan = plan_run(experiment, overrides)
     for sentence in (*remarks(overrides, plan.experiment), *rate_after_decay(plan.experiment)):
         print(sentence)

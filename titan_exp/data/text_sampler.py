@@ -7,6 +7,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.sampler import Sampler
 from titan_exp.data.sources.base import STREAMING, content_identity, fingerprint
 from titan_exp.data.sources.build import build_source, held_out_fraction
+from titan_exp.data.token_store.mixture import Mixture
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.token_store.text_store import StoredText, stored_text
 from titan_exp.data.token_store.window_sampler import RepeatedTokens, ShuffledWindows, Windows, WindowSampler
@@ -31,7 +32,7 @@ def build_text_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: in
         "training.seq_len": seq_len,
     }
     windows = {"": _windows(stored, seq_len, seed)}
-    return WindowSampler(windows, [1.0], corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+    return WindowSampler(windows, Mixture([1.0]), corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
 def _windows(text: StoredText, seq_len: int, seed: int) -> Windows:

@@ -19,9 +19,10 @@ from titan_exp.data.batch import Batch, MicroBatch, collate
 from titan_exp.data.data_warning import warn
 from titan_exp.data.prefetch import Prefetcher
 from titan_exp.data.sampler import NextRow, RowBuffer, Sampler, SamplerState
-from titan_exp.data.sources.base import CONTENT, REVISION, SHARDS, STREAMING
+from titan_exp.data.sources.base import CONTENT, MIXTURE, REVISION, SHARDS, STREAMING, require_same_data
 from titan_exp.data.sources.build import builtin_source
 from titan_exp.data.text_sampler import build_text_sampler
+from titan_exp.data.token_store.window_sampler import build_store_sampler
 from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
 
@@ -139,7 +140,8 @@ class TrainLoader(Iterator[Any]):
             self._prefetcher.close()
 
     def _keep_order(self, state: Mapping[str, Any]) -> None:
-        """Read in virtual shards if the state was saved so, as of every text before texts had token stores."""
+        """Read in the order of the state: virtual shards, as of every text before texts had token stores, and mixtures
+        with rounded shares."""
         saved, present = state.get("corpus"), self._sampler.corpus
         if not isinstance(saved, dict):
             return
@@ -150,6 +152,13 @@ class TrainLoader(Iterator[Any]):
                 "run begins in the present order",
             )
             self._sampler = self._build(VirtualShardSampler)()
+        elif MIXTURE in present and MIXTURE not in saved:
+            warn(
+                "The checkpoint was written when shares of mixtures were rounded to multiples of 1/65,536: the run "
+                "continues in that order, in which stores may end an epoch some rows apart; "
+                "checkpoint.continue_data=restart in a new run has exact shares",
+            )
+            self._sampler = self._build(partial(build_store_sampler, rounded=True))()
         elif STREAMING in saved and SHARDS in present:
             reason = "the checkpoint was made with documents that were tokenized before training, in another order"
             remedy = "data.streaming=false; or checkpoint.continue_data=restart in a new run"
@@ -225,15 +234,4 @@ def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:
             "The checkpoint was written before contents of data files were recorded: their names and sizes are "
             "compared, their contents are not",
         )
-    violations = [
-        Violation(
-            key,
-            present.get(key),
-            f"the checkpoint was made with {saved.get(key)}",
-            f"{'the former files' if key == CONTENT else 'that one'}, or checkpoint.continue_data=restart in a new run",
-        )
-        for key in sorted({*saved, *present} - {REVISION, *({CONTENT} - set(saved))})
-        if saved.get(key) != present.get(key)
-    ]
-    if violations:
-        raise UserError("The run cannot continue on other data.", violations)
+    require_same_data(saved, present, {*saved, *present} - {REVISION, *({CONTENT} - set(saved))})

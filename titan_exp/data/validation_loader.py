@@ -14,6 +14,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.corpus_files import unit_hash
 from titan_exp.config.paths.data_files import unlimited_split
 from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
@@ -23,7 +24,7 @@ from titan_exp.data.token_store.reader import TokenSplit, open_split
 from titan_exp.data.token_store.text_store import stored_text
 from titan_exp.data.tokenizers.base import Tokenizer, encode_document
 from titan_exp.data.tokenizers.build import build_tokenizer
-from titan_exp.data.validation_split import unit_hash, validation_subset
+from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 

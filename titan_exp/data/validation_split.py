@@ -1,10 +1,9 @@
 """Train/validation split by a hash of each document's identity, independent of the seed."""
 
-from hashlib import blake2b
-
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.paths.corpus_files import none_held_out, none_to_train_on, unit_hash
 from titan_exp.data.sources.base import RandomAccessSource
 
 
@@ -22,18 +21,11 @@ class Subset:
         return self._source[int(self._indices[index])]
 
 
-def unit_hash(identity: str) -> float:
-    """Hash of a document's identity in [0, 1); documents with `unit_hash(identity) < fraction` are held out."""
-    digest = blake2b(identity.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
-
-
 def training_subset(source: RandomAccessSource, fraction: float) -> Subset:
     """Training documents. Raises UserError if the held-out fraction leaves none."""
     kept = np.flatnonzero(unit_hashes(source) >= fraction)
     if len(kept) == 0:
-        reason = f"it leaves none of the {len(source)} documents to train on"
-        raise _refusal(fraction, reason, "a smaller fraction", source)
+        raise _cannot_split(none_to_train_on(fraction, len(source), getattr(source, "split_further", None)))
     return Subset(source, kept)
 
 
@@ -42,11 +34,8 @@ def validation_subset(source: RandomAccessSource, fraction: float) -> Subset:
     hashes = unit_hashes(source)
     held_out = np.flatnonzero(hashes < fraction)
     if len(held_out) == 0:
-        remedy = "training.evaluate_every=0 to train without evaluation"
-        if len(source) > 1:
-            enough = np.ceil((hashes.min() + 1e-9) * 1000) / 1000
-            remedy = f"data.validation_fraction={enough:g} holds out at least one; {remedy}"
-        raise _refusal(fraction, f"it holds out none of the {len(source)} documents", remedy, source)
+        further = getattr(source, "split_further", None)
+        raise _cannot_split(none_held_out(fraction, len(source), float(hashes.min()), further))
     return Subset(source, held_out)
 
 
@@ -64,10 +53,5 @@ def unit_hashes(source: RandomAccessSource, indices: range | None = None) -> np.
     return (mixed >> np.uint64(11)) / 2**53
 
 
-def _refusal(fraction: float, reason: str, remedy: str, source: RandomAccessSource) -> UserError:
-    split_further = getattr(source, "split_further", None)
-    if split_further is not None:
-        remedy = f"{split_further} splits the same text into more documents; {remedy}"
-    return UserError(
-        "The documents cannot be split.", [Violation("data.validation_fraction", fraction, reason, remedy)]
-    )
+def _cannot_split(violation: Violation) -> UserError:
+    return UserError("The documents cannot be split.", [violation])

@@ -8,8 +8,7 @@ from torch import nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.schema.component import component
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
@@ -29,7 +28,7 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
         UserError: the import path cannot be imported, or the family's spec describes other parameters.
     """
     family, spec = component("model", config.architecture), model_spec(config)
-    config = revealed(config, "model") if is_dotted(config.architecture) else config
+    config = config if is_builtin("model", config.architecture) else revealed(config, "model")
     if hasattr(family, "model"):
         model = family.model(config, seq_len=seq_len, backend=attention_backend)
     else:

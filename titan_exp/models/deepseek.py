@@ -44,13 +44,14 @@ class Config(LatentAttentionConfig):
     """Shape of a DeepSeek."""
 
     dense_layers: BlockCount
-    """First layers, whose feed-forward is dense."""
+    """First layers, whose feed-forward is dense. E.g. `model=deepseek_debug model.dense_layers=3`."""
     ffn_dim: PositiveInt
-    """Width of the feed-forward of dense layers; a multiple of 32."""
+    """Width of the feed-forward of dense layers; a multiple of 32. E.g. `model.ffn_dim=3072`."""
     moe: MoEConfig
-    """Experts of the other layers."""
+    """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
-    """Multi-token prediction."""
+    """Multi-token prediction: modules behind the last block, which predict further tokens in training and are not used
+    in inference. E.g. `model=deepseek_debug model.mtp.depth=1`."""
 
 
 def spec(config: Config) -> ModelSpec:

@@ -44,15 +44,15 @@ class Config(AttentionConfig):
     """Shape of a GPT-OSS."""
 
     rope: YarnRope
-    """Rotary position embedding, with YaRN."""
+    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
     window: PositiveInt
-    """Sliding window of even layers in keys, the token itself included."""
+    """Sliding window of even layers in keys, the token itself included. E.g. `model=gpt_oss_debug model.window=64`."""
     swiglu_alpha: PositiveFloat
-    """Factor inside the sigmoid of SwiGLU."""
+    """Factor inside the sigmoid of SwiGLU. E.g. `model=gpt_oss_debug model.swiglu_alpha=1`."""
     swiglu_limit: PositiveFloat
-    """Upper bound of SwiGLU's gate, and of |up|."""
+    """Upper bound of SwiGLU's gate, and of |up|. E.g. `model=gpt_oss_debug model.swiglu_limit=10`."""
     moe: MoEConfig
-    """Experts of every layer."""
+    """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
 
 
 def spec(config: Config) -> ModelSpec:

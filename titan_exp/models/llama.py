@@ -29,7 +29,7 @@ class Config(TransformerConfig):
     """Shape of a Llama."""
 
     rope: RopeConfig
-    """Rotary position embedding."""
+    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
 
 
 def spec(config: Config) -> ModelSpec:

@@ -44,21 +44,24 @@ class Config(TransformerConfig):
     """Shape of a Llama 4; `ffn_dim` is that of dense layers."""
 
     rope: RopeConfig
-    """Rotary position embedding of layers with chunks."""
+    """Rotary position embedding of layers with chunks. E.g. `model.rope.theta=1e6`."""
     chunk: PositiveInt
-    """Length of the chunks of layers with RoPE, in positions."""
+    """Length of the chunks of layers with RoPE, in positions. E.g. `model=llama4_debug model.chunk=64`."""
     nope_every: PositiveInt
-    """Every so many layers, the last one has no RoPE and full attention."""
+    """Every so many layers, the last one has no RoPE and full attention.
+    E.g. `model=llama4_debug model.nope_every=2`."""
     rotated_norm: bool
-    """Normalize query and key heads after RoPE, without weight."""
+    """Normalize query and key heads after RoPE, without weight. E.g. `model=llama4_debug model.rotated_norm=false`."""
     temperature: NonNegativeFloat
-    """Coefficient of the query temperature of layers without RoPE; 0 is none."""
+    """Coefficient c of the query temperature of layers without RoPE, 1 + c · ln(1 + floor((position + 1) /
+    temperature_floor)); 0 is none. E.g. `model=llama4_debug model.temperature=0`."""
     temperature_floor: PositiveInt
-    """Positions of one factor of the query temperature."""
+    """Positions of one factor of the query temperature. E.g. `model=llama4_debug model.temperature_floor=64`."""
     moe_every: PositiveInt
-    """Every so many layers, the last one has experts; the others are dense."""
+    """Every so many layers, the last one has experts; the others are dense.
+    E.g. `model=llama4_debug model.moe_every=1`."""
     moe: MoEConfig
-    """Experts."""
+    """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
 
 
 def spec(config: Config) -> ModelSpec:

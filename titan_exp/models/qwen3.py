@@ -32,7 +32,7 @@ class Config(TransformerConfig):
     """Shape of a dense Qwen3."""
 
     rope: ScaledRope
-    """Rotary position embedding."""
+    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
 
 
 def spec(config: Config) -> ModelSpec:

@@ -41,9 +41,9 @@ class Config(AttentionConfig):
     """Shape of a Qwen3 with experts."""
 
     rope: ScaledRope
-    """Rotary position embedding."""
+    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
     moe: MoEConfig
-    """Experts of every layer."""
+    """Experts in place of the feed-forward layer. E.g. `model=qwen3_moe_debug model.moe.experts=16`."""
 
 
 def spec(config: Config) -> ModelSpec:

@@ -20,13 +20,16 @@ class Config(OptimizerConfig):
     """Fields of Adafactor; `lr` is relative to the root mean square of a matrix, as in torch's."""
 
     beta2_decay: Annotated[float, Interval(lt=0)]
-    """Exponent of the step: the second moment forgets at the rate 1 - step ** beta2_decay."""
+    """Exponent of the step: the second moment forgets at the rate 1 - step ** beta2_decay.
+    E.g. `optimizer=adafactor optimizer.beta2_decay=-0.5`."""
     eps: PositiveFloat
-    """Smallest root of a second moment."""
+    """Smallest root of a second moment. E.g. `optimizer=adafactor optimizer.eps=1e-8`."""
     min_rms: PositiveFloat
-    """Smallest root mean square of a matrix that the learning rate is relative to."""
+    """Smallest root mean square of a matrix that the learning rate is relative to.
+    E.g. `optimizer=adafactor optimizer.min_rms=1e-2`."""
     clip_threshold: PositiveFloat
-    """Largest root mean square of an update, before the learning rate."""
+    """Largest root mean square of an update, before the learning rate.
+    E.g. `optimizer=adafactor optimizer.clip_threshold=2.0`."""
 
     @property
     def sends_messages(self) -> bool:

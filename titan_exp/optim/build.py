@@ -7,8 +7,7 @@ from torch import nn
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.config.schema.component import component
-from titan_exp.config.schema.import_path import is_dotted
+from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
 from titan_exp.optim.parameter_groups import NamedParameter, named_parameters, remember_groups
@@ -28,7 +27,7 @@ def build_optimizer(
         UserError: the import path cannot be imported, builds no `torch.optim.Optimizer`, or the optimizer cannot shard
             its state like the parameters.
     """
-    config = revealed(config, "optimizer") if is_dotted(config.name) else config
+    config = config if is_builtin("optimizer", config.name) else revealed(config, "optimizer")
     return build_named(named_parameters(parts, scales), config)
 
 

@@ -19,12 +19,14 @@ class Config(MatrixOptimizerConfig):
     """Fields of Dion; a fused projection is one matrix."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)]
-    """Share of the orthonormalized part that stays in the momentum; the rest of it stays whole (error feedback)."""
+    """Share of the orthonormalized part that stays in the momentum; the rest of it stays whole (error feedback).
+    E.g. `optimizer=dion optimizer.momentum=0.9`."""
     rank_fraction: Annotated[float, Interval(gt=0, le=1)]
-    """Rank of the update, as a fraction of the smaller side of a matrix."""
+    """Rank of the update, as a fraction of the smaller side of a matrix.
+    E.g. `optimizer=dion optimizer.rank_fraction=0.5`."""
     scale: Literal["match_rms_adamw", "original", "none"]
     """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
-    sqrt(rows / columns)."""
+    sqrt(rows / columns). E.g. `optimizer=dion optimizer.scale=original`."""
 
     def matrix_scale(self, rows: float, columns: float) -> float:
         """`scale` of a matrix; its orthogonalized update has norm 1."""

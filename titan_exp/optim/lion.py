@@ -17,9 +17,11 @@ class Config(OptimizerConfig):
     """Fields of Lion, whose learning rate is three to ten times smaller than AdamW's."""
 
     betas: Betas
-    """Share of the momentum in the update's direction, and decay rate of the momentum."""
+    """Share of the momentum in the update's direction, and decay rate of the momentum.
+    E.g. `optimizer=lion optimizer.betas='[0.95,0.98]'`."""
     state_precision: Literal["fp32", "bf16"]
-    """Precision of the momentum; the update is computed in fp32."""
+    """Precision of the momentum; the update is computed in fp32.
+    E.g. `optimizer=lion optimizer.state_precision=bf16`."""
 
     @property
     def is_scale_invariant(self) -> bool:

@@ -16,15 +16,37 @@ from titan_exp.config.secrets.variables import revealed
 if TYPE_CHECKING:
     import torch
 
-DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "sqrt": lambda progress: 1 - math.sqrt(progress),
-    "square": lambda progress: 1 - progress**2,
-    "exponential": lambda progress: (0.01**progress - 0.01) / 0.99,
-}
-"""Factor between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1 (sqrt and square:
-Hägele et al. 2024; exponential, by a factor of 100 and shifted to end at the floor: Hu et al. 2024)."""
+
+class Decays:
+    """Factors between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1.
+
+    A function here is a value of `lr_schedule.decay`, and its docstring the value's meaning in the reference.
+    """
+
+    @staticmethod
+    def linear(progress: float) -> float:
+        """Straight line."""
+        return 1 - progress
+
+    @staticmethod
+    def cosine(progress: float) -> float:
+        """Half a period of the cosine (Loshchilov and Hutter 2017)."""
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+    @staticmethod
+    def sqrt(progress: float) -> float:
+        """1 - sqrt(progress) (Hägele et al. 2024)."""
+        return 1 - math.sqrt(progress)
+
+    @staticmethod
+    def square(progress: float) -> float:
+        """1 - progress² (Hägele et al. 2024)."""
+        return 1 - progress**2
+
+    @staticmethod
+    def exponential(progress: float) -> float:
+        """Exponential by a factor of 100, shifted to end at the floor (Hu et al. 2024)."""
+        return (0.01**progress - 0.01) / 0.99
 
 
 class LRSchedule:
@@ -68,7 +90,7 @@ def set_lr(optimizer: "torch.optim.Optimizer", lr: float) -> None:
 
 def _decay(config: LRScheduleConfig) -> Callable[[float], float]:
     if not is_dotted(config.decay):
-        return DECAYS[config.decay]
+        return getattr(Decays, config.decay)
     call = Call(("progress",), (), "lr_schedule.options", config.options)
     function = import_callable(config.decay, "lr_schedule.decay", call)
     options = revealed(config.options, "lr_schedule.options")

@@ -20,22 +20,25 @@ class Config(SplitMatrixOptimizerConfig):
     """Fields of Muon."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)]
-    """Decay rate of the momentum."""
+    """Decay rate of a matrix's momentum. E.g. `optimizer=muon optimizer.momentum=0.9`."""
     nesterov: bool
-    """Use Nesterov momentum."""
+    """Use Nesterov momentum. E.g. `optimizer=muon optimizer.nesterov=false`."""
     newton_schulz_steps: PositiveInt
-    """Newton–Schulz iterations."""
+    """Newton–Schulz iterations. E.g. `optimizer=muon optimizer.newton_schulz_steps=6`."""
     precision: Literal["bf16", "fp32"]
     """Precision of Newton–Schulz and of the messages with matrices. `bf16` is as published; in `fp32` every layout
-    computes one device's update to rounding."""
+    computes one device's update to rounding. E.g. `optimizer=muon optimizer.precision=bf16`."""
     scale: Literal["match_rms_adamw", "original", "none"]
-    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), so that updates
-    are as large as AdamW's and one learning rate serves all (Liu et al. 2025); `original` is
-    sqrt(max(1, rows / columns))."""
+    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
+    sqrt(max(1, rows / columns)).
+
+    The first makes updates as large as AdamW's, so that one learning rate serves all (Liu et al. 2025).
+    E.g. `optimizer=muon optimizer.scale=original`."""
 
     qk_clip: PositiveFloat | None = None
     """Largest attention logit of a head (Kimi Team 2025): where one of the step is larger, the head's queries and keys
-    are scaled down after the update, by its square root each. null leaves them."""
+    are scaled down after the update, by its square root each. null leaves them.
+    E.g. `optimizer=muon optimizer.qk_clip=100`."""
 
     @property
     def max_logit(self) -> float | None:

@@ -20,12 +20,13 @@ class Config(OptimizerConfig):
     """Fields of schedule-free AdamW, for a learning rate that is constant after its warm-up."""
 
     betas: Annotated[tuple[Annotated[float, Interval(gt=0, lt=1)], ...], Len(2, 2)]
-    """Share of the averaged weights x in the point y that gradients are computed at; and decay rate of the
-    second moment."""
+    """Share of the averaged weights x in the point y that gradients are computed at; and decay rate of the second
+    moment. E.g. `optimizer.betas='[0.95,0.99]'`."""
     eps: PositiveFloat
-    """Added to the denominator."""
+    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
     averaging_power: Annotated[float, Interval(ge=0)]
-    """Power of the learning rate in a step's weight in the average, so that steps of the warm-up count less."""
+    """Power of the learning rate in a step's weight in the average, so that steps of the warm-up count less.
+    E.g. `optimizer=schedule_free_adamw optimizer.averaging_power=0`."""
 
     @property
     def max_state(self) -> float | None:

@@ -19,9 +19,9 @@ class Config(OptimizerConfig):
     """Fields of SGD."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)]
-    """Decay rate of the momentum; 0 keeps no state."""
+    """Decay rate of the momentum; 0 keeps no state. E.g. `optimizer=sgd optimizer.momentum=0.95`."""
     nesterov: bool
-    """Use Nesterov momentum, which `momentum` must be positive for."""
+    """Use Nesterov momentum, which `momentum` must be positive for. E.g. `optimizer=sgd optimizer.nesterov=true`."""
 
     @property
     def max_state(self) -> float | None:

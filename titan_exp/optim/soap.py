@@ -18,15 +18,18 @@ class Config(SplitMatrixOptimizerConfig):
     """Fields of SOAP."""
 
     betas: Betas
-    """Decay rates of the first moment, and of the second and the covariances; AdamW's for the rest."""
+    """Decay rates of the first moment, and of the second and the covariances; AdamW's for the rest.
+    E.g. `optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat
-    """Added to the denominator."""
+    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
     precondition_every: PositiveInt
-    """Steps between power iterations of the eigenbases."""
+    """Steps between power iterations of the eigenbases. E.g. `optimizer=soap optimizer.precondition_every=1`."""
     max_dim: PositiveInt
-    """Largest side of a matrix with a covariance and an eigenbasis; a larger side is not rotated."""
+    """Largest side of a matrix with a covariance and an eigenbasis; a larger side is not rotated.
+    E.g. `optimizer=soap optimizer.max_dim=4096`."""
     sides: Literal["both", "smaller"]
-    """Rotated sides of a matrix: both, or the smaller one alone, with less memory and work."""
+    """Rotated sides of a matrix: both, or the smaller one alone, with less memory and work.
+    E.g. `optimizer=soap optimizer.sides=smaller`."""
 
     @property
     def max_state(self) -> float | None:

@@ -18,7 +18,7 @@ AVERAGE = "weight_average"
 
 
 class WeightAverage:
-    """Average of the weights of an optimizer, updated at the end of its `step`.
+    """Average of the weights of an optimizer, which the caller updates after each of its steps.
 
     The tail is that of a whole run of `steps` steps: pieces of it that end earlier average their part.
     """
@@ -28,21 +28,27 @@ class WeightAverage:
         self._first = config.first_step(steps)
         self.steps = 0
         """Number of averaged steps."""
-        self._share: float | None = 1.0
-        """Share of the weights after the next step in the average; None before the first."""
         self.after_move: Callable[[], object] = lambda: None
         """Recomputes what is kept of the weights elsewhere."""
-        optimizer.register_step_post_hook(lambda *_: self._update())
 
-    def begin_step(self, step: int) -> None:
-        """Set the share of the weights after a step, counted from 1; called before it."""
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Add the weights after a step, counted from 1, whose gradients are still there."""
         if step < self._first:
-            self._share = None
             return
         self.steps += 1
         # As Adam's moments without bias: weights of the steps sum to 1.
         is_ema, decay = self._config.mode == "ema", self._config.decay
-        self._share = (1 - decay) / (1 - decay**self.steps) if is_ema else 1 / self.steps
+        share = (1 - decay) / (1 - decay**self.steps) if is_ema else 1 / self.steps
+        weights, averages = [], []
+        for parameter in self._parameters():
+            state = self._optimizer.state[parameter]
+            if AVERAGE not in state:
+                state[AVERAGE] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+            weights.append(local_tensor(parameter.detach()))
+            averages.append(local_tensor(state[AVERAGE]))
+        if averages:
+            torch._foreach_lerp_(averages, weights, share)
 
     def progress(self) -> dict[str, Any]:
         """State beside the tensors, for a checkpoint."""
@@ -75,20 +81,6 @@ class WeightAverage:
             yield
         finally:
             self._exchange()
-
-    @torch.no_grad()
-    def _update(self) -> None:
-        if self._share is None:
-            return
-        weights, averages = [], []
-        for parameter in self._parameters():
-            state = self._optimizer.state[parameter]
-            if AVERAGE not in state:
-                state[AVERAGE] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
-            weights.append(local_tensor(parameter.detach()))
-            averages.append(local_tensor(state[AVERAGE]))
-        if averages:
-            torch._foreach_lerp_(averages, weights, self._share)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -4,7 +4,7 @@ Built-in families meet them; a model of the user's may not, and a missing part w
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.tp_plan import Rowwise, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
+from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES
 
 INPUTS = ("tokens", "positions", "documents")
 """Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
@@ -171,12 +172,14 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if not isinstance(getattr(child, "tp_style", None), style):
             reason = f"{kind}.{name} is a {type(child).__name__}, whose vocabulary is not sharded"
             yield Violation(field, degree, reason, f"titan_exp.models.blocks.transformer.{name.capitalize()}")
-    planned = {
-        f"{path}.{child}" if path else child: module.get_submodule(child)
+    styles = {
+        f"{path}.{child}" if path else child: (module.get_submodule(child), style)
         for path, module in model.named_modules()
         if hasattr(module, "tp_plan")
-        for child in module.tp_plan()  # type: ignore[operator]  # a method, not a submodule
+        for child, style in module.tp_plan().items()  # type: ignore[operator]  # a method, not a submodule
     }
+    planned = {name: linear for name, (linear, _) in styles.items()}
+    yield from _handled(model, {name: style for name, (_, style) in styles.items()}, degree)
     for name, linear in spec.linears():
         if linear.tp is None or linear.experts > 1:
             continue
@@ -193,6 +196,21 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
             continue
         yield Violation(field, degree, reason, remedy)
         return
+
+
+def _handled(model: nn.Module, plan: Mapping[str, object], degree: int) -> Iterator[Violation]:
+    """Every tensor-parallel style has a handler."""
+    named = ((name, module.tp_style) for name, module in model.named_modules() if hasattr(module, "tp_style"))
+    for table, handlers, styles in (("MODULES", MODULES, named), ("LINEARS", LINEARS, plan.items())):
+        for name, style in styles:
+            if style is not None and type(style) not in handlers:
+                kind = type(style).__name__
+                reason = f"{name} has the style {kind}, and nothing says what it does to a module"
+                remedy = (
+                    f"{table}[{kind}] = a handler, in titan_exp.parallel.tensor_parallel.styles; or parallelism.tp=1"
+                )
+                yield Violation("parallelism.tp", degree, reason, remedy)
+                return
 
 
 def _missing_beside(model: nn.Module, linear: str, name: str) -> str | None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from titan_exp.config.layout.pipeline_schedules import Action
 
@@ -44,6 +45,12 @@ class StepObserver:
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """After all backward passes, with gradients in `weight.grad`; before clipping and the optimizer."""
+
+    def update_begin(self, optimizer: Optimizer) -> None:
+        """Before the optimizer's step, with clipped gradients."""
+
+    def update_end(self, optimizer: Optimizer) -> None:
+        """After the optimizer's step and what follows it, with gradients still there."""
 
 
 _OBSERVER = ContextVar("step_observer", default=StepObserver())  # noqa: B039  # stateless

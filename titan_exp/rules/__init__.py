@@ -14,6 +14,7 @@ from titan_exp.rules import (
     cuda_graphs,
     data,
     import_paths,
+    large_text,
     model,
     modes,
     parameter_groups,
@@ -106,12 +107,14 @@ def violations(experiment: Experiment, has_begun: HasBegun | None = None) -> lis
         # Others read the schedule: they are checked with one that every layout has.
         parallelism = replace(experiment.parallelism, pp_schedule="1F1B")
         return [*unreadable, *violations(replace(experiment, parallelism=parallelism), has_begun)]
-    always = RULES if has_begun is None else (*paths.LAUNCH_RULES, *RULES)
+    always, beginning = RULES, BEGINNING_RULES
+    if has_begun is not None:
+        always, beginning = (*paths.LAUNCH_RULES, *RULES), (*BEGINNING_RULES, *large_text.LAUNCH_RULES)
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
-        return [*error.violations, *find_violations((*always, *BEGINNING_RULES), single)]
+        return [*error.violations, *find_violations((*always, *beginning), single)]
     found = find_violations((*always, *LAYOUT_RULES), resolved)
-    missing = find_violations(BEGINNING_RULES, resolved)
+    missing = find_violations(beginning, resolved)
     return found if missing and has_begun is not None and has_begun(resolved) else [*found, *missing]

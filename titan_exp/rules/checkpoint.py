@@ -1,20 +1,23 @@
 """Checkpoint rules: initial weights, exports, remote storage."""
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.did_you_mean import listed, nearest
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
 from titan_exp.config.paths.checkpoint_paths import initial_folder
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
+from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.hf_config import export_violations
 from titan_exp.rules.rule import Refuse, rules
-from titan_exp.rules.weights.given_weights import given_weights, model_misfits, tokenizer_misfit
+from titan_exp.rules.weights.given_weights import ACCEPT, TOKENIZER, given_weights, model_misfits, tokenizer_misfit
 
 
 def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
@@ -55,6 +58,31 @@ def initial_weights_fit(checkpoint: CheckpointConfig, model: ModelConfig, data: 
             yield from tokenizer_misfit(data, model, given, **chosen)
     except UserError as error:
         yield Violation("checkpoint.initial", checkpoint.initial, str(error), "another copy, or other weights")
+
+
+def accepted_changes_exist(checkpoint: CheckpointConfig, model: ModelConfig) -> Iterator[Violation]:
+    """The changes to accept are keys of this model, or the tokenizer."""
+    values = {"model": model, **_values_in(model, "model.")}
+    accepted = checkpoint.accept_changes
+    mappings = [key for key, value in values.items() if isinstance(value, Mapping)]
+    wrong = [name for name in accepted if name not in (*values, TOKENIZER) and not is_among(name, mappings)]
+    if wrong:
+        near = [other for name in wrong for other in nearest(name, [*list(values)[1:], TOKENIZER], 1)]
+        kept = dict.fromkeys([*(name for name in accepted if name not in wrong), *near])
+        reason = (
+            f"{listed(wrong, 'and')} {'is' if len(wrong) == 1 else 'are'} neither {TOKENIZER} nor a key of this model"
+        )
+        remedy = f"{ACCEPT}='{shown([*kept])}'; titan-exp train --cfg job prints the keys of model"
+        yield Violation(ACCEPT, accepted, reason, remedy)
+
+
+def _values_in(group: Any, prefix: str) -> dict[str, Any]:
+    """Values of a group by key, its groups among them."""
+    found: dict[str, Any] = {}
+    for one in dataclasses.fields(group):
+        found[f"{prefix}{one.name}"] = value = getattr(group, one.name)
+        found |= _values_in(value, f"{prefix}{one.name}.") if dataclasses.is_dataclass(value) else {}
+    return found
 
 
 def remote_is_supported(checkpoint: CheckpointConfig) -> Iterator[Violation]:
@@ -101,6 +129,7 @@ RULES = rules(
         "nothing is trained, and checkpoint.mode=off saves nothing",
         "checkpoint=sync",
     ),
+    accepted_changes_exist,
     remote_is_supported,
     Refuse(
         "checkpoint.export",

@@ -101,7 +101,7 @@ def rows_have_the_parents_length(
     path = local_checkpoint(checkpoint, paths)
     if path is None or checkpoint.continue_data != "same":
         return
-    length = _recorded_data(path.parent.parent).get("training.seq_len", training.seq_len)
+    length = recorded_data(path.parent.parent).get("training.seq_len", training.seq_len)
     if length != training.seq_len:
         reason = (
             f"{checkpoint.continue_from} cut its text into rows of {shown(length)} tokens, in an order of their own"
@@ -110,7 +110,18 @@ def rows_have_the_parents_length(
         yield Violation("training.seq_len", training.seq_len, reason, remedy)
 
 
-def _recorded_data(run: Path) -> Mapping[str, Any]:
+def order_is_the_parents(checkpoint: CheckpointConfig, paths: PathsConfig, data: DataConfig) -> Iterator[Violation]:
+    """A parent on this machine that has read tokens made before training is not continued by reading a stream."""
+    path = local_checkpoint(checkpoint, paths)
+    if path is None or not data.streaming or checkpoint.continue_data != "same":
+        return
+    if "data.streaming" in recorded_data(path.parent.parent):
+        reason = f"{checkpoint.continue_from} has read documents that were tokenized before it, in another order"
+        remedy = "data.streaming=false; or checkpoint.continue_data=restart"
+        yield Violation("data.streaming", True, reason, remedy)
+
+
+def recorded_data(run: Path) -> Mapping[str, Any]:
     """Identity of the data of a run's last attempt that recorded it; empty if none did."""
     found: Mapping[str, Any] = {}
     with suppress(OSError, UserError):
@@ -187,6 +198,6 @@ RULES = rules(
 
 BEGINNING_RULES = rules(
     *(parent_has_a_checkpoint, steps_are_left, parent_has_this_model, parent_has_this_state),
-    *(tail_is_whole, rows_have_the_parents_length),
+    *(tail_is_whole, rows_have_the_parents_length, order_is_the_parents),
 )
 """Rules about the parent, skipped once the run has a checkpoint of its own."""

@@ -32,13 +32,15 @@ _OFF = f"{_FIELD}=false"
 def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """A single rank, so that a pass has no collectives and no gathered weights."""
     if layout.world_size > 1:
-        degrees = {key: getattr(parallelism, key) for key in DEGREES}
-        used = ", ".join(f"{key}={degree}" for key, degree in degrees.items() if degree > 1)
+        used = {key: degree for key in DEGREES if (degree := getattr(parallelism, key)) > 1}
+        listed_ = ", ".join(f"{key}={degree}" for key, degree in used.items())
         reason = (
-            f"there are {layout.world_size} ranks (parallelism: {used}); sharded weights are gathered to another "
+            f"there are {layout.world_size} ranks (parallelism: {listed_}); sharded weights are gathered to another "
             "address in every pass, and captured collectives are untested"
         )
-        yield Violation(_FIELD, True, reason, f"{_OFF}, or one rank: parallelism.dp_shard=1 and every other degree 1")
+        yield Violation(
+            _FIELD, True, reason, f"{_OFF}, or one rank: {' '.join(f'parallelism.{key}=1' for key in used)}"
+        )
 
 
 def experts_stay_on_the_device(

@@ -2,7 +2,8 @@
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,16 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.paths.corpus_files import (
+    SPLIT_FURTHER,
+    corpus_entries,
+    distinct_files,
+    is_text,
+    matching_files,
+    none_held_out,
+    none_to_train_on,
+    unit_hash,
+)
 from titan_exp.config.paths.data_files import (
     LOADERS,
     missing_decompressor,
@@ -33,10 +44,30 @@ def source_has_input(data: DataConfig) -> Iterator[Violation]:
         for path in data.paths:
             if not _matches(path):
                 yield Violation("data.paths", path, "no such file or folder", _nearby(path))
-            elif not _holds_files(path):
-                yield Violation("data.paths", path, "there is no file in it", "a folder with files, or files")
+            elif next(matching_files(path), None) is None:
+                reason = "there is no file in it, hidden ones left out"
+                yield Violation("data.paths", path, reason, "a folder with files, or files")
     if data.source == "huggingface":
         yield from _dataset_is_named(data)
+
+
+def input_has_text(data: DataConfig) -> Iterator[Violation]:
+    """Some local file has text. Files are read until one has."""
+    entries = corpus_entries(data)
+    if next(_files(entries), None) is None:
+        return
+    try:
+        if data.source == "huggingface":
+            if not any(path.stat().st_size for path in _files(entries)):
+                key, value = ("data.data_files", entries) if data.data_files else ("data.dataset", data.dataset)
+                yield Violation(key, value, "there are no rows", f"files that the loader {data.dataset} reads")
+        elif not any(map(is_text, _files(entries))):
+            yield Violation("data.paths", entries, "no file there contains text", "text files")
+        elif data.document != "file" and not any(is_text(path, blank=False) for path in _files(entries)):
+            yield Violation("data.document", data.document, "all files of data.paths are blank", "files with text")
+    except OSError as error:
+        reason = f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})"
+        yield Violation("data.paths", entries, reason, "files that you can read")
 
 
 def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
@@ -56,15 +87,27 @@ def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
         yield _ignored("streaming", True, data.source, "huggingface")
 
 
-def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """A single file is not the only document if documents are held out."""
-    if data.source != "text" or data.document != "file" or data.validation_fraction == 0:
+def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Files that are one document each leave some to train on, and some to evaluate on if the run evaluates."""
+    fraction, evaluates = data.validation_fraction, bool(training.evaluate_every)
+    if data.source != "text" or data.document != "file" or fraction == 0:
         return
-    found = {match.resolve() for path in data.paths for match in _matches(path)}
-    if training.evaluate_every and len(found) == 1 and found.pop().is_file():
-        reason = "the one file is the one document, which cannot be both trained and evaluated on"
-        remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
-        yield Violation("data.document", data.document, reason, remedy)
+    with suppress(OSError):  # named by `input_has_text`
+        needed = {True, False} if evaluates else {False}
+        for key, path in (pair for entry in data.paths for pair in matching_files(entry)):
+            if (held_out := unit_hash(key) < fraction) in needed and is_text(path):
+                needed.remove(held_out)
+            if not needed:
+                return
+        hashes = [unit_hash(key) for path, key in distinct_files(data.paths).items() if is_text(path)]
+        if len(hashes) == 1 and evaluates:
+            reason = "the one file is the one document, which cannot be both trained and evaluated on"
+            remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
+            yield Violation("data.document", data.document, reason, remedy)
+        elif hashes and max(hashes) < fraction:
+            yield none_to_train_on(fraction, len(hashes), SPLIT_FURTHER["file"])
+        elif hashes and evaluates and min(hashes) >= fraction:
+            yield none_held_out(fraction, len(hashes), min(hashes), SPLIT_FURTHER["file"])
 
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -99,7 +142,7 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
     """Violations about the source and its tokenizer, for `titan-exp tokenize`."""
-    checks = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits)
+    checks = rules(source_is_known, source_has_input, input_has_text, no_input_is_ignored, vocabulary_fits)
     return [
         violation
         for violation in find_violations((*checks, *STORE_OPTIONS), experiment)
@@ -141,9 +184,8 @@ def _matches(pattern: str) -> list[Path]:
     return [Path(match) for match in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
 
 
-def _holds_files(pattern: str) -> bool:
-    found = _matches(pattern)
-    return any(path.is_file() or any(inner.is_file() for inner in path.rglob("*")) for path in found)
+def _files(entries: Sequence[str]) -> Iterator[Path]:
+    return (path for entry in entries for _, path in matching_files(entry))
 
 
 def _nearby(path: str) -> str:
@@ -157,8 +199,9 @@ def _nearby(path: str) -> str:
 
 RULES = rules(
     source_has_input,
+    input_has_text,
     no_input_is_ignored,
-    one_file_has_documents,
+    files_are_divided,
     streamed_validation_is_limited,
     vocabulary_fits,
 )

@@ -11,7 +11,8 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, SOURCES, executor_names
+from titan_exp.config.schema.builtins import COMPILE_BACKENDS, OBJECTIVES, SOURCES, decay_names, executor_names
+from titan_exp.config.schema.component import is_builtin
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
 
@@ -32,11 +33,23 @@ def components_are_known(
     objective = "my_package.objectives.Distillation"
     options = {} if training.objective == "rectified_flow" else training.objective_options
     yield from _known("training.objective", training.objective, OBJECTIVES, options, objective)
-    if not is_dotted(optimizer.name):  # `component` has checked that it exists
+    if is_builtin("optimizer", optimizer.name):  # `component` has checked that it exists
         yield from _known("optimizer.name", optimizer.name, (optimizer.name,), optimizer.options)
     decay = "my_package.schedules.exponential"
-    yield from _known("lr_schedule.decay", lr_schedule.decay, DECAYS, lr_schedule.options, decay)
+    yield from _known("lr_schedule.decay", lr_schedule.decay, decay_names(), lr_schedule.options, decay)
     yield from _known("cluster.kind", cluster.kind, executor_names(), {}, "my_package.launch.MyExecutor")
+
+
+def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
+    """Parts of the user's are import paths, by names that are words."""
+    for label, part in training.parts.items():
+        key = f"training.parts.{label}"
+        if not label.isidentifier():
+            yield Violation(key, label, "this is no word", "use letters, digits and _, as in probe_1")
+        elif not is_dotted(part.name):
+            yield Violation(f"{key}.name", part.name, "this is no import path", "as in my_package.parts.Probe")
+        elif (violation := find_dotted(part.name, f"{key}.name")) is not None:
+            yield violation
 
 
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
@@ -71,4 +84,4 @@ def _known(
         yield unknown_name(field, name, builtin, example)
 
 
-RULES = rules(components_are_known, source_is_known, compiler_exists)
+RULES = rules(components_are_known, source_is_known, parts_are_known, compiler_exists)

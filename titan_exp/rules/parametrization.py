@@ -19,14 +19,16 @@ _NAME = "parametrization.name"
 def spec_describes_the_parts(
     spec: ModelSpec, model: ModelConfig, parametrization: ParametrizationConfig
 ) -> Iterator[Violation]:
-    """The spec says which linear layers write to the residual stream, and describes every other parameter's part."""
+    """The spec says what writes to the residual stream, and describes every other parameter's part."""
     if not isinstance(parametrization, BaseShapeConfig):
         return
     name, missing = model.architecture, ""
     if spec.ends is not None or any(layer.tensors for layer in spec.blocks):
         missing = "describes parameters by their shape only, not by their part in the model"
-    elif not all(any(linear.writes_residual for linear in layer.linears) for layer in spec.blocks):
-        missing = "does not say which linear layers write to the residual stream (LinearSpec.writes_residual)"
+    elif not all(layer.residual_outputs for layer in spec.blocks):
+        missing = (
+            "says of no part that it writes to the residual stream (writes_residual of a LinearSpec or VectorSpec)"
+        )
     if missing:
         yield Violation(_NAME, parametrization.name, f"the spec of {name} {missing}", "parametrization=standard")
 

@@ -17,7 +17,7 @@ from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.token_span import EVERY_TOKEN
-from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise
+from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 RECIPE = "quantization.recipe"
@@ -66,8 +66,8 @@ def dims_divide(
         key, degree = _channel_shards(linear, parallelism)
         if _shares_kv_heads(linear, degree):
             continue  # reported by kv_heads_are_whole
-        for dim, size, style in (("inputs", linear.inputs, Rowwise), ("outputs", linear.outputs, Colwise)):
-            shards = degree if isinstance(linear.tp, style) else 1
+        for dim, size in (("inputs", linear.inputs), ("outputs", linear.outputs)):
+            shards = degree if linear.divided == dim else 1
             if size % (block * shards) == 0 or size % shards:
                 continue
             part = f", {size // shards} on each of {key}={degree} ranks" if shards > 1 else ""
@@ -193,7 +193,7 @@ def moment_blocks_divide(
     for _, linear in spec.linears() if precision != "bf16" else ():
         key, degree = _channel_shards(linear, parallelism)
         blocks, rest = divmod(linear.inputs, MOMENT_BLOCK)
-        if isinstance(linear.tp, Rowwise) and rest == 0 == linear.inputs % degree and blocks % degree:
+        if linear.divided == "inputs" and rest == 0 == linear.inputs % degree and blocks % degree:
             yield Violation(
                 field,
                 precision,
@@ -219,8 +219,7 @@ def _channel_shards(linear: LinearSpec, parallelism: ParallelismConfig) -> tuple
 
 def _shares_kv_heads(linear: LinearSpec, degree: int) -> bool:
     """True if several tensor-parallel ranks compute the same outputs."""
-    style = linear.tp
-    return isinstance(style, Colwise) and isinstance(style.common, ReplicatedKV) and style.is_replicated(degree)
+    return linear.tp is not None and linear.tp.repeats_outputs(degree)
 
 
 def _block(config: QuantizationConfig, device: str) -> int:

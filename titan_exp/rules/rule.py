@@ -7,6 +7,7 @@ e.g. `{training.steps}`.
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine import cuda_support
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import visible_gpus
+from titan_exp.config.schema.gaps import GapError
 from titan_exp.models.spec.lookup import model_spec
 
 GROUPS = {"run" if field.name == "experiment" else field.name: field.name for field in dataclasses.fields(Experiment)}
@@ -100,9 +102,12 @@ def rules(*checks: Check, when: Condition | None = None) -> tuple[Rule, ...]:
 
 
 def find_violations(checked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
-    """Violations of an experiment with a resolved layout."""
-    values = Values(experiment)
-    return [violation for rule in checked for violation in rule.violations(values)]
+    """Violations of an experiment with a resolved layout; without those of rules that read a gap."""
+    values, found = Values(experiment), list[Violation]()
+    for rule in checked:
+        with suppress(GapError):
+            found.extend(rule.violations(values))
+    return found
 
 
 def check_number(

@@ -2,19 +2,26 @@
 
 import gc
 
+from titan_exp.trainer.part import Part, Run, Step
 
-class GarbageCollection:
-    """Collects every `every` steps only; 0 leaves Python's automatic collection on."""
+
+class GarbageCollection(Part):
+    """Collects every `every` steps only."""
+
+    name = "garbage_collection"
+    isolated = False  # it runs nothing of a model's
 
     def __init__(self, every: int) -> None:
-        self.every = every
-        if every:
-            gc.disable()
-            gc.collect(1)
+        self._every = every
 
-    def step(self, step: int) -> None:
-        """Called once after each step."""
-        if self.every and step % self.every == 0:
+    def begin(self, run: Run) -> None:
+        """Disable automatic collection."""
+        gc.disable()
+        gc.collect(1)
+
+    def after(self, step: Step) -> None:
+        """Collect if due."""
+        if step.step % self._every == 0:
             # Generation 1 is cheap, and garbage of a training loop is young.
             gc.collect(1)
 

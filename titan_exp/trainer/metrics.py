@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,10 @@ import torch.distributed as dist
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.device_rates import mfu_peak
 from titan_exp.tracking.expert_load import ExpertLoadLog
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
-from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
@@ -24,12 +23,13 @@ from titan_exp.tracking.sinks.sink import ImageSink, Sink, Value
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.experts.load_metrics import ExpertMetrics
 from titan_exp.trainer.metric_reduction import MetricReducer
+from titan_exp.trainer.part import Numbers, Parts, Row
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
 from titan_exp.trainer.profiling.slow_option_warnings import SpareMemory, saving_options
 from titan_exp.trainer.profiling.step_times import OwnTimes, StepTimes
 from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
-from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+from titan_exp.trainer.train_state import TrainState
 from titan_exp.trainer.train_step import StepResult
 
 
@@ -40,16 +40,24 @@ class Report:
         self,
         experiment: Experiment,
         folder: RunFolder,
-        mesh: Mesh,
-        reducer: MetricReducer,
-        flops_per_token: float,
+        state: TrainState,
         *,
-        experts: ExpertMetrics,
         first_step: int,
-        groups: ReplicaGroups | None = None,
+        writes: bool = True,
     ) -> None:
-        self.folder, self.mesh, self.flops_per_token, self._reducer = folder, mesh, flops_per_token, reducer
-        self._experts, self._groups = experts, groups
+        mesh, flops_per_token = state.mesh, state.built.flops_per_token
+        self.folder, self.mesh, self.flops_per_token = folder, mesh, flops_per_token
+        self._experts = ExpertMetrics(state.model.load, state.built.module, state.model.parts)
+        self.reducer = MetricReducer(
+            state.model.objective,
+            state.built.module,
+            state.model.parts,
+            state.optimizer,
+            mesh,
+            experts=self._experts,
+        )
+        self.writes = writes
+        """True if this group writes rows and heartbeats."""
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
@@ -75,62 +83,62 @@ class Report:
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self._experiment, self._written = experiment, 0
         self.sinks: list[Sink] = []
-        """Open on the first rank, of the group that leads, like the record of experts' load."""
+        """Open on the first rank, of the group that writes, like the record of experts' load."""
         self._load_log: ExpertLoadLog | None = None
         self._loads: dict[int, Mapping[str, list[int]]] = {}
         """Tokens per expert in the steps of `last_rows`, by layer; written with the rows."""
-        if self.leader and groups is None:
+        if writes:
             self._open_sinks()
 
-    def step(self, step: int, tokens: int) -> None:
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self.times.begin()
+        self.reducer.begin_step()
+
+    def end_step(self, step: int, tokens: int) -> None:
         """Count a finished step."""
+        self.times.end()
         self.last_step = step
         self.throughput.step(tokens)
         self.compilation.after("step", step)
         if self.leader:
             self._beat(step)
 
-    def join_groups(self, step: int) -> None:
-        """Begin the step after `step` with the living groups: the oldest writes, and first the row that a leader died
-        over."""
-        assert self._groups is not None
-        self.last_step = step
-        self.throughput.devices = dist.get_world_size() * self._groups.size
-        if not (self.leader and self._groups.leads):
+    def take_over(self, step: int, *, devices: int, writes: bool, changed: bool) -> None:
+        """Begin the step after `step` in a run of several writers, whose `devices` share it. One that writes begins
+        with the rows that another died over, unless they are written; it was not the writer before if `changed`."""
+        self.last_step, self.throughput.devices, self.writes = step, devices, writes
+        if not writes:
             return
         if not self.sinks:
             self._open_sinks()
-        if self._groups.changed:
-            # Another leader may have written the row of this step before it died.
+        if changed and self.leader:
             logged = read_last_values(self.folder.metrics)
             if logged.get("attempt") == self.attempt:
                 self._written = int(logged.get("step") or 0)
-            record_event(
-                self.folder,
-                self.attempt,
-                event="quorum",
-                step=step,
-                quorum=self._groups.quorum_id,
-                groups=self._groups.numbers,
-                joined=self._groups.joined,
-            )
         self._write(self.last_rows)
 
     def _open_sinks(self) -> None:
+        if not self.leader:
+            return
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
         if self._experts:
             steps, every = self._experiment.training.last_step, self._experiment.tracking.log_every
             self._load_log = ExpertLoadLog(self.folder.expert_load, self.attempt, steps=steps, log_every=every)
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        """Write rows of steps that are committed; on the first rank."""
-        self.last_rows = rows
-        self._loads = {step: self._loads[step] for row in rows if (step := row["step"]) in self._loads}
-        self._write(rows)
+    def write(self, rows: Sequence[Row], parts: Parts) -> None:
+        """Write rows of steps that are committed, the last with the numbers of parts that wait for one."""
+        if not rows:
+            return
+        if rows[-1].row is not None:
+            rows[-1].row |= parts.take_numbers()
+        self.last_rows = [row.row for row in rows if row.row is not None]
+        self._loads = {step: self._loads[step] for row in self.last_rows if (step := row["step"]) in self._loads}
+        self._write(self.last_rows)
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            if self._groups is not None and (not self._groups.leads or row["step"] <= self._written):
+            if not self.writes or row["step"] <= self._written:
                 continue  # another group writes the row, or has before it died
             self._written = step = row["step"]
             if self._load_log is not None and step in self._loads:
@@ -150,32 +158,22 @@ class Report:
             if isinstance(sink, ImageSink):
                 sink.image(name, step, image)
 
-    def log(
-        self,
-        step: int,
-        tokens: int,
-        result: StepResult,
-        *,
-        lr: float,
-        also: Mapping[str, float | int | None],
-    ) -> float:
-        """Reduce the metrics of a step and write its row; all ranks call it. Returns the mean loss."""
-        if "validation_loss" in also:
-            self.compilation.after("evaluation", step)
-        values, row = self.row(step, tokens, result, lr=lr, also=also)
-        if row is not None:
-            groups = {} if self._groups is None else self._groups.row()
-            experts = self.expert_row(step, values, self.expert_counts())
-            self.write([row | experts | groups | {"attempt": self.attempt}])
-        return values["loss"]
-
     def row(
-        self, step: int, tokens: int, result: StepResult, *, lr: float, also: Mapping[str, float | int | None] = {}
-    ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Reduce the metrics of a step; all ranks call it. Returns the numbers of the step's sequences, and the row on
-        the first rank, without metrics of experts: `expert_row` makes them from these numbers and `expert_counts`."""
+        self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
+    ) -> Row:
+        """Reduce the metrics of a step to its row; all ranks call it."""
+        found = self.share(step, tokens, result, lr=lr, also=also)
+        if found.row is not None:
+            found.row |= {**self.expert_row(step, found.values, self.expert_counts()), "attempt": self.attempt}
+        return found
+
+    def share(
+        self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
+    ) -> Row:
+        """Reduce the metrics of a step of this group's sequences, without those of experts, which `expert_row` makes
+        from its values and `expert_counts`; all ranks call it."""
         own = dataclasses.astuple(self.times.take())
-        reported, rows = self._reducer.reduce(result.metrics, own)
+        reported, rows = self.reducer.reduce(result.metrics, own)
         times = [OwnTimes(*row) for row in rows]
         numbers = {
             "loss": reported.pop("loss"),
@@ -184,7 +182,7 @@ class Report:
         }
         others = {name: value for name, value in reported.items() if not name.startswith("experts/")}
         if not self.leader:
-            return {**numbers, **others}, None
+            return Row({**numbers, **others}, None)
         memory = self.memory.read()
         row = {
             "step": step,
@@ -199,7 +197,7 @@ class Report:
         }
         self._spare_memory.check(memory["memory_reserved"])
         self.memory.reset()
-        return {**numbers, **reported}, row
+        return Row({**numbers, **reported}, row)
 
     def expert_counts(self) -> dict[str, list[int]]:
         """Tokens per expert of the last step, by layer."""
@@ -243,7 +241,7 @@ class Report:
 
     def _beat(self, step: int, *, force: bool = False) -> None:
         """Write the heartbeat; an error is logged once and does not end the run."""
-        if self._groups is not None and not self._groups.leads:
+        if not self.writes:
             return
         try:
             if self.folder.beat(step, force=force, warning=self._warning):

@@ -1,6 +1,6 @@
 """State or weights of another run, with which a run begins."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,13 +34,14 @@ def load_parent_state(
     parts: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     *,
+    keeps: Collection[str],
     cache: Path,
     lineage: Lineage | None,
 ) -> tuple[RestoredState, Lineage]:
     """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer.
 
-    `lineage` is that of an earlier start, whose step is taken again. Raises UserError if there is no such checkpoint,
-    or it is damaged, holds weights only, or does not fit.
+    `lineage` is that of an earlier start, whose step is taken again; `keeps` is as in `load_state`. Raises UserError if
+    there is no such checkpoint, or it is damaged, holds weights only, or does not fit.
     """
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
@@ -69,7 +70,7 @@ def load_parent_state(
             "only (checkpoint.last=weights). Start a new run from them: checkpoint.continue_from=null "
             f"checkpoint.initial={location}"
         )
-    return load_state(path, parts, optimizer), Lineage(location, progress["step"], progress["tokens"])
+    return load_state(path, parts, optimizer, keeps), Lineage(location, progress["step"], progress["tokens"])
 
 
 def require_same_function(experiment: Experiment, path: str) -> None:

@@ -18,7 +18,7 @@ from titan_exp.trainer.log_head import log_head
 from titan_exp.trainer.profiling.compile_cache import set_compile_cache
 from titan_exp.trainer.profiling.oom_report import explain_oom
 from titan_exp.trainer.profiling.slow_option_warnings import log_slow_options
-from titan_exp.trainer.replica_groups.semi_sync_trainer import build_trainer
+from titan_exp.trainer.replica_groups.commits import commit_of
 from titan_exp.trainer.trainer import Trainer
 
 
@@ -39,12 +39,12 @@ def main(run_folder: str) -> None:
     with joined(experiment.cluster) as device:
         trainer: Trainer | None = None
         with explain_oom(experiment, folder.traces, device, lambda: trainer):
-            trainer = build_trainer(experiment, folder, device)
+            trainer = Trainer(experiment, folder, device, commit_of(experiment))
             log_slow_options(experiment)
             if trainer.loader.guarantee:
                 get_logger().info(trainer.loader.guarantee)
             trainer.restore()
-            if dist.get_rank() == 0 and (trainer.groups is None or trainer.groups.restores):
+            if dist.get_rank() == 0 and trainer.commit.restores:
                 _write_running(folder, trainer)
                 _record_data(folder, trainer)
             state = "failed"

@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import block_count, has_experts, model_spec
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.models.spec.lookup import has_experts, model_spec, mtp_depth
 from titan_exp.optim.build import build_optimizer
-from titan_exp.optim.clipping.clipper import GradientClipper
+from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights
-from titan_exp.optim.gradient_point import HasGradientPoint
-from titan_exp.optim.outer.fragments import fragments_of
-from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.parallel.compute_weights import ComputeWeights
@@ -25,7 +24,6 @@ from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp.apply import free_gathered, uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.module_requirements import computes_loss
-from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.build_model import BuiltModel
@@ -34,6 +32,8 @@ from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 from titan_exp.trainer.experts.global_counts import ExpertLoad
 from titan_exp.trainer.forward_backward import EagerModel, Model
 from titan_exp.trainer.objective.build import build_objective
+from titan_exp.trainer.part import Parts
+from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
 
@@ -49,16 +49,24 @@ class TrainState:
     """Model and objective behind the interface of `train_step`."""
     optimizer: torch.optim.Optimizer
     """Optimizer of this rank's parameters."""
+    clipper: GradientClipper | NormClipper
+    """Clips gradients."""
     quantize_weights: Callable[[], None]
-    """Recomputes what a recipe keeps of the weights. Optimizer steps call it; so must whoever loads weights."""
-    clipper: GradientClipper | None = None
-    """Clipping other than by the global norm alone."""
+    """Recomputes what a recipe keeps of the weights."""
     average: WeightAverage | None = None
-    """Average of the weights, which the optimizer's steps update."""
-    qk_clip: QKClip | None = None
-    """Limit of the logits, which the optimizer's steps apply."""
-    outer: OuterOptimizer | None = None
-    """Optimizer of semi-synchronous training, which steps at synchronizations."""
+    """Average of the weights."""
+    parts: Parts = field(default_factory=Parts)
+    """Parts of training; from `assemble` those that change weights, in the trainer all."""
+
+    def refresh(self) -> None:
+        """Recompute what is kept of the weights in other dtypes: after every change of the parameters."""
+        self.model.weights.refresh()
+        self.quantize_weights()
+
+    def moved(self) -> None:
+        """Forget weights that FSDP has gathered and refresh, after a change between steps."""
+        free_gathered(self.model.parts)
+        self.refresh()
 
 
 def assemble(
@@ -95,51 +103,44 @@ def assemble(
         model = EagerModel(built.module, objective, mesh, weights)
     model.load = ExpertLoad(built.module, model.parts, experiment.training.global_batch_size, mesh)
     optimizer = build_optimizer(model.parts, experiment.optimizer, built.scales)
-    qk_clip = None
-    if experiment.optimizer.max_logit is not None:
-        # First of the hooks, so that the others see the scaled weights.
-        with fake_mode or nullcontext():
-            qk_clip = QKClip(built.module, parts, experiment.optimizer.max_logit, mesh)
-        optimizer.register_step_post_hook(lambda *_: qk_clip.clip())
     if isinstance(optimizer, UpdatesComputeWeights):
         optimizer.set_compute_weights(weights.copies)
     _log_update(experiment.optimizer, optimizer, weights)
     quantize_weights = _quantized_weights(model, mesh, experiment)
-    if experiment.quantization.recipe != "none":
-        optimizer.register_step_post_hook(lambda *_: quantize_weights())
-    if isinstance(optimizer, HasGradientPoint):
-        optimizer.after_move = lambda: (weights.refresh(), quantize_weights())
     with fake_mode or nullcontext():
         clipper = _clipper(optimizer, model, mesh, experiment)
-
-    def after_move() -> None:
-        free_gathered(parts)
-        weights.refresh()
-        quantize_weights()
-
     average = None
     if experiment.weight_average.enabled:
         average = WeightAverage(optimizer, experiment.weight_average, steps=experiment.training.steps)
-        average.after_move = after_move
-    outer = None
-    if experiment.semi_sync.enabled:
-        outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(built.module, parts, experiment))
-        outer.after_move = after_move
-    return TrainState(mesh, built, model, optimizer, quantize_weights, clipper, average, qk_clip, outer)
+    state = TrainState(mesh, built, model, optimizer, clipper, quantize_weights, average)
+    if average is not None:
+        average.after_move = state.moved
+    with fake_mode or nullcontext():
+        return replace(state, parts=Parts(acting_parts(experiment, state)))
 
 
-def _fragments(model: nn.Module, parts: Sequence[nn.Module], experiment: Experiment) -> dict[Tensor, int]:
-    names = [name for name, _ in model.named_parameters()]
-    fragments = fragments_of(names, experiment.semi_sync, block_count(experiment.model))
-    return {parameter: fragments[name] for part in parts for name, parameter in part.named_parameters()}
+def build_train_loader(experiment: Experiment, layout: ResolvedLayout, state: TrainState) -> TrainLoader:
+    """Build the loader of this rank's micro-batches. Raises UserError if the data cannot be loaded."""
+    prepare, seed = getattr(state.model.objective, "prepare", None), experiment.experiment.seed
+    return TrainLoader(
+        experiment.data,
+        experiment.training,
+        seed,
+        dp_rank=state.mesh.dp_rank,
+        dp_degree=state.mesh.dp_degree,
+        micro_batch_size=layout.micro_batch_size,
+        pin_memory=state.mesh.device.type == "cuda",
+        mtp_depth=mtp_depth(experiment.model),
+        prepare=None if prepare is None else partial(prepare, seed=seed),
+    )
 
 
 def _clipper(
     optimizer: torch.optim.Optimizer, model: Model, mesh: Mesh, experiment: Experiment
-) -> GradientClipper | None:
+) -> GradientClipper | NormClipper:
     groups = experiment.optimizer.groups
     if experiment.grad_clip.mode == "norm" and all(group.max_grad_norm is None for group in groups.values()):
-        return None
+        return NormClipper(optimizer, model.parameters(), experiment.training.max_grad_norm)
     return GradientClipper(
         optimizer,
         named_parameters(model.parts),

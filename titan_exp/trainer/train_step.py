@@ -1,6 +1,5 @@
-"""One optimizer step: the recipe of the algorithm."""
+"""One optimizer step: the recipe of the algorithm, with all that happens to weights, in order."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,20 +9,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
-from titan_exp.optim.clipping.clipper import GradientClipper
 from titan_exp.optim.compute_weights import UpdatesComputeWeights, cast_gradients
-from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
+from titan_exp.optim.grad_clip import global_grad_norm
 from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
-from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.objective.base import Objective, token_counts
+from titan_exp.trainer.part import Update
+from titan_exp.trainer.train_state import TrainState
 
 
-class Diverged(RuntimeError):
-    """Loss or gradients are no longer finite."""
+class StepRefused(Exception):
+    """The groups of a run repeat the step: one has died, or a collective between them has failed."""
 
 
 @dataclass(frozen=True)
@@ -37,59 +36,63 @@ class StepResult:
     tokens: int
     """Predicted tokens of the global batch."""
     clipping: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics of a `GradientClipper`, the same on every rank."""
+    """Metrics of clipping, the same on every rank."""
 
 
-class CommitStep(Protocol):
-    """Agreement of replica groups about a step."""
+class ReducesGradients(Protocol):
+    """Sum of a step over the groups of a run, as of `Commit`."""
 
-    def __call__(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients, in place, and metrics over the groups. Returns the metrics; raises if the step is refused."""
+    sums: bool
+    """True if gradients are summed, in the dtype of their parameters."""
+
+    def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Sum gradients, in place, and metrics, which are returned. Raises StepRefused."""
         ...
 
 
 def train_step(
-    model: Model,
-    optimizer: torch.optim.Optimizer,
+    state: TrainState,
     batches: Sequence[MicroBatch],
     *,
+    step: int,
     tokens: Sequence[int],
     lr: float,
-    max_grad_norm: float | None,
-    mesh: Mesh,
-    clipper: GradientClipper | None = None,
-    commit: CommitStep | None = None,
+    commit: ReducesGradients | None = None,
 ) -> StepResult:
     """Train on one global batch, of which `batches` are this rank's CPU micro-batches.
 
-    `tokens` are its predicted tokens, then those of each further prediction. A `clipper` takes the place of clipping to
-    `max_grad_norm`. If `commit` raises, weights and optimizer are as before the step.
+    `tokens` are its predicted tokens, then those of each further prediction. If `commit` raises, weights and optimizer
+    are as before the step.
     """
+    model, optimizer = state.model, state.optimizer
     if isinstance(optimizer, HasGradientPoint):
         optimizer.to_gradient_point()
+        state.refresh()
     metrics = model.forward_backward(batches, tokens)
 
-    step_observer().gradients_ready(model.parts)
-    reduce_partial_gradients(model.parts, mesh)
-    updates_compute_weights = isinstance(optimizer, UpdatesComputeWeights)
-    if not updates_compute_weights or clipper is not None or commit is not None:
+    observer = step_observer()
+    observer.gradients_ready(model.parts)
+    reduce_partial_gradients(model.parts, state.mesh)
+    updates_compute_weights, sums = isinstance(optimizer, UpdatesComputeWeights), commit is not None and commit.sums
+    if not updates_compute_weights or state.clipper.in_place or sums:
         cast_gradients(model.parameters())
     if commit is not None:
-        metrics = commit(model.parameters(), metrics)
-    grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
-    clipping: Mapping[str, Tensor] = {}
-    if clipper is not None:
-        clipping = clipper.clip(grad_norm)
-    elif max_grad_norm is not None:
-        clip_gradients(optimizer, model.parameters(), grad_norm, max_grad_norm)
+        metrics = commit.reduce(model.parameters(), metrics)
+    grad_norm = global_grad_norm(model.unique_parameters(), state.mesh.pp_group)
+    clipping = state.clipper.clip(grad_norm, step=step)
 
     set_lr(optimizer, lr)
+    update = Update(step, state, grad_norm, lr)
+    state.parts.on_gradients(update)
+    observer.update_begin(optimizer)
     optimizer.step()
+    state.parts.on_update(update, acting=True)
+    observer.update_end(optimizer)
     if not updates_compute_weights:
         model.weights.refresh()
+    state.quantize_weights()
+    state.parts.on_update(update, acting=False)
     optimizer.zero_grad()
-    if model.load is not None:
-        model.load.update()
     return StepResult(metrics, grad_norm, tokens[0], clipping)
 
 
@@ -108,13 +111,3 @@ def sync_step_flags(
     *counts, stops, saves = message.tolist()
     # Ranks that share rows count them all.
     return tuple(count // mesh.batch_replicas for count in counts), bool(stops), bool(saves)
-
-
-def require_finite(step: int, loss: float, grad_norm: float) -> None:
-    """Raise Diverged if the loss or the gradient norm of a step is not finite."""
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise Diverged(
-            f"step {step}: loss {loss}, gradient norm {grad_norm}. The last checkpoint is from before. "
-            "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
-            "training.stop_on_nonfinite=false trains on."
-        )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.part import Part, Run, Step
+
+if TYPE_CHECKING:
+    from titan_exp.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,36 @@ class ValidationResult:
     def perplexity(self) -> float:
         """exp(loss), infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class Evaluation(Part):
+    """Evaluation over the whole validation split every `every` steps and at the end."""
+
+    name = "evaluation"
+    isolated = False  # it draws nothing, and sets its modes itself
+
+    def __init__(self, state: "TrainState", loader: ValidationLoader, every: int) -> None:
+        self._state, self._loader, self._every = state, loader, every
+
+    def begin(self, run: Run) -> None:
+        """Name recompilations of an evaluation as such."""
+        self._compilation = run.report.compilation
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """True after every `every` steps, and the last."""
+        return last or step % self._every == 0
+
+    def after(self, step: Step) -> dict[str, float | int | None] | None:
+        """Losses of the weights, and of their average."""
+        if not step.agreed or not self.due(step.step, last=step.last):
+            return None
+        model, average, mesh = self._state.model, self._state.average, self._state.mesh
+        numbers = dict[str, float | int | None](evaluate_split(model, self._loader, mesh))
+        if average is not None and average.steps:
+            with average.in_use():
+                numbers |= averaged_row(evaluate_split(model, self._loader, mesh))
+        self._compilation.after(self.name, step.step)
+        return numbers
 
 
 def evaluate_sources(model: Model, sources: Mapping[str, Iterable[MicroBatch]], mesh: Mesh) -> dict[str, float | int]:

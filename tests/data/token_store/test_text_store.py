@@ -314,8 +314,15 @@ def test_a_large_text_and_a_source_without_a_fingerprint_are_read_in_virtual_sha
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(text_store, "LARGEST_TEXT", 5000)
-    for run in (text_run(write_files(tmp_path / "files", 40)), experiment()):
-        assert "data.virtual_shards" in loader(run).corpus
+    own = experiment()
+    for run, remedy in (
+        (text_run(write_files(tmp_path / "files", 40)), "titan-exp tokenize makes a store"),
+        (own, f"Give {own.data.source} a fingerprint"),
+    ):
+        opened = loader(run)
+        assert "data.virtual_shards" in opened.corpus
+        assert "an epoch is no exact pass" in opened.guarantee
+        assert remedy in opened.guarantee
     assert stores(cache) == []
 
 

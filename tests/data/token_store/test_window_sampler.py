@@ -1,6 +1,7 @@
 """Window sampler: layout-invariant order, exact resume at any row, no unnecessary reads."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from tests.data.stores import make, over
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.token_store_manifest import Manifest
+from titan_exp.data.sources.base import MIXTURE
 from titan_exp.data.token_store import reader as reading
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.token_store.window_sampler import ShuffledWindows
+from titan_exp.data.token_store.window_sampler import STATE, ShuffledWindows, build_store_sampler
 from titan_exp.data.train_loader import TrainLoader
 
 LAYOUTS = [(1, 8), (2, 4), (2, 1), (3, 8), (3, 2), (4, 2), (8, 3), (8, 1)]
@@ -74,6 +76,33 @@ def test_a_resume_with_a_batch_size_that_does_not_divide_the_rows_before(stores:
             found += ranks.rows(batches)
             state = ranks.state()
     assert found == reference
+
+
+def test_a_checkpoint_with_rounded_shares_goes_on_in_its_order(
+    stores: list[Manifest], recwarn: pytest.WarningsRecorder
+):
+    run = over(*stores, weights=(123.457, 891.011))
+    rounded = build_store_sampler(run.data, 24, run.experiment.seed, dp_rank=0, dp_degree=1, rounded=True)
+    assert MIXTURE not in rounded.corpus
+    rows, differing = rounded.open({STATE: {"rows": 65_000}}), []
+    with closing(loader(run)) as present, closing(loader(run)) as resumed:
+        resumed.load_state_dict({"corpus": rounded.corpus, STATE: {"rows": 65_000}})
+        assert "rounded" in str(recwarn.list[-1].message)
+        assert resumed.corpus == rounded.corpus
+        present.skip(65_000)
+        for _ in range(30):
+            window = np.empty(25, dtype=np.int64)
+            expected = []
+            for _ in range(24):
+                rows(window)
+                expected.append(window[:-1].tolist())
+            assert next(resumed).tokens.tolist() == expected
+            differing.append(next(present).tokens.tolist() != expected)
+    assert any(differing)
+    with closing(loader(run)) as present, closing(loader(run)) as resumed:
+        next(present)
+        resumed.load_state_dict(present.state_dict())
+        assert resumed.corpus[MIXTURE] == "exact"
 
 
 def test_an_epoch_is_a_permutation_of_all_windows(stores: list[Manifest]):

@@ -121,7 +121,7 @@ def the_norm_of_heads_has_the_eps_of_bf16(monkeypatch: pytest.MonkeyPatch) -> No
     from titan_exp.models.blocks.transformer import RMSNorm
 
     plain = RMSNorm.__init__
-    monkeypatch.setattr(RMSNorm, "__init__", lambda self, dim, _, style: plain(self, dim, 2**-7, style))
+    monkeypatch.setattr(RMSNorm, "__init__", lambda self, dim, _, style, **rest: plain(self, dim, 2**-7, style, **rest))
 
 
 def sines_come_before_cosines(monkeypatch: pytest.MonkeyPatch) -> None:

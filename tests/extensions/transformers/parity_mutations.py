@@ -60,7 +60,7 @@ def inputs_are_gathered_by_every_linear_again() -> None:
 
         return gather
 
-    patch(f"{TENSOR}.apply._gather_hidden_states", make)
+    patch(f"{TENSOR}.styles._gather_hidden_states", make)
 
 
 def windows_are_left_out_of_recorded_calls() -> None:

@@ -38,10 +38,10 @@ def test_a_class_of_transformers_is_compared_by_what_it_reads():
 
 
 def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refused():
-    (line,) = repository_lines(written("olmo2"), "x")
-    assert line.startswith("model_type 'olmo2' is of no family here; families are deepseek_v3, ")
+    (line,) = repository_lines(written("gpt_neox"), "x")
+    assert line.startswith("model_type 'gpt_neox' is of no family here; families are deepseek_v3, ")
     assert line.endswith("transformers has its class: model=huggingface model.repository=FOLDER trains it.")
-    for values in (written("olmo2"), {}):
+    for values in (written("gpt_neox"), {}):
         with pytest.raises(
             UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"
         ):
@@ -49,17 +49,17 @@ def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refu
 
 
 def test_a_class_of_transformers_is_converted_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = transformers.Olmo2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                                      intermediate_size=32, eos_token_id=1)  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "olmo")
-    olmo, ours, back = (str(tmp_path / name) for name in ("olmo", "ours", "back"))
-    said = refused(olmo, ours)
-    assert "model_type 'olmo2' is of no family here; families are deepseek_v3, " in said
-    assert f"titan-exp convert {olmo} {ours} model=huggingface" in said
+    config = transformers.MistralConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                        num_key_value_heads=2, intermediate_size=32)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
+    mistral, ours, back = (str(tmp_path / name) for name in ("mistral", "ours", "back"))
+    said = refused(mistral, ours)
+    assert "model_type 'mistral' is of no family here; families are deepseek_v3, " in said
+    assert f"titan-exp convert {mistral} {ours} model=huggingface" in said
     assert not Path(ours).exists()
-    assert convert_command([olmo, ours, "model=huggingface"]) == 0
+    assert convert_command([mistral, ours, "model=huggingface"]) == 0
     assert convert_command([ours, back]) == 0
-    found, expected = tensors(Path(back)), tensors(Path(olmo))
+    found, expected = tensors(Path(back)), tensors(Path(mistral))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

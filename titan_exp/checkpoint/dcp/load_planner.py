@@ -29,6 +29,12 @@ def check_metadata(metadata: Any) -> None:
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             raise MetadataError(f"the entry {key!r} is no tensor")
+        if isinstance(entry, TensorStorageMetadata) and not (
+            isinstance(entry.size, torch.Size)
+            and min(entry.size, default=0) >= 0
+            and isinstance(getattr(entry.properties, "dtype", None), torch.dtype)
+        ):
+            raise MetadataError(f"the entry {key!r} has no shape, or no dtype")
 
 
 def check_read_items(items: list[ReadItem], metadata: Metadata) -> Counter[str]:

@@ -1,7 +1,11 @@
 """DCP storage reader that unpickles metadata with an allow-list, so that reading a checkpoint executes no code."""
 
 import pickle
+import pickletools
 import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +68,15 @@ def _memory_format(kind: Any, name: Any) -> Any:
     return _MEM_FORMAT_ENCODING[name]
 
 
+@lru_cache(maxsize=1)  # a load reads the same metadata several times
+def _check_memo(content: bytes) -> None:
+    """Refuse a pickle that numbers its objects above its length: memory is taken for all numbers below, 16 bytes each,
+    which a flipped bit makes tens of gigabytes. Raises ValueError."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name.endswith("PUT") and (argument or 0) > len(content):
+            raise ValueError(f"{len(content)} bytes have an object of number {argument}")
+
+
 class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
@@ -74,8 +87,9 @@ class SafeStorageReader(dcp.FileSystemReader):
         """Read the metadata. Raises UserError on anything other than checkpoint metadata."""
         path = Path(self.path)
         try:
-            with (path / METADATA_FILE).open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
+            content = (path / METADATA_FILE).read_bytes()
+            _check_memo(content)
+            metadata = _MetadataUnpickler(BytesIO(content)).load()
             check_metadata(metadata)
         except OSError as error:
             self.failure = error
@@ -117,6 +131,15 @@ def tensor_entries(path: Path) -> dict[str, TensorStorageMetadata]:
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Global shape of every tensor in a checkpoint, by key."""
     return {key: entry.size for key, entry in tensor_entries(path).items()}
+
+
+def require_stored(path: Path, sizes: Mapping[str, int]) -> None:
+    """Refuse tensors of more bytes than the checkpoint's files have, before memory is taken for them. Raises
+    UserError."""
+    stored = sum(file.stat().st_size for file in path.iterdir())
+    for key, size in sizes.items():
+        if size > stored:
+            raise damaged_checkpoint(path, f"{key} is listed with {size} bytes, and all files have {stored}")
 
 
 def min_file_sizes(path: Path) -> dict[str, int]:

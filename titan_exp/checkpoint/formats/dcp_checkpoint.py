@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from titan_exp.checkpoint.dcp.load_planner import MetadataError, TensorLoadPlanner, check_read_items
 from titan_exp.checkpoint.dcp.saved_tensor import read_saved
-from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, unreadable_checkpoint
+from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, require_stored, unreadable_checkpoint
 from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
 from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
 from titan_exp.checkpoint.formats.tensor_reader import window_extent
@@ -38,6 +38,8 @@ class DCPTensorReader:
         self._path, self._averaged = path, averaged
         self._metadata = SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
+        entries = self._entries.items()
+        require_stored(path, {key: entry.size.numel() * entry.properties.dtype.itemsize for key, entry in entries})
 
     @property
     def has_averages(self) -> bool:

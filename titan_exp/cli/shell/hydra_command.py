@@ -1,18 +1,21 @@
 """Hydra composition for a verb: one task call per composed configuration."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 
 PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
 """Flags that name a primary configuration of the user's."""
+
+LIST_OF_OPTIONS = re.compile(r"\+*[\w/]+=\[")
+"""Beginning of an override that lists options of a group."""
 
 Task = Callable[[Any, Sequence[str]], int]
 """Function of the composed configuration and the typed overrides; returns an exit code."""
@@ -36,7 +39,7 @@ def run_with_hydra(
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, default_overrides
-    from titan_exp.config.hydra.config_groups import check_places, has_own_folders
+    from titan_exp.config.hydra.config_groups import check_places, has_own_folders, option_values
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
@@ -58,23 +61,20 @@ def run_with_hydra(
     check_places(arguments)
     search_current_directory()
     register_resolvers()
-    values = _plain_values(arguments)
+    values = option_values(arguments)(arguments.overrides) if arguments.has(*PRIMARY) else list(arguments.overrides)
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *values]
     try:
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
-        everything = replace(arguments, overrides=(*nested, *arguments.overrides))
-        if arguments.has("--multirun", "-m") and (found := unknown_names(everything)):
-            # Checked once, not per point of the sweep.
-            raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
+        _check_names(replace(arguments, overrides=(*nested, *arguments.overrides)), where)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
     except Exception as error:
         if not is_composition_error(error):
             raise
-        raise explain(error, arguments) from error
+        raise _with_other_faults(explain(error, arguments), arguments) from error
     finally:
         sys.argv = before
     if failures:
@@ -82,7 +82,7 @@ def run_with_hydra(
         # A file of the user's may be the cause of many wrong or missing keys.
         if isinstance(first, UserError) and first.violations and has_own_folders(arguments):
             files = unknown_names(arguments)
-            raise UserError(MESSAGE, files) if files else first
+            first = _with_other_faults(UserError(MESSAGE, files), arguments) if files else first
         raise first
     return max(codes, default=0)
 
@@ -95,30 +95,29 @@ def run_sweep_with_hydra(args: Any, task: Task) -> int:
         return run_with_hydra(args.argv, task, nested=args.nested, where=args.where)
 
 
-def _plain_values(arguments: Any) -> list[str]:
-    """Overrides for a primary configuration of the user's, with the values of options where it has no groups."""
-    from titan_exp.config.hydra.values_of_options import with_values
+def _check_names(arguments: Any, where: str) -> None:
+    """Check the names of a sweep once, not per point, and lists of options, which Hydra would merge without a word."""
+    from titan_exp.config.errors.explain_hydra import MESSAGE, unknown_names
 
-    if arguments.has("--multirun", "-m") or not arguments.has(*PRIMARY):
-        return list(arguments.overrides)
-    return with_values(arguments.overrides, _primary(arguments))
+    checked = arguments.has("--multirun", "-m") or any(map(LIST_OF_OPTIONS.match, arguments.overrides))
+    if checked and (found := unknown_names(arguments)):
+        message = f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE
+        raise _with_other_faults(UserError(message, found), arguments)
 
 
-def _primary(arguments: Any) -> Path:
-    """File of the primary configuration that is named by flags."""
-    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME
+def _with_other_faults(error: UserError, arguments: Any) -> UserError:
+    from titan_exp.rules.composed import with_other_faults
 
-    folder = arguments.value_of("--config-path", "-cp") or str(CONF_DIR)
-    name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
-    return Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
+    return with_other_faults(error, arguments)
 
 
 def _require_plain_file(arguments: Any, trust: bool) -> None:
+    from titan_exp.config.hydra.compose import primary_file
     from titan_exp.config.schema.foreign_code import require_plain
 
     folder = arguments.value_of("--config-path", "-cp")
     if not trust and folder is not None and "://" not in folder:
-        require_plain(_primary(arguments))
+        require_plain(primary_file(arguments))
 
 
 def command_name() -> str:

@@ -74,6 +74,9 @@ def _own_config(path: str) -> list[str]:
     if "://" in path:
         return ["--config-path", path]
     absolute = Path(path).expanduser().absolute()
+    runs = [] if (absolute / "config.yaml").exists() else list(absolute.glob("*/config.yaml"))
+    if len(runs) == 1:  # an experiment's folder is its run
+        absolute = runs[0]
     if absolute.is_file():
         return ["--config-path", str(absolute.parent), "--config-name", absolute.stem]
     return ["--config-path", str(absolute)]

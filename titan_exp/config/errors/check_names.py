@@ -17,6 +17,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.extension import lacking
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.hydra.option_files import check_option_file
+from titan_exp.config.schema.component import one_value
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.schema import annotation_of, is_list, own_keys, value_keys
 
@@ -31,8 +32,9 @@ class NameCheck:
         self.groups, self.is_sweep = groups, is_sweep
         self.names = groups.names()
         composed = groups.compose()
-        self.chosen = _chosen(composed)
-        """Option of each group in the defaults list."""
+        with_values = [name for name in self.names if name in groups.values.groups and name != "experiment"]
+        self.chosen = dict.fromkeys(with_values, "(the file's)") | _chosen(composed)
+        """Option of each group in the defaults list, or of which a file without one has the values."""
         self.tree: dict[str, Any] | None = _tree(composed)
         """Configuration with these options; None if they cannot be composed."""
         self._swept: list[list[str]] = []
@@ -88,6 +90,9 @@ class NameCheck:
         if isinstance(override.value(), dict):
             yield from self._check_values(key, override)
             return
+        listing = isinstance(override.value(), list) and key != "experiment"
+        if listing and all(option in options for option in _values(override)):
+            yield Violation(key, override.value(), "one run takes one option", one_value(key, _values(override)))
         for option in _values(override):
             if not isinstance(option, str) or option.removesuffix(".yaml") not in options:
                 yield self._unknown_option(key, option, options)
@@ -98,6 +103,14 @@ class NameCheck:
             elif override.is_add() and key in self.chosen and override.package is None:
                 reason = "this group has its option already"
                 yield Violation(f"+{key}", option, reason, f"leave the plus out: {key}={option}")
+            elif key not in self.chosen and self.groups.values.groups:
+                reason = "it chooses options of groups, and this file holds values"
+                yield Violation(
+                    override.get_key_element(),
+                    option,
+                    reason,
+                    f"begin from the defaults: titan-exp train +{key}={option}",
+                )
             elif not override.is_add() and key not in self.chosen:
                 reason = "this group has no option by default, so none can be replaced"
                 if "/" in key:

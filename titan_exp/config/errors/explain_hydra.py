@@ -23,9 +23,11 @@ import titan_exp
 from titan_exp.config.command_line.hydra_args import Arguments, read_arguments
 from titan_exp.config.errors.check_names import NameCheck
 from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.explain_values import about
 from titan_exp.config.errors.unreadable_overrides import joined_words, unreadable
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import primary_file
 from titan_exp.config.hydra.config_groups import Groups, groups_for
 from titan_exp.config.hydra.option_files import file_remedy, option_path
 from titan_exp.config.paths.yaml_file import read_yaml
@@ -112,17 +114,16 @@ def unknown_names(arguments: Arguments) -> list[Violation]:
                         continue
                 before = words[place - 1] if place else ""
                 found.append(unreadable(text, before, {group: groups.options(group) for group in groups.names()}))
-            if not found:
+            if all("." in violation.field for violation in found):  # else a word may have meant an option
                 check = NameCheck(groups, is_sweep=arguments.has("--multirun", "-m"))
                 check.choose(parsed)
-                found = [violation for override in parsed for violation in check.check(override)]
+                found += [violation for override in parsed for violation in check.check(override)]
     return found
 
 
 def _main_file(arguments: Arguments) -> list[Violation]:
     """Violation of the primary configuration file of `--config-path`."""
-    folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn") or "config"
-    path = Path(folder or "") / f"{name.removesuffix('.yaml')}.yaml"
+    folder, path = arguments.value_of("--config-path", "-cp"), primary_file(arguments)
     if folder is None or not path.is_file():
         return []
     remedy = "a run's config.yaml is complete; for some keys of your own write an option file, and use --config-dir"
@@ -157,7 +158,7 @@ def _at_fault(error: Exception, arguments: Arguments) -> Iterator[Violation]:
         remedy = "titan-exp train --cfg hydra prints Hydra's keys" if of_hydra else "leave it out, or correct it"
         if value.startswith("{") and get_origin(annotation_of(key)) is dict:
             remedy, meaning = f"new names take a plus: +{key}='{value}'", ""
-        path, remedy = files.get(text, ("", f"it means: {meaning}" if meaning else remedy))
+        path, remedy = files.get(text, ("", about(key.lstrip("+~"), meaning) if meaning else remedy))
         yield Violation(key, value, f"{path}{_reason(failure)}", remedy)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from math import isfinite
 from typing import Annotated, Any, get_args, get_origin
 
@@ -10,6 +11,7 @@ from annotated_types import Predicate
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.schema.component import one_value
 from titan_exp.config.schema.schema import (
     choices_of,
     group_in_mapping,
@@ -53,7 +55,7 @@ def unknown_keys(
             groups = dict.fromkeys(values[name], kind)
             yield from unknown_keys(values[name], groups, (), f"{field}.")
         elif isinstance(values[name], bool) and is_number(annotation):
-            remedy = _about(field, meaning_of(field))
+            remedy = about(field, meaning_of(field))
             yield Violation(field, values[name], "must be a number, not true or false", remedy)
 
 
@@ -67,25 +69,26 @@ def from_pydantic(error: Mapping[str, Any], field: str, annotation: Any, meaning
     if error["loc"][-1] == "[key]":
         return Violation(field, "", *_choice(error["input"], get_args(annotation)[0]))
     reason, remedy = _reason(error, field, annotation)
-    return Violation(field, error["input"], reason, remedy or _about(field, meaning))
+    return Violation(field, error["input"], reason, remedy or about(field, meaning))
 
 
 def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str, str]:
     kind, value, message = error["type"], error["input"], error["msg"]
     if value is None and not takes_null(annotation):
         return "null is not a value of this key", ""
-    words = literals_beside(annotation)
+    words, several = literals_beside(annotation), isinstance(value, list | tuple)
+    several |= kind == "string_type" and isinstance(value, Mapping)
+    if value and several and kind in _ONE_VALUE and f"{field}=" not in FREE_TEXT:
+        reason = _REASONS.get(kind, ("one run takes one value", ""))[0]
+        return reason, one_value(field, list(value), choices_of(annotation))
     if kind == "literal_error" and not words:
         return _choice(value, annotation)
-    if kind in ("list_type", "tuple_type") and _holds_lists(annotation):
-        return "must be a list of lists", ""
     if kind == "predicate_failed":
         tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
         return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
-    if kind == "string_type" and isinstance(value, Mapping | list | tuple) and f"{field}=" not in FREE_TEXT:
-        first = next(iter(value), None)
-        return "must be text", f"one value: {field}={first}" if isinstance(first, str) else ""
     reason, remedy = _REASONS.get(kind, (message[:1].lower() + message[1:], ""))
+    if kind in ("list_type", "tuple_type") and (entries := _entries_that_need_more(annotation)):
+        reason, remedy = f"must be a list of {entries}", ""
     rounded = round(value) if isinstance(value, float) and isfinite(value) else value
     if kind in ("int_parsing", "float_parsing") and (number := _with_unit(value, field)):
         remedy = f"write {field}={number}"
@@ -93,9 +96,16 @@ def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str,
     return ", or ".join([reason.format_map(known), *words]), remedy.format_map(known)
 
 
-def _holds_lists(annotation: Any) -> bool:
-    entries = [get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(annotation)]
-    return any(get_origin(entry) in (list, tuple) for entry in entries)
+def _entries_that_need_more(annotation: Any) -> str:
+    """Lists or numbers, which a word in brackets is not; empty for a list of words."""
+    entries = [_unbounded(part) for part in get_args(_unbounded(annotation))]
+    if any(get_origin(entry) in (list, tuple) for entry in entries):
+        return "lists"
+    return "numbers" if any(map(is_number, entries)) else ""
+
+
+def _unbounded(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 FREE_TEXT = ("experiment.notes=",)
@@ -120,7 +130,9 @@ _REASONS = {
     "dict_type": ("must be keyword arguments", "add one: +{field}.key=value"),
     "string_type": ("must be text", "quote it: {field}='\"{value}\"'"),
 }
-"""Reason and remedy by pydantic error type; an empty remedy is replaced by the key's meaning."""
+"""Reason and remedy by pydantic error type; an empty remedy is replaced by an example and the key's meaning."""
+_ONE_VALUE = ("int_type", "float_type", "bool_type", "string_type", "literal_error")
+"""Errors of a list where one value is asked for."""
 
 
 def _with_unit(value: Any, field: str) -> str:
@@ -144,5 +156,21 @@ def _choice(value: Any, annotation: Any) -> tuple[str, str]:
     return "unknown choice", remedy
 
 
-def _about(field: str, meaning: str) -> str:
-    return f"it means: {meaning}" if meaning else f"give {field} another value"
+def about(field: str, meaning: str) -> str:
+    """Example of a key, from the comments of the shipped YAML, and its meaning."""
+    means = f"it means: {meaning}" if meaning else f"give {field} another value"
+    example = _examples().get(field)
+    return f"for example {example}; {means}" if example else means
+
+
+@cache
+def _examples() -> dict[str, str]:
+    """First override in the comments of the shipped options for each key, and for the mapping that it adds one to."""
+    from titan_exp.config.hydra.compose import shipped_folders  # ranks, which type nothing, import no Hydra
+
+    found: dict[str, str] = {}
+    for path in (path for folder in shipped_folders() for path in sorted(folder.rglob("*.yaml"))):
+        for comment in re.findall("#(.*)", path.read_text(encoding="utf-8")):
+            for text, key in re.findall(r"(?<![\w./])(\+?([a-z_]+(?:\.\w+)+)=(?:'[^']*'|[^\s,;)]+))", comment):
+                found.setdefault(key.rpartition(".")[0] if text.startswith("+") else key, text)
+    return found

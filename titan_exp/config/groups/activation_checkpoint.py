@@ -21,18 +21,19 @@ class ActivationCheckpointConfig:
     """Activations that backward recomputes."""
 
     mode: Literal["none", "full", "every_n", "selective", "budget"]
-    """`none` keeps every activation; `full` keeps each block's input and recomputes the rest; `every_n` does that to
-    some blocks; `selective` keeps the outputs of chosen operators too; `budget` lets the compiler choose."""
+    """Activation checkpointing: `none` keeps every activation; `full` keeps each block's input and recomputes the rest;
+    `every_n` does that to some blocks; `selective` keeps the outputs of chosen operators too; `budget` lets the
+    compiler choose. E.g. `activation_checkpoint.mode=full`."""
     every: PositiveInt
-    """Mode `every_n`: 2 recomputes every second block."""
+    """Mode `every_n`: 2 recomputes every second block. E.g. `activation_checkpoint.every=3`."""
     save: list[str]
-    """Mode `selective`: `[auto]` saves what attention and reducing collectives return, and within `budget` the
-    matmuls with the fewest bytes per recomputed FLOP; with `[auto/3]` every third block saves one matmul more if the
-    budget of three blocks has room for it. Or operators, named as in `torch.ops`; `aten.mm/2` saves every second call
-    in a block, the first included."""
+    """Mode `selective`: `[auto]` saves what attention and reducing collectives return, and within `budget` the matmuls
+    with the fewest bytes per recomputed FLOP; `[auto/3]` lets every third block save one matmul more if the budget of
+    three blocks has room for it. Or operators, named as in `torch.ops`; `aten.mm/2` saves every second call in a block,
+    the first included. E.g. `activation_checkpoint.save='[aten.mm/2]'`."""
     budget: Ratio
-    """Mode `budget`: memory for activations as a share of the compiler's default, 0 being `full`. Mode `selective`
-    with `[auto]`: bytes of saved matmuls as a share of all that backward needs."""
+    """Mode `budget`: memory for activations as a share of the compiler's default, 0 being `full`. Mode `selective` with
+    `[auto]`: bytes of saved matmuls as a share of all that backward needs. E.g. `activation_checkpoint.budget=0.3`."""
 
     @property
     def automatic(self) -> AutomaticSave | None:
@@ -53,21 +54,27 @@ class CompileConfig:
     """torch.compile, part by part."""
 
     enabled: bool
-    """Compile the parts in `components`."""
+    """Compile the parts in `components`. E.g. `compile.enabled=true`."""
     components: list[Literal["blocks", "loss"]]
-    """`blocks`: each transformer block (they share one compiled graph); `loss`: the loss from logits."""
+    """Parts to compile: `blocks`, each transformer block (they share one compiled graph), and `loss`, the loss from
+    logits. E.g. `compile.components=[loss]`."""
     backend: str
-    """torch.compile backend: `inductor`; `aot_eager` traces without generating code."""
+    """torch.compile backend: `inductor`, or `aot_eager`, which traces without generating code.
+    E.g. `compile.backend=aot_eager`."""
     cuda_graphs: bool = False
     """Record forward and backward of a micro-batch once and replay that, compiled or not: for models so small that
-    launching kernels takes longer than running them. One GPU. The pass's activations stay reserved, and gradients are
-    kept between steps. It has not been run on a GPU."""
+    launching kernels takes longer than running them. One GPU.
+
+    The pass's activations stay reserved, and gradients are kept between steps. It has not been run on a GPU.
+    E.g. `compile.cuda_graphs=true`."""
 
     autotune_gemms: Literal["auto", "always", "never"] = "auto"
     """Time cuBLAS and Triton kernels for each matmul of compiled blocks, and use the fastest: on CUDA with
-    `backend=inductor`, and not with `training.deterministic`, since another kernel gives other bits. `auto` does on a
-    single GPU; several ranks may choose differently. Timings are cached beside the runs; without them, the first step
-    takes longer, as the log says. It has not been run on a GPU."""
+    `backend=inductor`, and not with `training.deterministic`. `auto` does on a single GPU; several ranks may choose
+    differently.
+
+    Another kernel gives other bits. Timings are cached beside the runs; without them, the first step takes longer, as
+    the log says. It has not been run on a GPU. E.g. `compile.autotune_gemms=never`."""
 
     def compiles(self, component: Literal["blocks", "loss"]) -> bool:
         """True if this part of a training step is compiled."""

@@ -25,9 +25,9 @@ class Experiment:
     """Configuration of a run: a field for each group, in the order of `conf/config.yaml`."""
 
     experiment: RunConfig
-    """Name, seed, tags and notes."""
+    """Name, seed, tags and notes. E.g. `experiment.name=my_idea`."""
     paths: PathsConfig
-    """Folder of runs."""
+    """Folder of runs. E.g. `paths.runs=/scratch/runs`."""
     training: TrainingConfig
     """Steps, sizes, precision."""
     model: ModelConfig

@@ -31,18 +31,21 @@ class ModelConfig:
     """Fields that every model has."""
 
     name: str = field(metadata=NO_CHANGE)
-    """Published name of the model, shown in tables."""
+    """Published name of the model, shown in tables. E.g. `model.name=my-model`."""
     architecture: str
-    """Model family (`llama`, `qwen3`), or the import path of your own: a module with the same public names as a
-    family (`my_package.my_model`), or a plain class (`my_package.models.Mamba`)."""
+    """Model family (`llama`, `qwen3`), or the import path of a module or class of your own.
+
+    A module has the same public names as a family (`my_package.my_model`); a class may be a plain one
+    (`my_package.models.Mamba`). E.g. `model.architecture=llama`."""
     layers: PositiveBlockCount
-    """Number of blocks."""
+    """Number of blocks. E.g. `model.layers=8`."""
     dim: PositiveInt
-    """Width of the residual stream."""
+    """Width of the residual stream. E.g. `model.dim=768`."""
     vocab_size: Count
-    """Rows of the embedding; at least as many as the tokenizer has tokens. 0 for a model that reads no tokens."""
+    """Rows of the embedding; at least as many as the tokenizer has tokens. 0 for a model that reads no tokens.
+    E.g. `model.vocab_size=50304`."""
     context: PositiveInt = field(metadata=MAY_BE_MEANT)
-    """Context length in tokens of the published model."""
+    """Context length in tokens of the published model. E.g. `model.context=32768`."""
 
     def effective(self) -> "ModelConfig":
         """The same model, with all keys that others leave without effect at their defaults."""

@@ -53,23 +53,29 @@ class OptimizerConfig:
     """Fields of every optimizer. Each adds its own in `titan_exp/optim/<name>.py`."""
 
     name: str
-    """Optimizer: a file of `titan_exp/optim` (`adamw`, `muon`, ...), or the import path of your own: a module with the
-    same public names, or a `torch.optim.Optimizer` class, called with parameter groups, `lr` and `options`."""
+    """Optimizer: a file of `titan_exp/optim` (`adamw`, `muon`, ...), or the import path of your own.
+
+    That is a module with the same public names, or a `torch.optim.Optimizer` class, called with parameter groups, `lr`
+    and `options`. E.g. `optimizer=adamw optimizer.name=torch.optim.NAdam`."""
     lr: PositiveFloat
-    """Peak learning rate."""
+    """Peak learning rate. E.g. `optimizer.lr=3e-4`."""
     weight_decay: NonNegativeFloat
-    """Weight decay per step; in AdamW decoupled, times the learning rate."""
+    """Weight decay per step, decoupled and times the learning rate; SGD adds it to the gradient.
+    E.g. `optimizer.weight_decay=0.01`."""
     decay_vectors: bool
-    """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
+    """Apply weight decay to one-dimensional parameters (norms, biases) as well. E.g. `optimizer.decay_vectors=true`."""
     lr_scales: dict[Role, NonNegativeFloat] = field(default_factory=dict)
     """Factor of the learning rate by role: `embedding`, `head`, `matrix`, `vector`, `expert`; 1 for others, 0 leaves
-    parameters as they are."""
+    parameters as they are. E.g. `+optimizer.lr_scales.expert=0.5`."""
     weight_decays: dict[Role, NonNegativeFloat] = field(default_factory=dict)
-    """Weight decay by role, in place of `weight_decay` and `decay_vectors`."""
+    """Weight decay by role, in place of `weight_decay` and `decay_vectors`.
+    E.g. `+optimizer.weight_decays.embedding=0`."""
     groups: dict[str, ParameterGroup] = field(default_factory=dict)
-    """Parameter groups with values of their own, by a name of yours; no parameter is in two."""
+    """Parameter groups with values of their own, by a name of yours: `match` (names, patterns or roles), and
+    `lr_scale`, `weight_decay`, `betas`, `max_grad_norm` or `frozen`. No parameter is in two.
+    E.g. `+optimizer.groups.gates='{match:[*.router.weight],lr_scale:0.1}'`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for an optimizer class of your own."""
+    """Extra keyword arguments for an optimizer class of your own. E.g. `+optimizer.options.rho=0.1`."""
 
     def group_of(self, name: str, role: Role) -> ParameterGroup | None:
         """Group of a parameter; None if it is in none."""
@@ -116,20 +122,24 @@ class AdamWConfig(OptimizerConfig):
     """Fields of AdamW, which rules and the planner read."""
 
     betas: Betas
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's decay rates of the first and second moment. E.g. `optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat
-    """Added to AdamW's denominator."""
+    """Added to AdamW's denominator. E.g. `optimizer.eps=1e-15`."""
     implementation: Literal["auto", "fused", "foreach", "for_loop", "triton"]
-    """AdamW kernel: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
-    `triton`, for CUDA, which clips and updates in one pass over memory, and on one data rank reads bf16 gradients and
-    writes bf16 weights in the same pass. `auto` is `triton` on CUDA with fp32 or bf16 moments, where Triton is
-    installed and nothing is offloaded, else `fused`; a run's config and log name the one that runs."""
+    """AdamW kernel: torch's `fused`, `foreach` or `for_loop`, or ours for CUDA, `triton`, which clips and updates in
+    one pass over memory. `auto` is `triton` where it runs, else `fused`.
+
+    `fused` is the fastest of torch's own on CPU and CUDA. On one data rank, `triton` reads bf16 gradients and writes
+    bf16 weights in the same pass. `auto` takes it on CUDA with fp32 or bf16 moments, where Triton is installed and
+    nothing is offloaded; a run's config and log name the kernel that runs. E.g. `optimizer.implementation=fused`."""
     state_precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Precision of AdamW's moments; it computes in fp32. 4 bytes each in `fp32`; 2 in `bf16`, which loses changes of
-    the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values denser around
-    zero) and in `fp8` (e4m3; the root of the second moment), with a scale for every 32 numbers of a row, norms staying
-    in fp32. Other than `fp32` updates one parameter at a time, whatever `implementation` is, except `bf16` with
-    `triton`."""
+    """Precision of AdamW's moments: 4 bytes each in `fp32`, 2 in `bf16`, 1.125 in `int8` and `fp8`; it computes in
+    fp32.
+
+    `bf16` loses changes of the second moment below 2^-9 of it, so that betas near 1 learn it late. `int8` (256 values
+    denser around zero) and `fp8` (e4m3; the root of the second moment) have a scale for every 32 numbers of a row,
+    norms staying in fp32. Other than `fp32` updates one parameter at a time, whatever `implementation` is, except
+    `bf16` with `triton`. E.g. `optimizer.state_precision=bf16`."""
 
     @property
     def max_state(self) -> float | None:
@@ -147,9 +157,10 @@ class MatrixOptimizerConfig(OptimizerConfig):
     """Fields of an optimizer of matrices, which leaves all other parameters to AdamW."""
 
     betas: Betas
-    """AdamW's decay rates of the first and second moment, for embedding, head and vectors."""
+    """AdamW's decay rates of the first and second moment, for embedding, head and vectors.
+    E.g. `optimizer.betas='[0.9,0.99]'`."""
     eps: PositiveFloat
-    """Added to AdamW's denominator, for embedding, head and vectors."""
+    """Added to AdamW's denominator, for embedding, head and vectors. E.g. `optimizer.eps=1e-15`."""
 
     @property
     def sends_messages(self) -> bool:
@@ -163,9 +174,10 @@ class SplitMatrixOptimizerConfig(MatrixOptimizerConfig):
 
     split_attention: Literal["fused", "projection", "head"]
     """Matrices of fused attention weights that are updated alone: the whole weight, each of queries, keys and values,
-    or each head of them."""
+    or each head of them. E.g. `optimizer=muon optimizer.split_attention=head`."""
     split_feed_forward: Literal["fused", "projection"]
-    """Matrices of fused gate and up that are updated alone: the whole weight, or each of the two."""
+    """Matrices of fused gate and up that are updated alone: the whole weight, or each of the two.
+    E.g. `optimizer=muon optimizer.split_feed_forward=fused`."""
 
 
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:
@@ -178,19 +190,24 @@ class LRScheduleConfig:
     """Learning rate over steps: warm-up to the peak, stable, then decay towards the floor; once or in cycles."""
 
     warmup_steps: Count
-    """Steps of linear warm-up; the peak is reached exactly at this step, and step 1 is already above 0."""
+    """Steps of linear warm-up; the peak is reached exactly at this step, and step 1 is already above 0.
+    E.g. `lr_schedule.warmup_steps=2000`."""
     decay_steps: Count
     """Steps of decay at the end of the run, or of every cycle and at most all of it; one step more would reach the
-    floor."""
+    floor. E.g. `lr_schedule.decay_steps=10000`."""
     decay: str
-    """`linear`, `cosine`, `sqrt` (1 - sqrt), `square` (1 - square) or `exponential`, or the import path of a function
-    from progress in [0, 1] to a factor in [0, 1]."""
+    """Shape of the decay: a function of `Decays` in `titan_exp/optim/lr_schedule.py`, or the import path of one of your
+    own, from progress in [0, 1] to a factor in [0, 1]. E.g. `lr_schedule.decay=sqrt`."""
     min_lr_ratio: Ratio
-    """The floor, as a fraction of the rate before the decay."""
+    """The floor, as a fraction of the rate before the decay. E.g. `lr_schedule.min_lr_ratio=0.1`."""
     power: NonNegativeFloat = 0.0
     """Exponent of the stable phase, peak · (warmup_steps / step)^power: 0 holds the peak, 0.5 is the inverse square
-    root. It does not depend on the length of the run, so that a decay may branch off anywhere."""
+    root.
+
+    It does not depend on the length of the run, so that a decay may branch off anywhere.
+    E.g. `lr_schedule.power=0.5`."""
     cycles: PositiveInt = 1
-    """Equal cycles after warm-up, each with a decay at its end; the next one begins at the stable rate again."""
+    """Equal cycles after warm-up, each with a decay at its end; the next one begins at the stable rate again.
+    E.g. `lr_schedule.cycles=4`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for a decay function of your own."""
+    """Extra keyword arguments for a decay function of your own. E.g. `+lr_schedule.options.power=2`."""

@@ -12,36 +12,42 @@ class SemiSyncConfig:
     another experiment than synchronous training: part of the run id."""
 
     mode: Literal["none", "local_sgd", "diloco", "streaming_diloco"] = "none"
-    """`local_sgd` averages the weights of the groups (Stich 2019). `diloco` takes the mean pseudo-gradient, by
-    which their weights have moved since the last synchronization, and steps an outer SGD (Douillard et al. 2023).
-    `streaming_diloco` does so fragment by fragment, in the background of training (Douillard et al. 2025). The state
-    of the optimizer stays in its group. It takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like
-    the weights."""
+    """Training alone between synchronizations: `none`; `local_sgd` averages the weights of the groups (Stich 2019);
+    `diloco` steps an outer SGD with their mean pseudo-gradient (Douillard et al. 2023), and `streaming_diloco` does so
+    fragment by fragment, in the background of training (Douillard et al. 2025).
+
+    The pseudo-gradient is the way that a group's weights have moved since the last synchronization. The state of the
+    optimizer stays in its group. It takes 4 bytes per parameter, and 4 more for an outer momentum, sharded like the
+    weights. E.g. `semi_sync.mode=diloco`."""
     groups: PositiveInt = 2
     """Number of groups, among which every step's batch is divided once and for all; as many as
-    `cluster.replica_groups`."""
+    `cluster.replica_groups`. E.g. `semi_sync=diloco semi_sync.groups=4`."""
     interval: PositiveInt = 50
     """Steps between synchronizations of the same weights; evaluations, checkpoints and the last step are multiples of
-    it."""
+    it. E.g. `semi_sync=diloco semi_sync.interval=100`."""
     outer_lr: PositiveFloat = 0.7
-    """Modes `diloco` and `streaming_diloco`: learning rate of the outer SGD."""
+    """Modes `diloco` and `streaming_diloco`: learning rate of the outer SGD.
+    E.g. `semi_sync=diloco semi_sync.outer_lr=0.5`."""
     outer_momentum: Share = 0.9
-    """Modes `diloco` and `streaming_diloco`: decay rate of its momentum; 0 keeps none."""
+    """Modes `diloco` and `streaming_diloco`: decay rate of its momentum; 0 keeps none.
+    E.g. `semi_sync=diloco semi_sync.outer_momentum=0.8`."""
     outer_nesterov: bool = True
-    """Modes `diloco` and `streaming_diloco`: Nesterov momentum; without effect if there is none."""
+    """Modes `diloco` and `streaming_diloco`: Nesterov momentum; without effect if there is none.
+    E.g. `semi_sync=diloco semi_sync.outer_nesterov=false`."""
     fragments: PositiveInt = 1
-    """Mode `streaming_diloco`: fragments of the blocks, which are synchronized one after another within an interval. A
-    weight outside of the blocks (embedding, final norm, head) is in the fragment of the block before it in the model's
-    order, or of the first."""
+    """Mode `streaming_diloco`: fragments of the blocks, which are synchronized one after another within an interval.
+
+    A weight outside of the blocks (embedding, final norm, head) is in the fragment of the block before it in the
+    model's order, or of the first. E.g. `semi_sync=streaming_diloco semi_sync.fragments=2`."""
     fragment_pattern: Literal["strided", "sequential"] = "strided"
     """Mode `streaming_diloco`: fragment i has the blocks i, i + fragments, i + 2·fragments and so on, or consecutive
-    blocks."""
+    blocks. E.g. `semi_sync=streaming_diloco semi_sync.fragment_pattern=sequential`."""
     delay: Count = 0
     """Mode `streaming_diloco`: steps (τ) that a group trains on between sending what a fragment has learnt and the
-    outer step with the mean of all groups."""
+    outer step with the mean of all groups. E.g. `semi_sync=streaming_diloco semi_sync.delay=5`."""
     mixing: Share = 0.0
     """Mode `streaming_diloco`: share (α) of a group's own weights after that outer step, θ ← α·θ_own + (1 − α)·θ_outer;
-    0 takes the outer optimizer's."""
+    0 takes the outer optimizer's. E.g. `semi_sync=streaming_diloco semi_sync.mixing=0`."""
 
     @property
     def enabled(self) -> bool:

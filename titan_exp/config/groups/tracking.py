@@ -11,20 +11,22 @@ class TrackingConfig:
     """Metric sinks. `metrics.jsonl` is always written and complete; the others are best-effort copies."""
 
     log_every: PositiveInt
-    """Steps between rows of metrics."""
+    """Steps between rows of metrics. E.g. `tracking.log_every=1`."""
     images_every: Count
     """Steps between grids of images that a diffusion model draws, for the captions of 8 samples of training and 8 held
-    out, in the run's `images/`, TensorBoard and W&B; 0 never."""
+    out; 0 never.
+
+    They are in the run's `images/`, TensorBoard and W&B. E.g. `tracking.images_every=500`."""
     tensorboard: bool
-    """Also log to TensorBoard files in the run folder."""
+    """Also log to TensorBoard files in the run folder. E.g. `tracking.tensorboard=true`."""
     wandb: bool
-    """Also log to Weights & Biases."""
+    """Also log to Weights & Biases. E.g. `tracking.wandb=true`."""
     wandb_mode: Literal["auto", "online", "offline"]
-    """`auto` is online if this machine is logged in, else offline."""
+    """`auto` is online if this machine is logged in, else offline. E.g. `tracking.wandb_mode=offline`."""
     wandb_project: str
-    """W&B project."""
+    """W&B project. E.g. `tracking.wandb_project=ablations`."""
     wandb_entity: str | None
-    """W&B team or user; null is the account's default."""
+    """W&B team or user; null is the account's default. E.g. `tracking.wandb_entity=my-team`."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,14 @@ class ProfilingConfig:
     """A torch profiler window and a memory breakdown, written to `traces/`."""
 
     enabled: bool
-    """Record a trace on every rank."""
+    """Record a torch profiler trace on every rank, into `traces/`. E.g. `profiling.enabled=true`."""
     start: Count
-    """Step after which recording starts."""
+    """Step after which recording starts. E.g. `profiling.start=20`."""
     steps: PositiveInt
-    """Steps recorded."""
+    """Steps recorded. E.g. `profiling.steps=5`."""
     memory_step: PositiveInt | None = None
     """Step after whose optimizer update every rank writes a memory breakdown, including the peak of that step; null
-    never. On CUDA with a snapshot for torch's viewer and allocation stacks, which slow the steps before it a little."""
+    never.
+
+    On CUDA with a snapshot for torch's viewer and allocation stacks, which slow the steps before it a little.
+    E.g. `profiling.memory_step=5`."""

@@ -8,63 +8,91 @@ from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True)
+class PartConfig:
+    """A part of training of your own."""
+
+    name: str
+    """Import path of its class, a subclass of `titan_exp.trainer.part.Part`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch size, precision and objective of training."""
 
     steps: Count
-    """Optimizer steps of the whole run; 0 saves the initial state as `step-00000000` and trains nothing."""
+    """Optimizer steps of the whole run; 0 saves the initial state as `step-00000000` and trains nothing.
+    E.g. `training.steps=10000`."""
     seq_len: PositiveInt
-    """Tokens in a sequence."""
+    """Tokens in a sequence. E.g. `training.seq_len=8192`."""
     global_batch_size: PositiveInt
-    """Sequences per optimizer step over the whole job, whatever the layout; after `batch_ramp`, if there is one."""
+    """Sequences per optimizer step over the whole job, whatever the layout; after `batch_ramp`, if there is one.
+    E.g. `training.global_batch_size=1024`."""
     micro_batch_size: PositiveInt | None
-    """Sequences per forward pass of one data rank (with a pipeline, of one stage). Gradient accumulation follows from
-    it. null takes the rank's whole share of the global batch; with a pipeline, the share divided by `pp_microbatches`,
-    or into the fewest micro-batches, at least 4 for each pipeline rank, that the schedule takes (the most where there
-    are not so many): a bubble of about a fifth with 1F1B, and micro-batches no smaller than that asks for. With a
-    `batch_ramp`, the share is of the largest batch that divides all batches."""
+    """Sequences per forward pass of one data rank (with a pipeline, of one stage), from which gradient accumulation
+    follows; null takes the rank's whole share of the global batch.
+
+    With a pipeline, null is the share divided by `pp_microbatches`, or into the fewest micro-batches, at least 4 for
+    each pipeline rank, that the schedule takes (the most where there are not so many): a bubble of about a fifth with
+    1F1B, and micro-batches no smaller than that asks for. With a `batch_ramp`, the share is of the largest batch that
+    divides all batches. E.g. `training.micro_batch_size=1`."""
     max_grad_norm: PositiveFloat | None
-    """Global gradient norm above which gradients are scaled down to it; null never clips."""
+    """Global gradient norm above which gradients are scaled down to it; null never clips.
+    E.g. `training.max_grad_norm=0.5`."""
     mixed_precision: Literal["bf16", "fp32"]
-    """Type of compute: bf16 keeps fp32 master weights and reduces gradients in fp32."""
+    """Type of compute: `bf16`, with master weights and sums of gradients over ranks in fp32, or `fp32`.
+    E.g. `training.mixed_precision=fp32`."""
     fp32_modules: tuple[str, ...]
     """Modules that compute in fp32 though the rest is in bf16, by name or pattern (`embedding`, `blocks.0`,
-    `blocks.*.attention_norm`); their outputs are bf16 again."""
+    `blocks.*.attention_norm`); their outputs are bf16 again. E.g. `training.fp32_modules='[embedding]'`."""
     loss_chunk_tokens: PositiveInt | Literal["auto"] | None
-    """Tokens whose logits are held at a time, the head's matmul and the loss being one operation, and their gradient
-    overwriting them; null holds the logits of the whole micro-batch beside their gradient. auto is 16384 on CUDA, where
-    model and objective compute a loss in chunks, else null: a micro-batch of fewer tokens is one chunk, which costs
-    nothing, and every further one sums the head's gradient in fp32 (1.3 % of the head's time). Changes rounding
-    only."""
+    """Tokens whose logits are held at a time; null holds those of a whole micro-batch. `auto` is 16384 on CUDA, where
+    model and objective compute a loss in chunks, else null. Changes rounding only.
+
+    The head's matmul and the loss are one operation, and the gradient of logits overwrites them; with null it lies
+    beside them. A micro-batch of fewer tokens is one chunk, which costs nothing, and every further one sums the head's
+    gradient in fp32 (1.3 % of the head's time). E.g. `training.loss_chunk_tokens=2048`."""
     z_loss: NonNegativeFloat
-    """Coefficient of log(Z)² added to every token's cross-entropy, Z being softmax's denominator; 0 adds nothing.
-    The logged loss and the validation loss stay cross-entropy alone."""
+    """Coefficient of log(Z)² added to every token's cross-entropy, Z being softmax's denominator; 0 adds nothing. The
+    logged loss and the validation loss stay cross-entropy alone. E.g. `training.z_loss=1e-4`."""
     deterministic: bool
-    """Use only kernels that give the same bits on every run, at some speed."""
+    """Use only kernels that give the same bits on every run, at some speed. E.g. `training.deterministic=true`."""
     evaluate_every: Count
-    """Steps between evaluations over the whole validation split, and one at the end; 0 never evaluates."""
+    """Steps between evaluations over the whole validation split, and one at the end; 0 never evaluates.
+    E.g. `training.evaluate_every=500`."""
     gc_every: Count
-    """Steps between Python garbage collections, which are off in between so that no rank stalls the others;
-    0 leaves Python's own collection on."""
+    """Steps between Python garbage collections, which are off in between so that no rank stalls the others; 0 leaves
+    Python's own collection on. E.g. `training.gc_every=100`."""
     stop_on_nonfinite: bool
-    """End the run as failed when the loss or the gradient norm is not finite, instead of training on."""
+    """End the run as failed when the loss or the gradient norm is not finite, instead of training on.
+    E.g. `training.stop_on_nonfinite=false`."""
     objective: str = "language_modeling"
-    """`language_modeling`; `rectified_flow`, which trains models of latents; or the import path of an objective class
-    in your own package, a subclass of `titan_exp.trainer.objective.language_modeling.LanguageModeling` or with the
-    same methods."""
+    """Objective: `language_modeling`, `rectified_flow`, which trains models of latents, or the import path of a class
+    of your own.
+
+    The class is a subclass of `titan_exp.trainer.objective.language_modeling.LanguageModeling`, or has the same
+    methods. E.g. `training.objective=my_package.objective.Distill`."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Options of `rectified_flow` (`times`, `shift`, `text_dropout`, `pooled_dropout`, `guidance`), or extra keyword
-    arguments for an objective of your own."""
+    arguments for an objective of your own. E.g. `+training.objective_options.temperature=2`."""
     accumulation_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the sum of a rank's gradients over micro-batches, before ranks reduce it in fp32: `bf16` takes half
-    the memory, and loses what is below 2^-9 of the sum."""
+    the memory, and loses what is below 2^-9 of the sum. E.g. `training.accumulation_precision=bf16`."""
     batch_ramp: tuple[RampStage, ...] = ()
     """Smaller batches of the first steps, as pairs of steps and sequences: `[[100, 2], [200, 4]]` are 100 steps of 2
-    sequences and 200 of 4, before those of `global_batch_size`. Sequences come in the same order as without a ramp, and
-    the learning rate follows steps."""
+    sequences and 200 of 4, before those of `global_batch_size`.
+
+    Sequences come in the same order as without a ramp, and the learning rate follows steps.
+    E.g. `training.batch_ramp='[[100,2],[200,4]]'`."""
     stop_after: PositiveInt | None = None
     """Step after which the run ends and is done, with the learning rates of a run of `steps`; null trains all steps. A
-    run with `checkpoint.continue_from` trains the rest."""
+    run with `checkpoint.continue_from` trains the rest. E.g. `training.stop_after=1000`."""
+
+    parts: dict[str, PartConfig] = field(default_factory=dict)
+    """Parts of training of your own, by a name of yours: classes that see every step, its update and its row, add
+    numbers to rows as `NAME/...`, keep state, change batches, or end training.
+    E.g. `+training.parts.probe='{name:my_package.parts.LogitProbe,options:{steps:[1000]}}'`."""
 
     @property
     def last_step(self) -> int:

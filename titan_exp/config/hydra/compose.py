@@ -11,6 +11,7 @@ from hydra import compose as hydra_compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from titan_exp.config.command_line.hydra_args import Arguments
 from titan_exp.config.extension import extension_folders
 from titan_exp.config.hydra.resolvers import register_resolvers
 
@@ -38,6 +39,13 @@ OWN_FILE = [
 """Hydra settings of `conf/config.yaml`, for other primary files (`--config-path`) such as a run's."""
 
 
+def primary_file(arguments: Arguments) -> Path:
+    """Primary configuration: the file of `--config-path` and `--config-name`, else `conf/config.yaml`."""
+    folder = arguments.value_of("--config-path", "-cp") or CONF_DIR
+    name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
+    return Path(folder).absolute() / f"{name.removesuffix('.yaml')}.yaml"
+
+
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
     """Compose the configuration like `titan-exp train`, without Hydra's own node."""
     register_resolvers()
@@ -54,7 +62,7 @@ def config_folder() -> Iterator[None]:
         with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
             yield
     finally:
-        hydra.hydra = before
+        GlobalHydra.instance().hydra = before  # leaving Hydra's context has replaced the instance
 
 
 def shipped_folders() -> list[Path]:

@@ -18,23 +18,27 @@ from omegaconf import DictConfig
 from titan_exp.config.command_line.hydra_args import Arguments
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, shipped_folders
+from titan_exp.config.hydra.compose import CONF_DIR, HYDRA_VERSION, primary_file, shipped_folders
+from titan_exp.config.hydra.values_of_options import OptionValues
 
 
 class Groups:
     """Config groups of a Hydra loader, with a `hydra.searchpath` override for added folders."""
 
     def __init__(
-        self, loader: ConfigLoader, searchpath: Sequence[str], config_name: str, folders: Sequence[Path] = ()
+        self, loader: ConfigLoader, searchpath: Sequence[str], primary: Path, folders: Sequence[Path] = ()
     ) -> None:
-        self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
+        self.loader, self.searchpath, self.config_name = loader, list(searchpath), primary.stem
+        self.values = OptionValues(primary, searchpath)
+        """Values of options, where the primary configuration has no groups."""
         self.folders = tuple(folders)
         """Folders of the groups, in Hydra's order; an earlier one wins."""
         self._listed: dict[tuple[str, ObjectType], list[str]] = {}
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
         """Compose the configuration, including Hydra's own node."""
-        return hydra_compose(self.config_name, [*self.searchpath, *overrides], return_hydra_config=True)
+        words = [*self.searchpath, *self.values(overrides)]
+        return hydra_compose(self.config_name, words, return_hydra_config=True)
 
     def names(self, parent: str = "") -> list[str]:
         """Names of groups, nested ones with a slash, without Hydra's own."""
@@ -67,20 +71,34 @@ class Groups:
 
 @contextmanager
 def groups_for(arguments: Arguments) -> Iterator[Groups]:
-    """Groups from the package, `--config-dir` and `hydra.searchpath`."""
+    """Groups from the package, `--config-dir` and `hydra.searchpath`; beside a file without groups, such as a run's,
+    those of the package too."""
+    folders, primary = _added_folders(arguments), primary_file(arguments)
+    if option_values(arguments).groups:
+        folders += [f"file://{folder}" for folder in shipped_folders()]
+    with initialize_config_dir(str(primary.parent), **HYDRA_VERSION):
+        shipped = shipped_folders() if primary.parent == CONF_DIR else [primary.parent]
+        paths = [*shipped, *(path for folder in folders if (path := _path(folder)) is not None)]
+        yield Groups(GlobalHydra.instance().config_loader(), _searchpath(folders), primary, paths)
+
+
+def option_values(arguments: Arguments) -> OptionValues:
+    """Values of options, for the primary configuration of these arguments."""
+    return OptionValues(primary_file(arguments), _searchpath(_added_folders(arguments)))
+
+
+def _added_folders(arguments: Arguments) -> list[str]:
     added = arguments.value_of("--config-dir", "-cd")
     folders = [f"file://{Path(added).absolute()}"] if added else []
     for override in arguments.overrides:
         if override.startswith("hydra.searchpath="):
             with suppress(HydraException):
                 folders += _folders(override)
-    searchpath = [f"hydra.searchpath=[{','.join(repr(folder) for folder in folders)}]"] if folders else []
-    main = Path(arguments.value_of("--config-path", "-cp") or CONF_DIR).absolute()
-    name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
-    with initialize_config_dir(str(main), **HYDRA_VERSION):
-        shipped = shipped_folders() if main == CONF_DIR else [main]
-        paths = [*shipped, *(path for folder in folders if (path := _path(folder)) is not None)]
-        yield Groups(GlobalHydra.instance().config_loader(), searchpath, name, paths)
+    return folders
+
+
+def _searchpath(folders: Sequence[str]) -> list[str]:
+    return [f"hydra.searchpath=[{','.join(repr(folder) for folder in folders)}]"] if folders else []
 
 
 def check_places(arguments: Arguments) -> None:
@@ -89,18 +107,20 @@ def check_places(arguments: Arguments) -> None:
     if added is not None and not Path(added).is_dir():
         raise UserError(f"--config-dir {added}: no such folder. It must hold groups, as {CONF_DIR} does.")
     folder, name = arguments.value_of("--config-path", "-cp"), arguments.value_of("--config-name", "-cn")
-    main = Path(folder or CONF_DIR)
+    path = primary_file(arguments)
     if folder is not None and "://" in folder:
         return
-    if not main.is_dir():
+    if not path.parent.is_dir():
         raise UserError(f"--config-path {folder}: no such folder or file. It takes a run's folder, or its config.yaml.")
-    file = f"{(name or CONFIG_NAME).removesuffix('.yaml')}.yaml"
-    if not (main / file).is_file():
+    if not path.is_file():
         option = f"--config-name {name}" if name is not None else f"--config-path {folder}"
-        known = sorted(path.stem for path in main.glob("*.yaml"))
+        if runs := sorted(path.parent.glob(f"*/{path.name}")):
+            offers = listed([f"--config-path {Path(folder or '', run.parent.name)}" for run in runs[:3]])
+            raise UserError(f"--config-path {folder}: it holds {len(runs)} runs. Name one, for example {offers}.")
+        known = sorted(other.stem for other in path.parent.glob("*.yaml"))
         raise UserError(
-            f"{option}: {main} has no file {file}. It has {listed(known or ['none'], 'and')}; a configuration "
-            "elsewhere is given by --config-path FOLDER/FILE.yaml."
+            f"{option}: {path.parent} has no file {path.name}. It has {listed(known or ['none'], 'and')}; a "
+            "configuration elsewhere is given by --config-path FOLDER/FILE.yaml."
         )
 
 

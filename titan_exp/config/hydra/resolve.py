@@ -1,7 +1,7 @@
 """Interpolation of a composed configuration, key by key, so that all failures are reported."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.schema.identity_keys import is_among
 
 _MISSING = object()
 
@@ -41,6 +42,27 @@ def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Uncomputed]]:
     keys = [key for key in cfg if key != "hydra"]
     pairs = [(str(key), _value(cfg, key, str(key), uncomputed)) for key in keys]
     return {key: value for key, value in pairs if value is not _MISSING}, uncomputed
+
+
+def consequences(cfg: DictConfig, faults: Collection[str]) -> set[str]:
+    """Keys whose interpolations read a key or a group with a fault, also by way of others."""
+    sources = dict(_interpolated(cfg, ""))
+    found: set[str] = set()
+    while (
+        more := {key for key, read in sources.items() if any(is_among(one, {*faults, *found}) for one in read)} - found
+    ):
+        found |= more
+    return found
+
+
+def _interpolated(node: Any, group: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Keys with an interpolation, and the keys that it reads."""
+    for key in node:
+        field = f"{group}.{key}" if group else str(key)
+        if OmegaConf.is_interpolation(node, key):
+            yield field, tuple(_sources(str(node._get_node(key)._value()), group))
+        elif not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig) and field != "hydra":
+            yield from _interpolated(node[key], field)
 
 
 def _value(node: Any, key: Any, field: str, uncomputed: list[Uncomputed]) -> Any:

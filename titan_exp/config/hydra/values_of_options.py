@@ -1,43 +1,62 @@
 """Options of groups beside a primary configuration without groups, such as a run's `config.yaml`: the values that they
 have, in place of the run's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from titan_exp.config.errors.user_error import UserError, shown
-from titan_exp.config.hydra.compose import compose, shipped_options
+from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.nondefault import quoted
 from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.config.schema.config_diff import flatten
 
 
-def with_values(overrides: Sequence[str], primary: Path) -> list[str]:
-    """Overrides with `GROUP=OPTION` replaced by the option's keys, if the primary configuration has plain values for
-    that group and no defaults list. Each key is an override of its own, so that those that follow may set it."""
-    try:
-        values = read_yaml(primary, "a configuration")
-    except UserError:
-        return list(overrides)  # Hydra says what is wrong
-    if "defaults" in values:
-        return list(overrides)
-    return [word for override in overrides for word in _values(override, values)]
+class OptionValues:
+    """Overrides for a primary configuration, with `GROUP=OPTION` replaced by the option's keys if the file has plain
+    values for that group and no defaults list. Each key is an override of its own, so that those that follow may set
+    it. `searchpath` is the override of `hydra.searchpath` for options of the user's own."""
 
+    def __init__(self, primary: Path, searchpath: Sequence[str] = ()) -> None:
+        self.groups: Mapping[Any, Any] = {}
+        """Groups with plain values; empty for a file with a defaults list."""
+        try:
+            values = read_yaml(primary, "a configuration") if primary.is_file() else {}
+        except UserError:
+            values = {}  # Hydra says what is wrong
+        if "defaults" not in values:
+            self.groups = {name: group for name, group in values.items() if isinstance(group, dict)}
+        self._searchpath = list(searchpath)
+        self._found: dict[str, list[str]] = {}
 
-def _values(override: str, values: dict[object, object]) -> Iterator[str]:
-    group, _, option = override.partition("=")
-    if not isinstance(values.get(group), dict) or option not in shipped_options(group):
-        yield override
-        return
-    try:
-        OverridesParser.create().parse_override(override)
-        found = OmegaConf.to_container(compose([override])[group], resolve=False)
-    except HydraException:
-        yield override
-        return
-    assert isinstance(found, dict)
-    yield f"~{group}"
-    yield from (f"+{key}={shown(value, quoted)}" for key, value in flatten({group: found}).items())
+    def __call__(self, overrides: Sequence[str]) -> list[str]:
+        """Overrides with the values of their options."""
+        return [word for override in overrides for word in self._of(override)]
+
+    def _of(self, override: str) -> list[str]:
+        if override.partition("=")[0] not in self.groups:
+            return [override]
+        if override not in self._found:
+            self._found[override] = list(self._values(override))
+        return self._found[override]
+
+    def _values(self, override: str) -> Iterator[str]:
+        group = override.partition("=")[0]
+        try:
+            option = OverridesParser.create().parse_override(override).value()
+            composed = compose([*self._searchpath, override])[group] if isinstance(option, str) else None
+        except (HydraException, OmegaConfBaseException):
+            composed = None
+        if composed is None:  # no option, as `group={key:value}`
+            yield override
+            return
+        found = OmegaConf.to_container(composed, resolve=False)
+        assert isinstance(found, dict)
+        # Not ~GROUP, which Hydra takes for a group where a folder of the user's has it.
+        yield from (f"~{group}.{key}" for key in self.groups[group])
+        yield from (f"+{key}={shown(value, quoted)}" for key, value in flatten({group: found}).items())

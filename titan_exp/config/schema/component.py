@@ -5,7 +5,9 @@ A key of the config group selects the component (`model.architecture`, ...), who
 """
 
 import importlib
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -13,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.did_you_mean import listed, nearest
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.call_signature import Call, call_violations
@@ -92,16 +94,16 @@ def component(group: str, name: str) -> ModuleType:
     """
     kind = KINDS[group]
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
-    if not is_dotted(name):
-        if name not in builtin_components(group):
-            raise UserError(
-                "This configuration cannot be read.",
-                [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
-            )
-        name = builtin_components(group)[name]
-        if name.startswith("titan_exp."):
-            return importlib.import_module(name)
+    found = builtin_components(group).get(name)
+    if found is not None and found.startswith("titan_exp."):
+        return importlib.import_module(found)
     search_current_directory()
+    if found is None and not is_dotted(name) and not _is_own_module(name, kind.public):
+        raise UserError(
+            "This configuration cannot be read.",
+            [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
+        )
+    name = found or name
     module, attributes, _ = locate(name)
     if attributes or not module:
         violation = find_dotted(name, key)
@@ -113,6 +115,23 @@ def component(group: str, name: str) -> ModuleType:
         return importlib.import_module(f"{kind.package}.{kind.plain}")
     _require_interface(group, name)
     return import_module(name, name, key)
+
+
+def is_builtin(group: str, name: str) -> bool:
+    """True if a component is one of the package's, under its current or a former name; else its name is an import path,
+    with or without a dot."""
+    return name in builtin_components(group) or name in KINDS[group].aliases
+
+
+def _is_own_module(name: str, public: Sequence[str]) -> bool:
+    """True if a word without a dot, which may be a mistyped name, is a module that defines the public names, or one in
+    the current folder."""
+    _, _, spec = locate(name) if name.isidentifier() else ("", [], None)
+    file = Path(spec.origin) if spec is not None and spec.origin else None
+    if file is None or file.suffix != ".py" or name in sys.stdlib_module_names:
+        return False
+    here, names = Path.cwd(), names_bound_by(file)
+    return file == here / f"{name}.py" or here / name in file.parents or names >= {*public} or "*" in names
 
 
 @cache
@@ -169,12 +188,29 @@ def config_class(group: str, values: object) -> Any:
         case None:
             return base
         case bool() | Mapping() | list() as name:
-            remedy = f"one name, as {group}.{key}={next(iter(builtin_components(group)))}"
+            names = [] if isinstance(name, bool) else list(name)
+            remedy = one_value(f"{group}.{key}", names, [*builtin_components(group)])
             raise UserError(
                 "This configuration cannot be read.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
             )
         case name:
             return component(group, str(name)).Config
+
+
+def one_value(key: str, values: Sequence[Any], known: Sequence[str] = ()) -> str:
+    """Remedy for several values where one is asked for: the first that is known, and a run with each."""
+    from titan_exp.config.hydra.compose import shipped_options  # ranks, which type nothing, import no Hydra
+
+    texts = [shown(value) for value in values]
+    near = [other for text in texts for other in (text, *nearest(text, known)) if not known or other in known]
+    remedy = f"one value: {key}={next(iter(near or known or texts))}"
+    group, _, name = key.partition(".")
+    swept = group if name in ("name", "source", "decay") and {*shipped_options(group)}.issuperset(texts) else key
+    # The other keys of a component are those of its option.
+    separate = swept in [f"{group}.{kind.key}" for group, kind in KINDS.items()]
+    if len(texts) < 2 or separate or not all(re.fullmatch(r"[\w.+/-]+", text) for text in texts):
+        return remedy
+    return f"{remedy}; for a run with each: titan-exp train -m {swept}={','.join(texts)}"
 
 
 def config_classes(group: str) -> list[Any]:

@@ -10,14 +10,15 @@ LISTED = 20
 
 
 def differences(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
-    """Lines for the keys that differ, indented and preceded by a line break; empty if `old` is unknown."""
+    """Lines for the keys that differ, indented and preceded by a line break; empty if `old` is unknown. A key that an
+    older version lacks does not differ if it is empty."""
     if old is None:
         return []
     before, after = flatten(old), flatten(new)
     changed = [
         f"\n  {key}: {_value(before, key)} → {_value(after, key)}"
         for key in after | before
-        if key not in before or key not in after or before[key] != after[key]
+        if key not in after or (before[key] != after[key] if key in before else after[key] not in ({}, [], ()))
     ]
     more = len(changed) - LISTED
     return changed if more <= 0 else [*changed[:LISTED], f"\n  and {more} more"]

@@ -33,7 +33,7 @@ def require_trust(
     `text` is the content of the file at `path`, `config` its values, and `imports` the keys whose code is imported.
     """
     known = () if isinstance(trust, bool) else trust
-    names = {key: name for key, name in import_paths_in(config).items() if key in imports and name not in known}
+    names = {key: name for key, name in import_paths_in(config, imports).items() if name not in known}
     if trust is True or not names or is_own(text, path.with_name(SIGNATURE_FILE)):
         return
     raise _refusal(path, [Violation(key, name, WHY, _remedy(name)) for key, name in names.items()])

@@ -145,9 +145,12 @@ def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
 
 
 def names_bound_by(file: Path) -> set[str]:
-    """Top-level names of a Python file, read from its source; `*` for a star import."""
+    """Top-level names of a Python file, read from its source; `*` for a star import, and where it is no Python."""
     names: set[str] = set()
-    nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
+    try:
+        nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
+    except (SyntaxError, ValueError):  # importing it says where
+        return {"*"}
     while nodes:
         match node := nodes.pop():
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

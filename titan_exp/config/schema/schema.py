@@ -3,32 +3,48 @@
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 import typing
 from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import config_class, config_classes
 
 
+class KeyText(NamedTuple):
+    """Docstring of a key, from which its comment in `conf/` and its row in the reference are generated."""
+
+    summary: str
+    """First paragraph, on one line: the comment in `conf/`."""
+    meaning: str
+    """All paragraphs, on one line."""
+    example: str
+    """Overrides that set the key: those in backticks after `E.g.` at the end; empty if there are none."""
+
+
+_NONE = KeyText("", "", "")
+_EXAMPLE = re.compile(r"\s+E\.g\.\s+`([^`]+)`\.\Z")
+
+
 @cache
-def _types_and_docstrings() -> dict[str, tuple[Any, str]]:
+def _types_and_docstrings() -> dict[str, tuple[Any, KeyText]]:
     """Type and docstring of every dotted key, groups included, from the first class of a group with the key."""
-    found: dict[str, tuple[Any, str]] = {}
+    found: dict[str, tuple[Any, KeyText]] = {}
 
     def add(kind: Any, prefix: str) -> None:
         for name, annotation in hints(kind).items():
-            found.setdefault(f"{prefix}{name}", (annotation, docstrings(kind).get(name, "")))
+            found.setdefault(f"{prefix}{name}", (annotation, texts(kind).get(name, _NONE)))
             if dataclasses.is_dataclass(annotation):
                 add(annotation, f"{prefix}{name}.")
 
     for group, annotation in hints(Experiment).items():
-        found[group] = (annotation, docstrings(Experiment).get(group, ""))
+        found[group] = (annotation, texts(Experiment).get(group, _NONE))
         for kind in config_classes(group):
             add(kind, f"{group}.")
     return found
@@ -46,12 +62,17 @@ def value_keys() -> list[str]:
 
 def annotation_of(key: str) -> Any:
     """Type of a key with its bounds; None for an unknown key."""
-    return _types_and_docstrings().get(key, (None, ""))[0]
+    return _types_and_docstrings().get(key, (None, _NONE))[0]
 
 
 def meaning_of(key: str) -> str:
     """Docstring of a key on one line; empty for an unknown key."""
-    return _types_and_docstrings().get(key, (None, ""))[1]
+    return _types_and_docstrings().get(key, (None, _NONE))[1].meaning
+
+
+def example_of(key: str) -> str:
+    """Overrides that set a key, from its docstring; empty for an unknown key."""
+    return _types_and_docstrings().get(key, (None, _NONE))[1].example
 
 
 def declared_in(kind: Any, key: str) -> tuple[Any, str]:
@@ -66,22 +87,30 @@ def declared_in(kind: Any, key: str) -> tuple[Any, str]:
 
 @cache
 def docstrings(kind: Any) -> dict[str, str]:
-    """Field docstrings of a dataclass and its bases, read from source."""
+    """Meanings of the fields of a dataclass and its bases, read from source."""
+    return {name: text.meaning for name, text in texts(kind).items()}
+
+
+@cache
+def texts(kind: Any) -> dict[str, KeyText]:
+    """Docstrings of the fields of a dataclass and its bases, read from source."""
     found = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
-            found |= _own_docstrings(base)
+            found |= _own_texts(base)
     return found
 
 
-def _own_docstrings(kind: Any) -> dict[str, str]:
+def _own_texts(kind: Any) -> dict[str, KeyText]:
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
     found = {}
     for before, after in pairwise(body):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
             match after:
                 case ast.Expr(value=ast.Constant(value=str(text))):
-                    found[before.target.id] = " ".join(text.split())
+                    meaning, _, example = _EXAMPLE.sub(r"\0\1", text.strip()).partition("\0")
+                    summary, *more = (" ".join(part.split()) for part in meaning.split("\n\n"))
+                    found[before.target.id] = KeyText(summary, " ".join([summary, *more]), " ".join(example.split()))
     return found
 
 

@@ -15,10 +15,11 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.resolve import Uncomputed, resolve
+from titan_exp.config.hydra.resolve import Uncomputed, consequences, resolve
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.schema.component import KINDS, builtin_components, config_class, config_classes, current_names
 from titan_exp.config.schema.foreign_code import Trust, require_trust
+from titan_exp.config.schema.gaps import with_gaps
 from titan_exp.config.schema.import_path_keys import IMPORT_PATH_KEYS
 from titan_exp.config.schema.schema import annotation_of, declared_in, hints, keys, literals_beside, optional_fields
 from titan_exp.config.secrets.variables import SECRET, variables_in
@@ -30,8 +31,65 @@ def to_experiment(cfg: DictConfig) -> Experiment:
     Raises:
         UserError: with a violation for every unknown, missing or invalid key.
     """
+    return Experiment(**_build_composed(cfg, list(hints(Experiment))))
+
+
+def readable_part(cfg: DictConfig, faults: Collection[str] = ()) -> tuple[list[Violation], Experiment]:
+    """Violations of a composed configuration in groups other than those in `faults`, and the experiment with gaps in
+    the place of both, and of what is computed from them."""
+    found: tuple[Violation, ...] = ()
+    try:
+        _build_composed(cfg, [name for name in hints(Experiment) if name not in faults])
+    except UserError as error:
+        if not error.violations:
+            raise
+        found = error.violations
+    beside = consequences(cfg, faults)
+    wrong = {*faults, *(violation.field for violation in found)}
+    wrong |= consequences(cfg, wrong)
+    groups = {name: _readable_group(name, resolve(cfg)[0].get(name), wrong) for name in hints(Experiment)}
+    return [violation for violation in found if violation.field not in beside], Experiment(**groups)
+
+
+def _build_composed(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Groups of a composed configuration; raises UserError without what is only computed from a wrong value."""
     values, uncomputed = resolve(cfg)
-    return _build(values, uncomputed, "The configuration cannot be read.")
+    left_out = hints(Experiment).keys() - {*names}
+    try:
+        composed = {name: group for name, group in values.items() if name not in left_out}
+        return _build_groups(composed, uncomputed, "The configuration cannot be read.", names)
+    except UserError as error:
+        fields = {violation.field for violation in error.violations}
+        computed = consequences(
+            cfg, fields - consequences(cfg, fields)
+        )  # keys that read each other are no consequences
+        found = [violation for violation in error.violations if violation.field not in computed]
+        if len(found) == len(error.violations):
+            raise
+        raise UserError("The configuration cannot be read.", found) from error
+
+
+def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
+    from pydantic import ValidationError
+
+    kind = hints(Experiment)[name]
+    if not isinstance(values, Mapping) or name in wrong:
+        return with_gaps(kind, {})
+    try:
+        kind = config_class(name, values)
+        declared = [
+            (
+                one.name,
+                hints(kind)[one.name],
+                dataclasses.field(default=one.default, default_factory=one.default_factory),
+            )
+            for one in dataclasses.fields(kind)
+            if not any(key == f"{name}.{one.name}" or key.startswith(f"{name}.{one.name}.") for key in wrong)
+        ]
+        part = dataclasses.make_dataclass(kind.__name__, declared, kw_only=True)
+        return with_gaps(kind, vars(getattr(_reader(((name, part),)).model_validate({name: values}), name)))
+    except (UserError, ValidationError):
+        return with_gaps(kind, {})
 
 
 def load_experiment(path: str | Path, trust: Trust = False) -> Experiment:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_exp.config.images.latent_format import LatentFormat
+from titan_exp.config.paths.corpus_files import unit_hash
 from titan_exp.config.paths.latent_store_manifest import SPLITS
 from titan_exp.data.images.aspect_buckets import Bucket, fit, nearest_bucket
 from titan_exp.data.images.captioned_images import CaptionedImages
 from titan_exp.data.latent_store.image_codec import ImageCodec, image_codec
 from titan_exp.data.latent_store.text_encoder import TextEncoder, text_encoder
 from titan_exp.data.permutation import Permutation
-from titan_exp.data.validation_split import unit_hash
 
 
 @dataclass(frozen=True)

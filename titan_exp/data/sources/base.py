@@ -4,9 +4,10 @@
 called with the `DataConfig` and `data.options`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.sources.content import CorpusContent
 
@@ -74,6 +75,8 @@ files that are not read."""
 STREAMING, SHARDS = "data.streaming", "data.virtual_shards"
 """Keys of a corpus identity in one order alone: windows of a text's token store; virtual shards, tokenized while
 training."""
+MIXTURE = "data.mixture"
+"""Key of a corpus identity: order of a mixture whose shares are exact, where earlier versions rounded them."""
 
 
 def content_identity(source: Source) -> dict[str, str]:
@@ -82,6 +85,27 @@ def content_identity(source: Source) -> dict[str, str]:
     if isinstance(content, CorpusContent):
         return {CONTENT: content.fingerprint()}
     return {REVISION: revision} if isinstance(revision, str) else {}
+
+
+def require_same_data(
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    keys: Iterable[str],
+    restart: str = "checkpoint.continue_data=restart in a new run",
+) -> None:
+    """Raise UserError if these keys of two corpus identities differ; `restart` begins with the present data."""
+    violations = [
+        Violation(
+            key,
+            present.get(key),
+            f"the checkpoint was made with {saved.get(key)}",
+            f"{'the former files' if key == CONTENT else 'that one'}, or {restart}",
+        )
+        for key in sorted(keys)
+        if saved.get(key) != present.get(key)
+    ]
+    if violations:
+        raise UserError("The run cannot continue on other data.", violations)
 
 
 def fingerprint(source: Source, config: DataConfig) -> str:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.data_files import LOADERS
+from titan_exp.config.paths.corpus_files import corpus_entries, matching_files
 from titan_exp.data.sources.base import Source
 from titan_exp.data.sources.content import CorpusContent
 from titan_exp.data.sources.load_dataset import explain, load_split
-from titan_exp.data.sources.text import matching_files
 from titan_exp.data.sources.text_files import FileSource
 
 if TYPE_CHECKING:
@@ -33,13 +32,8 @@ def build_validation(config: DataConfig) -> Source:
 
 def open_files(config: DataConfig) -> FileSource | None:
     """List the local files of a data set; None for one of the hub or of another server."""
-    assert config.dataset is not None
-    folder = Path(config.dataset).expanduser()
-    entries = config.data_files or ((config.dataset,) if folder.is_dir() else ())
-    if not entries or any("://" in entry for entry in entries):
+    if not (entries := corpus_entries(config)):
         return None
-    if config.dataset not in LOADERS and folder.is_dir():
-        entries = tuple(str(folder / entry) for entry in config.data_files) or (str(folder),)
     return FileSource("huggingface", sorted({file for entry in entries for file in matching_files(entry)}))
 
 

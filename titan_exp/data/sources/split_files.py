@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.paths.corpus_files import SPLIT_FURTHER
 from titan_exp.data.sources.text_files import FileSource
 
 _OPEN_FILES = 32
@@ -37,7 +38,7 @@ class SplitFileSource:
         self._open = lru_cache(maxsize=_OPEN_FILES)(lambda number: _OpenFile(files.path(number)))
         self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {unit}"
         """Identity of the files and of their split."""
-        self.split_further = "data.document=line" if unit == "paragraph" else None
+        self.split_further = SPLIT_FURTHER[unit]
         """Setting that splits the same text into more documents, if any."""
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ from stat import S_ISDIR
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.corpus_files import LARGEST_TEXT
 from titan_exp.config.paths.token_store_manifest import VERSION, Manifest, read_manifest
 from titan_exp.config.paths.user_folder import user_folder
 from titan_exp.config.schema.builtins import SOURCES
@@ -32,8 +33,6 @@ from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.token_store.writer import TokenizeJob
 from titan_exp.data.tokenizers.base import Tokenizer
 
-LARGEST_TEXT = 2**30
-"""Bytes of text above which documents are tokenized while training: a store takes 2 to 4 bytes for each token."""
 PART_BYTES, MERGED_PART_BYTES, SHARD_TOKENS = 2**26, 2**22, 2**27
 """Bytes of text for which another process is worth its start, with the tokenizer `bytes` and with one that merges;
 tokens of a shard."""

@@ -5,7 +5,7 @@ the order of a keyed permutation. The remainder of less than seq_len tokens has 
 sampler's state is a number of rows: any dp degree resumes from it without reading.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -13,25 +13,26 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.corpus_files import unit_hash
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest, store_names
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sampler import NextRow, SamplerState
-from titan_exp.data.token_store.mixture import Mixture
+from titan_exp.data.sources.base import MIXTURE
+from titan_exp.data.token_store.mixture import ROUNDED_PERIOD, Mixture
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.validation_split import unit_hash
 
 STATE = "store"
 """Name of the position in a sampler's state."""
 
 
 class WindowSampler:
-    """`Sampler` over the windows of one or several token stores, mixed by weight. `corpus` is the identity of the data;
-    windows of several stores have names."""
+    """`Sampler` over the windows of one or several token stores, in the order of a mixture. `corpus` is the identity of
+    the data; windows of several stores have names."""
 
     def __init__(
         self,
         windows: Mapping[str, "Windows"],
-        weights: Sequence[float],
+        mixture: Mixture,
         corpus: dict[str, Any],
         *,
         dp_rank: int,
@@ -39,7 +40,7 @@ class WindowSampler:
     ) -> None:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._names, self._windows = list(windows), list(windows.values())
-        self._mixture = Mixture(weights)
+        self._mixture = mixture
         self.corpus = corpus
         self.initial_state: SamplerState = {STATE: {"rows": 0}}
 
@@ -82,8 +83,10 @@ class WindowSampler:
         """Do nothing: windows are read on demand."""
 
 
-def build_store_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> WindowSampler:
-    """Open the stores of `data.paths`. Raises UserError if one cannot be used."""
+def build_store_sampler(
+    data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int, rounded: bool = False
+) -> WindowSampler:
+    """Open the stores of `data.paths`; `rounded` is as in `Mixture`. Raises UserError if one cannot be used."""
     manifests = [read_manifest(path) for path in data.paths]
     windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
     corpus: dict[str, Any] = {
@@ -92,9 +95,11 @@ def build_store_sampler(data: DataConfig, seq_len: int, seed: int, *, dp_rank: i
         "experiment.seed": seed,
         "training.seq_len": seq_len,
     }
-    weights = data.weights or [windows_.rows for windows_ in windows]
+    mixture = Mixture(data.weights or [windows_.rows for windows_ in windows], rounded=rounded)
+    if mixture.period > ROUNDED_PERIOD and not rounded:
+        corpus[MIXTURE] = "exact"
     named = dict(zip(store_names(data.paths), windows, strict=True))
-    return WindowSampler(named, weights, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
+    return WindowSampler(named, mixture, corpus, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
 class Windows(Protocol):

@@ -167,7 +167,10 @@ def _exact_remedy(data: DataConfig, source: Source) -> str:
     if data.streaming:
         return "With data.streaming=false it reads each token once"
     if data.source not in SOURCES and not isinstance(getattr(source, "fingerprint", None), str):
-        return "A source with a fingerprint is tokenized once, and an epoch reads each token once"
+        return (
+            f"Give {data.source} a fingerprint that changes with its documents: they are then tokenized once, and an "
+            "epoch reads each token once (titan-exp help extending)"
+        )
     return "titan-exp tokenize makes a store of a text of this size, of which an epoch reads each token once"
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
-from titan_exp.config.groups.types import BlockCount, PositiveFloat, PositiveInt
+from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE, ModelConfig
+from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import (
@@ -35,35 +35,47 @@ TIME_FEATURES = 256
 
 @dataclass(frozen=True)
 class DiffusionConfig(ModelConfig):
-    """Fields of a diffusion transformer. `layers` counts double and single blocks, `context` text and image tokens."""
+    """Fields of a diffusion transformer."""
 
+    layers: PositiveBlockCount
+    """Number of double and single blocks together. E.g. `model=flux_debug model.layers=6`."""
+    dim: PositiveInt
+    """Width of the residual stream; feed-forwards are 4 times as wide.
+    E.g. `model=flux_debug model.dim=96 model.rope_axes='[16,16,16]'`."""
+    context: PositiveInt = field(metadata=MAY_BE_MEANT)
+    """Longest sequence of text and image tokens. E.g. `model=flux_debug model.context=1024`."""
     double_layers: BlockCount
-    """First blocks, with weights of their own for text and image."""
+    """First blocks, with weights of their own for text and image. E.g. `model=flux_debug model.double_layers=1`."""
     heads: PositiveInt
-    """Heads of queries, keys and values, `dim / heads` wide."""
+    """Heads of queries, keys and values, `dim / heads` wide.
+    E.g. `model=flux_debug model.heads=4 model.rope_axes='[4,6,6]'`."""
     patch_dim: PositiveInt
-    """Numbers of a patch of the latent image, which is one token."""
+    """Numbers of an image token: a patch of 2 x 2 pixels of a latent with 16 channels has 64.
+    E.g. `model=flux_debug model.patch_dim=64`."""
     text_dim: PositiveInt
-    """Width of the text encoder's states, one per text token."""
+    """Width of the text encoder's states, one per text token. E.g. `model=flux_debug model.text_dim=64`."""
     text_tokens: PositiveInt
-    """Text tokens of a sequence, padding included; they precede the image's."""
+    """Text tokens of a sequence, padding included; they precede the image's.
+    E.g. `model=flux_debug model.text_tokens=32`."""
     pooled_dim: PositiveInt
-    """Width of the pooled text embedding, one per sequence."""
+    """Width of the pooled text embedding, one per sequence. E.g. `model=flux_debug model.pooled_dim=48`."""
     guidance_embedding: bool
-    """True if the model reads the scale of guidance that it is distilled for, as FLUX.1 dev."""
+    """True if the model reads the scale of guidance that it is distilled for, as FLUX.1 dev.
+    E.g. `model=flux_debug model.guidance_embedding=false`."""
     rope_axes: tuple[PositiveInt, ...]
-    """Rotated features of a head by axis (index, row, column); together the head's width."""
+    """Rotated features of a head by axis (index, row, column); together the head's width.
+    E.g. `model=flux_debug model.rope_axes='[4,14,14]'`."""
     rope_theta: PositiveFloat
-    """Base of RoPE's frequencies."""
+    """Base of RoPE's frequencies. E.g. `model=flux_debug model.rope_theta=1000`."""
     norm_eps: PositiveFloat
-    """Added to the variance in norms."""
+    """Added to the variance in norms. E.g. `model=flux_debug model.norm_eps=1e-5`."""
     init_std: PositiveFloat = field(metadata=NO_CHANGE)
     """Standard deviation of initial weights that embed time, guidance and pooled text. Others are Xavier's; modulations
-    and the output begin at zero."""
+    and the output begin at zero. E.g. `model=flux_debug model.init_std=0.01`."""
     attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
         metadata=NO_CHANGE
     )
-    """Kernel behind attention, as for other families."""
+    """Attention kernel, as for other families. E.g. `model=flux_debug model.attention_backend=math`."""
 
 
 def diffusion_spec(config: DiffusionConfig) -> ModelSpec:

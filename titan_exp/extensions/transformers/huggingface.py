@@ -49,15 +49,18 @@ class Config(ModelConfig):
     """A repository's `config.json`, and sizes in place of its own."""
 
     repository: str = field(metadata=NO_CHANGE)
-    """Folder with a `config.json`, or a name on the hub; read when the run is composed."""
+    """Folder with a `config.json`, or a name on the hub (organisation/name); read when the run is composed. Its weights
+    are `checkpoint.initial=FOLDER`. E.g. `model=huggingface model.repository=docs/examples/olmo_debug`."""
     config_overrides: dict[str, Any] = field(hash=False, metadata=NO_CHANGE)
-    """Values in place of those in `config.json`."""
+    """Values in place of those in `config.json`.
+    E.g. `model=huggingface model.repository=docs/examples/olmo_debug +model.config_overrides.attention_dropout=0.0`."""
     config_json: dict[str, Any] = field(hash=False, metadata={"compared": _class_values, "change": _change})
-    """Content of `config.json` with the overrides, so that a run does not depend on the folder."""
+    """Content of `config.json` with the overrides, kept with the run; given here, no folder is read.
+    E.g. `model=huggingface model.repository=own model.config_json='{n_layer: 2, n_embd: 8, vocab_size: 9}'`."""
     attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
         metadata=NO_CHANGE
     )
-    """Kernel behind attention, as for other families."""
+    """Attention kernel, as for other families. E.g. `model.attention_backend=flash`."""
 
 
 def spec(config: Config) -> ModelSpec:

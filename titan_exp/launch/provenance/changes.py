@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.paths.parent_run import parent_location
 from titan_exp.config.schema.typed_config import load_group
+from titan_exp.data.sources.base import require_same_data
 from titan_exp.data.sources.build import known_identity
 from titan_exp.launch.provenance.git import checksums
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.provenance.recorded_code import recorded_parts, recorded_version
+from titan_exp.rules.continue_from import local_checkpoint, recorded_data
 from titan_exp.tracking.number_format import format_bytes
 from titan_exp.tracking.run_folder.provenance_records import read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -124,6 +128,28 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
         name = done[0].experiment.experiment.name
         folders = "that folder" if len(done) == 1 else f"those folders of {done[0].folder.path.parent}"
         echo(f"To train with the present ones, add experiment.name={name}-2 (any new name), or remove {folders}.")
+
+
+def refuse_other_data(experiment: Experiment, folder: RunFolder) -> None:
+    """Compare the data of a continued run, or of a parent whose data continue, with the files on this machine.
+
+    Raises:
+        UserError: a rank would refuse to continue on them.
+    """
+    checkpoint, state = experiment.checkpoint, folder.read_state()
+    if state is not None and state.state == "done":
+        return
+    continued, restart = folder.path, "checkpoint.continue_data=restart"
+    if saved_state(str(folder.path)) is not None:
+        restart = f"checkpoint.continue_from={'/'.join(folder.path.parts[-2:])} {restart}, which is a new run"
+    elif checkpoint.continue_data == "same" and (path := local_checkpoint(checkpoint, experiment.paths)) is not None:
+        continued = path.parent.parent
+    else:
+        return
+    if recorded := recorded_data(continued):
+        with suppress(OSError):
+            present, _ = known_identity(experiment.data)
+            require_same_data(recorded, present, {*recorded} & {*present}, restart)
 
 
 def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:

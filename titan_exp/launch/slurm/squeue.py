@@ -20,6 +20,14 @@ QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
+CAUSES = {
+    "configuration source": "this machine belongs to no cluster: it has no slurm.conf, and its network names none",
+    "Unable to contact slurm controller": "the controller of the cluster does not answer",
+    "authentication": "munge, by which SLURM knows its users, does not answer on this machine",
+}
+"""Sentences by words in what a SLURM command prints when it fails."""
+
+
 @dataclass(frozen=True)
 class Job:
     """Job or array task, as listed by squeue."""
@@ -109,8 +117,21 @@ def ask(*command: str, timeout: float = TIMEOUT) -> str:
     except subprocess.TimeoutExpired:
         raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s", silent=True) from None
     if answer.returncode:
-        raise UnreachableError(answer.stderr.strip() or f"{command[0]} ended with exit code {answer.returncode}")
+        raise UnreachableError(in_a_sentence(answer.stderr) or f"{command[0]} ended with exit code {answer.returncode}")
     return answer.stdout
+
+
+def in_a_sentence(stderr: str) -> str:
+    """Cause of a SLURM command's failure, of the lines that it printed; empty if it printed none."""
+    for words, sentence in CAUSES.items():
+        if words in stderr:
+            return sentence
+    lines = [
+        re.sub(r"^\s*\w+: (?:(?:error|fatal): )?(?:Batch job submission failed: )?", "", line)
+        for line in stderr.splitlines()
+    ]
+    said = dict.fromkeys(text for line in lines if (text := " ".join(line.split()).rstrip(".")))
+    return "; ".join([*said][:2])
 
 
 def _environment() -> dict[str, str]:

@@ -23,6 +23,7 @@ from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.rank_env import outer_launch
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render, sbatch_options
+from titan_exp.launch.slurm.squeue import in_a_sentence
 from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.rules.sbatch_options import RESERVED, long_name
 from titan_exp.tracking.run_folder.file_lock import is_held
@@ -178,8 +179,9 @@ class Batch:
                 raise UncertainError("sbatch's output cannot be read") from None
             if ended.returncode == TIMED_OUT:
                 raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
-            message = " ".join(str(error).replace("sbatch: error: ", "").split())
-            raise RejectedError(message or f"sbatch ended with exit code {ended.returncode}") from None
+            raise RejectedError(
+                in_a_sentence(str(error)) or f"sbatch ended with exit code {ended.returncode}"
+            ) from None
         except FailedSubmissionError as error:
             printed = str(error).partition('"')[2].rpartition('"')[0]
             raise UncertainError(f"sbatch printed no job id: {printed[:200]!r}") from None

@@ -56,7 +56,8 @@ def _section(heading: str, lines: Sequence[str]) -> Iterator[str]:
 
 def _state(status: StatusRow) -> Iterator[str]:
     steps = "?" if status.steps is None else status.steps
-    yield f"{status.state} after step {status.step} of {steps}" if status.state != "new" else f"new, of {steps} steps"
+    waits = status.step == 0 and status.state in ("new", "queued", "unknown")
+    yield f"{status.state}, of {steps} steps" if waits else f"{status.state} after step {status.step} of {steps}"
     if status.reason:
         yield from status.reason.splitlines()
     numbers = known_metrics(status.loss, status.validation_loss, status.tokens_per_second)

@@ -1,7 +1,7 @@
 """Sweep tables: the plan before the start, the outcomes after the end."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from textwrap import indent
@@ -14,6 +14,7 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission, executor_for
+from titan_exp.launch.related_runs import rate_after_decay
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.summary import summarize
@@ -69,8 +70,7 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
     repeated = (repeated_reading(entry.plan.experiment.data, entry.plan.layout) for entry in sweep_plan.planned)
     for line in dict.fromkeys(chain.from_iterable(repeated)):
         print(f"slower than without: {line}")
-    said = (forgotten_tokenizer(entry.plan.overrides, entry.plan.experiment) for entry in sweep_plan.planned)
-    for line in dict.fromkeys(chain.from_iterable(said)):
+    for line in remarks_on(entry.plan for entry in sweep_plan.planned):
         print(line)
     _show_skipped(sweep_plan.skipped)
     waiting = [
@@ -86,6 +86,14 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
         print(line)
     if study is not None:
         study.report_changes(sweep_plan, print)
+
+
+def remarks_on(plans: Iterable[RunPlan]) -> list[str]:
+    """Sentences about runs, each once: a forgotten tokenizer, and a learning rate that rises again."""
+    said = (
+        (*forgotten_tokenizer(plan.overrides, plan.experiment), *rate_after_decay(plan.experiment)) for plan in plans
+    )
+    return list(dict.fromkeys(chain.from_iterable(said)))
 
 
 def show_outcomes(

@@ -22,7 +22,7 @@ from titan_exp.launch.sweep.rounds.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep
-from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
+from titan_exp.launch.sweep.sweep_table import remarks_on, show_outcomes, show_plan
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
@@ -134,6 +134,8 @@ class _Sweep:
     def _submit(self, entries: Sequence[PlannedPoint]) -> None:
         """Submit runs, executors that wait last."""
         report_stale([entry.plan for entry in entries], self.console.echo)
+        for line in remarks_on(entry.plan for entry in entries):
+            self.console.echo(line)
         titles = {entry.plan.folder.path: entry.point.label for entry in entries}
         by_kind: dict[str, list[RunPlan]] = {}
         for entry in entries:

@@ -16,9 +16,7 @@ from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import (
     SEQUENCE_PARALLEL,
-    HeadParallel,
     HeadSharded,
-    SequenceParallel,
     TPStyle,
     VocabEmbedding,
     VocabLogits,
@@ -35,12 +33,17 @@ LogitsLoss = Callable[[Tensor, Tensor], LossSum | tuple[LossSum, ...]]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
+    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32.
 
-    def __init__(self, dim: int, eps: float, tp_style: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL) -> None:
+    `writes_residual` is that of its spec.
+    """
+
+    def __init__(
+        self, dim: int, eps: float, tp_style: TPStyle = SEQUENCE_PARALLEL, *, writes_residual: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps, self.tp_style = eps, tp_style
+        self.eps, self.tp_style, self.writes_residual = eps, tp_style, writes_residual
 
     def init_spec(self) -> dict[str, InitSpec]:
         """Initialization of the parameters by name."""
@@ -136,7 +139,8 @@ class Attention(nn.Module):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
     Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
-    holds whole groups. Layers with QK norm normalize query and key heads before RoPE, or without weight after it.
+    holds whole groups. Layers with QK norm normalize query and key heads before RoPE, each by itself or all of them at
+    once, or without weight after it.
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
@@ -148,6 +152,7 @@ class Attention(nn.Module):
         self.qkv = linear(layer, "attention.qkv")
         self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
         self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
+        self._across_heads = self.q_norm is not None and self.q_norm.weight.numel() > self.head_dim
         self.out = linear(layer, "attention.out")
         self.sinks = _sinks(layer)
         self.core = CausalAttention(backend, self.spec.scale, self.spec.pattern)
@@ -199,7 +204,11 @@ class Attention(nn.Module):
     ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq kv_heads head_dim"]]:
         """Query and key heads after norms, RoPE and temperature, as far as the layer has them."""
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            if self._across_heads:
+                query = self.q_norm(query.flatten(2)).view_as(query)
+                key = self.k_norm(key.flatten(2)).view_as(key)
+            else:
+                query, key = self.q_norm(query), self.k_norm(key)
         if self.spec.rope:
             query, key = rotate(query, *rope[:2]), rotate(key, *rope[:2])
         if self.spec.rotated_norm_eps is not None:
@@ -212,7 +221,8 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream.
+    """Attention and feed-forward, each added to the residual stream, with a norm before it or, if the spec says that
+    the norm writes to the stream, after it.
 
     `attention` replaces grouped-query attention by another kind, called alike.
     """
@@ -233,12 +243,17 @@ class TransformerBlock(nn.Module):
         mask: Any,
     ) -> Float[Tensor, "batch part dim"]:
         """One layer."""
-        x = x + _after_norm(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
-        return x + _after_norm(self.feed_forward_norm, x, self.feed_forward)
+        x = x + _branch(self.attention_norm, x, partial(self.attention, rope=rope, mask=mask))
+        return x + _branch(self.feed_forward_norm, x, self.feed_forward)
 
 
-def _after_norm(norm: nn.Module, x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
-    """module(norm(x)), recomputing the norm in backward unless it has hooks, such as those that gather its weight."""
+def _branch(norm: RMSNorm, x: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
+    """norm(module(x)) if the norm writes to the residual stream, else module(norm(x)).
+
+    The latter recomputes the norm in backward unless it has hooks, such as those that gather its weight.
+    """
+    if norm.writes_residual:
+        return norm(module(x))
     if norm._forward_hooks or norm._forward_pre_hooks:
         return module(norm(x))
     return recompute_input(norm, x, module)
@@ -248,8 +263,7 @@ def norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
     """Norm that a block's spec describes, by module path."""
     vector = layer.vector(name)
     assert vector is not None, f"the layer has {name}"
-    assert not isinstance(vector.tp, HeadSharded), "a norm has no number per head"
-    return RMSNorm(vector.size, eps, vector.tp)
+    return RMSNorm(vector.size, eps, vector.tp, writes_residual=vector.writes_residual)
 
 
 def _sinks(layer: LayerSpec) -> AttentionSinks | None:

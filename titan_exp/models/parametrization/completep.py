@@ -25,9 +25,11 @@ class Config(BaseShapeConfig):
     """Fields of CompleteP."""
 
     base_depth: PositiveInt
-    """`model.layers` at which the hyperparameters were tuned."""
+    """`model.layers` at which the hyperparameters were tuned.
+    E.g. `parametrization=completep parametrization.base_depth=12`."""
     depth_exponent: Annotated[float, Interval(ge=0.5, le=1)] = 1.0
-    """Exponent of the depth in the factor of residual branches: 1 is CompleteP, 0.5 depth-muP."""
+    """Exponent of the depth in the factor of residual branches: 1 is CompleteP, 0.5 depth-muP.
+    E.g. `parametrization=completep parametrization.depth_exponent=0.5`."""
 
 
 def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dict[str, ParameterScale]:
@@ -43,7 +45,7 @@ def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dic
             scale = in_branch
             if linear is not None and name.endswith(".weight"):
                 scale = replace(scale, init=base_stds.get(linear.name, linear.std) / linear.std)
-            if linear is not None and linear.writes_residual:
+            if name.rpartition(".")[0] in layer.residual_outputs:
                 scale = scale.times(multiplier(depth**-exponent))
             scales[f"blocks.{number}.{name}"] = scales[f"blocks.{number}.{name}"].times(scale)
     return scales

@@ -14,20 +14,23 @@ class DecoderConfig(ModelConfig):
     """Fields of a decoder."""
 
     vocab_size: PositiveInt
-    """Rows of the embedding; at least as many as the tokenizer has tokens."""
+    """Rows of the embedding; at least as many as the tokenizer has tokens. E.g. `model.vocab_size=50304`."""
     norm_eps: PositiveFloat
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square in RMSNorm. E.g. `model.norm_eps=1e-6`."""
     tied_embeddings: bool
-    """The output head uses the embedding's weight."""
+    """The output head uses the embedding's weight. E.g. `model.tied_embeddings=true`."""
     rope: PlainRope
     """Rotary position embedding."""
     init_std: PositiveFloat = field(metadata=NO_CHANGE)
-    """Standard deviation of initial weights. Llama scales residual outputs down by sqrt(2 · layers)."""
+    """Standard deviation of initial weights. Llama scales residual outputs down by sqrt(2 · layers).
+    E.g. `model.init_std=0.01`."""
     attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
         metadata=NO_CHANGE
     )
-    """Kernel behind attention. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
-    FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention. The log says which one runs."""
+    """Attention kernel. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
+    FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention.
+
+    The log says which one runs. E.g. `model.attention_backend=cudnn`."""
 
     def effective(self) -> "DecoderConfig":
         """The same decoder with keys of RoPE that its scaling does not read at their defaults."""

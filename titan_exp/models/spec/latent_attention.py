@@ -31,19 +31,21 @@ class LatentAttentionConfig(DecoderConfig):
     """Fields of a decoder with latent attention."""
 
     heads: PositiveInt
-    """Heads of queries, keys and values."""
+    """Heads of queries, keys and values. E.g. `model.heads=16`."""
     q_lora_rank: PositiveInt | None
-    """Width of the latent of queries; None computes queries from the hidden state."""
+    """Width of the latent of queries; null computes queries from the hidden state.
+    E.g. `model=deepseek_debug model.q_lora_rank=768`."""
     kv_lora_rank: PositiveInt
-    """Width of the latent of keys and values."""
+    """Width of the latent of keys and values. E.g. `model=deepseek_debug model.kv_lora_rank=256`."""
     qk_nope_head_dim: PositiveInt
-    """Features of a query or key head without RoPE."""
+    """Features of a query or key head without RoPE. E.g. `model=deepseek_debug model.qk_nope_head_dim=64`."""
     qk_rope_head_dim: PositiveInt
-    """Features of a query or key head with RoPE; heads share those of keys."""
+    """Features of a query or key head with RoPE; heads share those of keys.
+    E.g. `model=deepseek_debug model.qk_rope_head_dim=32`."""
     v_head_dim: PositiveInt
-    """Width of a value head."""
+    """Width of a value head. E.g. `model=deepseek_debug model.v_head_dim=64`."""
     rope: YarnRope
-    """Rotary position embedding, with YaRN."""
+    """Rotary position embedding. E.g. `model.rope.theta=1e6`."""
 
 
 def latent_attention(

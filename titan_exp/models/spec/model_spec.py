@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.latent_inputs import LatentInputs
@@ -15,15 +16,7 @@ from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
 from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    Colwise,
-    HeadParallel,
-    HeadSharded,
-    Rowwise,
-    SequenceParallel,
-    TPStyle,
-)
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
@@ -96,7 +89,7 @@ class LinearSpec:
     """Output features."""
     std: float
     """Standard deviation of initial weights."""
-    tp: Colwise | Rowwise | SequenceParallel | None
+    tp: TPStyle | None
     """Tensor-parallel sharding, `SequenceParallel` if the weight is replicated; None if the linear has none, so that
     tensor parallelism is refused."""
     experts: int = 1
@@ -110,7 +103,8 @@ class LinearSpec:
     bias_std: float = 0.0
     """Standard deviation of the initial bias; 0 is zeros."""
     writes_residual: bool = False
-    """True if the outputs are added to the residual stream, whose branches a parametrization may scale by depth."""
+    """True if the outputs are added to the residual stream, whose branches a parametrization may scale by depth; False
+    if a norm comes between."""
     tokens: TokenSpan = EVERY_TOKEN
     """Tokens of a sequence that it computes."""
 
@@ -130,6 +124,11 @@ class LinearSpec:
         return 6 * self.inputs * self.outputs * self.active_experts
 
     @property
+    def divided(self) -> Literal["inputs", "outputs"] | None:
+        """Dim of the weight that tensor-parallel ranks divide; None if each has all of it."""
+        return None if self.tp is None else self.tp.divided
+
+    @property
     def quantizable(self) -> bool:
         """False for a layer over one vector per sequence: its rows form no scaling blocks."""
         return self.tokens != ONCE
@@ -143,10 +142,12 @@ class VectorSpec:
     """Module path inside the block (`attention_norm`)."""
     size: int
     """Number of elements."""
-    tp: SequenceParallel | HeadParallel | HeadSharded = SEQUENCE_PARALLEL
+    tp: TPStyle = SEQUENCE_PARALLEL
     """Tensor-parallel use: on this rank's tokens, on this rank's heads, or sharded with the heads."""
     std: float | None = None
     """Standard deviation of initial values; None is ones."""
+    writes_residual: bool = False
+    """True for a norm over what a branch adds to the residual stream, False for one over what it reads."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,11 @@ class LayerSpec:
             for linear in self.linears
             if linear.name.startswith(prefix) and linear.rows is not None
         }
+
+    @property
+    def residual_outputs(self) -> frozenset[str]:
+        """Linears and norms, by module path, whose outputs are added to the residual stream."""
+        return frozenset(part.name for part in (*self.linears, *self.vectors) if part.writes_residual)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -22,9 +22,11 @@ class MTPConfig:
     """Multi-token prediction."""
 
     depth: BlockCount = 0
-    """Modules, each of which predicts one token further ahead; 0 is none, and DeepSeek V3 has 1."""
+    """Modules, each of which predicts one token further ahead; 0 is none, and DeepSeek V3 has 1.
+    E.g. `model=deepseek_debug model.mtp.depth=1`."""
     weight: NonNegativeFloat = field(default=0.3, metadata=NO_CHANGE)
-    """Factor of the modules' mean loss in the objective; V3 trains with 0.3, and with 0.1 for its last third."""
+    """Factor of the modules' mean loss in the objective; V3 trains with 0.3, and with 0.1 for its last third.
+    E.g. `model=deepseek_debug model.mtp.weight=0.1`."""
 
 
 def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tuple[LayerSpec, ...]:

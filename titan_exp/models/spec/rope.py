@@ -39,7 +39,7 @@ class PlainRope:
     """Rotary position embedding without context scaling."""
 
     theta: PositiveFloat
-    """Base of the geometric series of wavelengths."""
+    """Base of the geometric series of wavelengths. E.g. `model.rope.theta=1e6`."""
 
     def resolved(self, context: int) -> "PlainRope":
         """The same embedding for a model of this context."""
@@ -64,28 +64,38 @@ class ScaledRope(PlainRope):
     """Rotary position embedding with a context scaling."""
 
     scaling: RopeScaling = field(default="none", metadata=STRETCHES)
-    """Method that stretches the context: `linear` slows every pair down, `llama3` long wavelengths as Llama 3.1 and 3.2
-    do, `yarn` slow pairs, as `transformers` does (Peng et al. 2023). `yarn_if_longer` is `yarn` if the model's context
-    is longer than `original_context`, else `none`, as DeepSeek's own code does."""
+    """Method that stretches the context: `none`; `linear` slows every pair down, `llama3` long wavelengths as Llama 3.1
+    and 3.2 do, `yarn` slow pairs (Peng et al. 2023). `yarn_if_longer` is `yarn` if the model's context is longer than
+    `original_context`, else `none`.
+
+    `yarn` is computed as in `transformers`, `yarn_if_longer` as in DeepSeek's own code.
+    E.g. `model.rope.scaling=yarn model.rope.factor=4`."""
     factor: PositiveFloat = field(default=1.0, metadata=STRETCHES)
-    """Factor by which the context is stretched (8 in Llama 3.1, 32 in Llama 3.2 and GPT-OSS, 40 in DeepSeek)."""
+    """Factor by which the context is stretched (8 in Llama 3.1, 32 in Llama 3.2 and GPT-OSS, 40 in DeepSeek).
+    E.g. `model.rope.scaling=linear model.rope.factor=2`."""
     low_freq_factor: PositiveFloat = field(default=1.0, metadata=STRETCHES)
-    """`llama3` stretches wavelengths longer than `original_context / low_freq_factor` by the whole factor."""
+    """`llama3` stretches wavelengths longer than `original_context / low_freq_factor` by the whole factor.
+    E.g. `model.rope.low_freq_factor=1`."""
     high_freq_factor: PositiveFloat = field(default=4.0, metadata=STRETCHES)
-    """`llama3` leaves wavelengths shorter than `original_context / high_freq_factor` alone."""
+    """`llama3` leaves wavelengths shorter than `original_context / high_freq_factor` alone.
+    E.g. `model.rope.high_freq_factor=4`."""
     original_context: PositiveInt | None = field(default=None, metadata=STRETCHES)
-    """Context in tokens before scaling; null is `model.context`."""
+    """Context in tokens before scaling; null is `model.context`. E.g. `model.rope.original_context=8192`."""
     beta_fast: PositiveFloat = field(default=32.0, metadata=STRETCHES)
-    """`yarn` leaves pairs that turn more often than this in the original context alone."""
+    """`yarn` leaves pairs that turn more often than this in the original context alone.
+    E.g. `model.rope.beta_fast=16`."""
     beta_slow: PositiveFloat = field(default=1.0, metadata=STRETCHES)
-    """`yarn` slows pairs that turn less often than this in the original context down by the whole factor."""
+    """`yarn` slows pairs that turn less often than this in the original context down by the whole factor.
+    E.g. `model.rope.beta_slow=2`."""
     mscale: NonNegativeFloat = field(default=1.0, metadata=STRETCHES)
-    """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines with `yarn`."""
+    """Coefficient m in the factor 0.1 · m · ln(factor) + 1 of cosines and sines with `yarn`.
+    E.g. `model.rope.mscale=0.707`."""
     mscale_all_dim: NonNegativeFloat = field(default=0.0, metadata=STRETCHES)
-    """The same coefficient for all features of a head: cosines and sines are divided by its factor, and the scores of
-    latent attention multiplied by its square."""
+    """The same coefficient for all features of a head, with `yarn`: cosines and sines are divided by its factor, and
+    the scores of latent attention multiplied by its square. E.g. `model.rope.mscale_all_dim=0.707`."""
     truncate: bool = field(default=True, metadata=STRETCHES)
-    """`yarn` rounds the first and the last blended pair outwards; false in GPT-OSS."""
+    """`yarn` rounds the first and the last blended pair outwards; false in GPT-OSS.
+    E.g. `model.rope.truncate=false`."""
 
     def resolved(self, context: int) -> "ScaledRope":
         """The same embedding for a model of this context, its scaling no `yarn_if_longer`."""

@@ -1,10 +1,24 @@
 """Tensor-parallel styles of linears, norms, embedding and head: plain data, naming no mesh.
 
 A `Colwise` linear is followed by a `Rowwise` one (Shoeybi et al. 2019), so that heads or feed-forward channels between
-them stay on their rank, and only the block's input and output are exchanged.
+them stay on their rank, and only the block's input and output are exchanged. What a style does to a module is its
+handler in `parallel/tensor_parallel/styles.py`, and nothing else asks for a style by its name.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class TPStyle:
+    """Tensor-parallel style: of a module as its `tp_style`, of a linear in the `tp_plan()` of the module around it."""
+
+    divided: ClassVar[Literal["inputs", "outputs"] | None] = None
+    """Dim of a linear's weight that is divided among the ranks; None if every rank has all of it."""
+
+    def repeats_outputs(self, degree: int) -> bool:
+        """True if several of `degree` ranks compute the same outputs of a linear."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -33,9 +47,10 @@ class ReplicatedGateUp:
 
 
 @dataclass(frozen=True)
-class Colwise:
+class Colwise(TPStyle):
     """Column-parallel linear: each rank computes some outputs from the whole input."""
 
+    divided = "outputs"
     units: int
     """Groups of consecutive outputs that stay together, such as the heads of one key."""
     common: ReplicatedKV | ReplicatedGateUp | None = None
@@ -69,11 +84,16 @@ class Colwise:
         """True if `degree` ranks replicate the weight, since some units are used by several of them."""
         return self.common is not None and self.units % degree != 0
 
+    def repeats_outputs(self, degree: int) -> bool:
+        """True if ranks share the key and value heads of a unit."""
+        return isinstance(self.common, ReplicatedKV) and self.is_replicated(degree)
+
 
 @dataclass(frozen=True)
-class Rowwise:
+class Rowwise(TPStyle):
     """Row-parallel linear: inputs are split like the outputs of the `Colwise` linear before, outputs summed."""
 
+    divided = "inputs"
     splits_input: bool = False
     """True if every rank has the whole input, of which it takes its part."""
     gathers: str = ""
@@ -82,7 +102,7 @@ class Rowwise:
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(TPStyle):
     """A norm or linear over this rank's tokens; its gradient is partial with sequence parallelism."""
 
 
@@ -91,65 +111,58 @@ SEQUENCE_PARALLEL = SequenceParallel()
 
 
 @dataclass(frozen=True)
-class HeadParallel:
+class HeadParallel(TPStyle):
     """A norm over this rank's heads; its gradient is always partial."""
 
 
 @dataclass(frozen=True)
-class HeadSharded:
+class AcrossHeads(TPStyle):
+    """An RMSNorm over the features of all heads at once, those of other ranks included; its weight is sharded with the
+    heads."""
+
+    heads: int
+    """Heads of the weight; several ranks share one if there are fewer than ranks."""
+
+
+@dataclass(frozen=True)
+class HeadSharded(TPStyle):
     """One number per head, sharded with the heads."""
 
 
 @dataclass(frozen=True)
-class GatherTokens:
+class GatherTokens(TPStyle):
     """A module without weights: this rank's tokens to all tokens, for several readers that each use them in part."""
 
 
 @dataclass(frozen=True)
-class GatherInput:
+class GatherInput(TPStyle):
     """A module whose hidden states, its first argument or `hidden_states`, are this rank's tokens: it is called with
     all tokens."""
 
 
 @dataclass(frozen=True)
-class ShardTokens:
+class ShardTokens(TPStyle):
     """A module without weights: all tokens of the model's input to this rank's tokens."""
 
 
 @dataclass(frozen=True)
-class GatherResult:
+class GatherResult(TPStyle):
     """A module without weights: results of this rank's tokens to those of all tokens, which every rank uses alike."""
 
 
 @dataclass(frozen=True)
-class GatheredOrder:
+class GatheredOrder(TPStyle):
     """A module without weights: RoPE caches of text and image tokens in the order in which gathered tokens come."""
 
 
 @dataclass(frozen=True)
-class VocabEmbedding:
+class VocabEmbedding(TPStyle):
     """Vocabulary-parallel embedding, split by rows."""
 
 
 @dataclass(frozen=True)
-class VocabLogits:
+class VocabLogits(TPStyle):
     """Vocabulary-parallel head, split like a `VocabEmbedding`."""
 
     vocabulary: int
     """Rows of the whole weight."""
-
-
-TPStyle = (
-    Colwise
-    | Rowwise
-    | SequenceParallel
-    | HeadParallel
-    | HeadSharded
-    | GatherTokens
-    | GatherInput
-    | ShardTokens
-    | GatherResult
-    | GatheredOrder
-    | VocabEmbedding
-    | VocabLogits
-)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
@@ -20,7 +20,7 @@ from titan_exp.models.spec.model_spec import (
 from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
 from titan_exp.models.spec.moe_layer import moe_linears
 from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
-from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, HeadSharded, ReplicatedKV, Rowwise
+from titan_exp.models.spec.tp_plan import AcrossHeads, Colwise, HeadParallel, HeadSharded, ReplicatedKV, Rowwise
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class AttentionConfig(DecoderConfig):
     """Fields of a decoder with grouped-query attention."""
 
     heads: PositiveInt
-    """Query heads."""
+    """Query heads. E.g. `model.heads=8`."""
     kv_heads: PositiveInt
-    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    """Key and value heads; fewer than `heads` is grouped-query attention. E.g. `model.kv_heads=2`."""
     head_dim: PositiveInt
-    """Width of one head."""
+    """Width of one head. E.g. `model.head_dim=64`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TransformerConfig(AttentionConfig):
     """Fields of a decoder with grouped-query attention and SwiGLU."""
 
     ffn_dim: PositiveInt
-    """Width of the feed-forward layer; a multiple of 32."""
+    """Width of the feed-forward layer; a multiple of 32. E.g. `model.ffn_dim=1536`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ class AttentionVariant:
     """Standard deviation of the initial biases of qkv and of the output, 0 for zeros; None is no biases."""
     rope: bool = True
     """False if queries and keys are not rotated."""
-    qk_norm: bool = False
-    """True for norms with weights over query and key heads, before RoPE."""
+    qk_norm: Literal["head", "all_heads"] | None = None
+    """Extent of norms with weights over queries and keys, before RoPE: every head by itself with one weight, or all
+    heads at once. None is none."""
     rotated_norm_eps: float | None = None
     """Epsilon of a norm without weight over query and key heads, after RoPE."""
     temperature: QueryTemperature | None = None
@@ -67,8 +68,8 @@ class AttentionVariant:
 
 PLAIN = AttentionVariant()
 """Full causal attention with RoPE."""
-NORMED = AttentionVariant(qk_norm=True)
-"""The same with QK norm."""
+NORMED = AttentionVariant(qk_norm="head")
+"""The same with QK norm per head."""
 
 
 def transformer_layer(config: TransformerConfig, *, out_std: float, attention: AttentionVariant = PLAIN) -> LayerSpec:
@@ -123,10 +124,6 @@ def _layer(
     qkv = Colwise(config.kv_heads, ReplicatedKV(attention.group, width, count="group"), heads)
     pieces = (RowPiece("query", width, attention.group), RowPiece("key", width), RowPiece("value", width))
     rows = FusedRows("attention", pieces)
-    head_norms = (
-        VectorSpec("attention.q_norm", width, HeadParallel()),
-        VectorSpec("attention.k_norm", width, HeadParallel()),
-    )
     sinks = VectorSpec("attention.sinks", config.heads, HeadSharded(), variant.sinks_std)
     outputs, bias = (config.heads + 2 * config.kv_heads) * width, variant.bias_std is not None
     biases: dict[str, Any] = {"bias": bias, "bias_std": variant.bias_std or 0.0}
@@ -139,12 +136,29 @@ def _layer(
         ),
         vectors=(
             VectorSpec("attention_norm", dim),
-            *(head_norms if variant.qk_norm else ()),
+            *_qk_norms(config, variant.qk_norm),
             *(() if variant.sinks_std is None else (sinks,)),
             VectorSpec("feed_forward_norm", dim),
         ),
         router=router,
     )
+
+
+def _qk_norms(config: AttentionConfig, extent: Literal["head", "all_heads"] | None) -> Iterator[VectorSpec]:
+    """Norms of queries and keys."""
+    for name, heads in (("attention.q_norm", config.heads), ("attention.k_norm", config.kv_heads)):
+        if extent == "head":
+            yield VectorSpec(name, config.head_dim, HeadParallel())
+        elif extent == "all_heads":
+            yield VectorSpec(name, heads * config.head_dim, AcrossHeads(heads))
+
+
+def post_normed(layer: LayerSpec) -> LayerSpec:
+    """The same block, with both norms over the outputs of attention and feed-forward instead of over their inputs."""
+    norms = ("attention_norm", "feed_forward_norm")
+    vectors = (replace(vector, writes_residual=vector.name in norms) for vector in layer.vectors)
+    linears = (replace(linear, writes_residual=False) for linear in layer.linears)
+    return replace(layer, linears=tuple(linears), vectors=tuple(vectors))
 
 
 def transformer_spec(config: AttentionConfig, layers: tuple[LayerSpec, ...]) -> ModelSpec:

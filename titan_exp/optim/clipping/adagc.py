@@ -25,8 +25,6 @@ class AdaGC:
         device = local_tensor(self._parameters[0]).device if self._parameters else None
         self.averages = torch.full((len(self._parameters),), torch.inf, device=device)
         """Average norm of each parameter."""
-        # After the step: optimizers create their own state where there is none.
-        optimizer.register_step_post_hook(lambda *_: self._keep())
 
     @torch.no_grad()
     def factors(self, norms: Tensor, *, step: int, grad_norm: Tensor, max_norm: float | None) -> Tensor:
@@ -46,7 +44,18 @@ class AdaGC:
         averages.copy_(torch.where((norms > 0) & norms.isfinite(), joined, averages))
         return factor
 
-    def _keep(self) -> None:
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Take over the averages that a checkpoint has given the optimizer's state, and keep them there."""
+        for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
+            state = self._optimizer.state.get(parameter, {})
+            if AVERAGE_NORM in state:
+                average.copy_(state[AVERAGE_NORM])
+                state[AVERAGE_NORM] = average
+
+    def keep(self) -> None:
+        """Keep the averages in the optimizer's state; after its step, since optimizers create their own state where
+        there is none."""
         for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
             if parameter.grad is not None:
                 self._optimizer.state[parameter].setdefault(AVERAGE_NORM, average)

@@ -10,11 +10,34 @@ from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.optimizer import ParameterGroup
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.clipping.adagc import AdaGC
-from titan_exp.optim.grad_clip import clip_factor, parameter_norms, sum_over_shards
+from titan_exp.optim.grad_clip import clip_factor, clip_gradients, parameter_norms, sum_over_shards
 from titan_exp.optim.parameter_groups import NamedParameter
 
 REST = "rest"
 """Name of the parameters whose group has no `max_grad_norm`."""
+
+
+class NormClipper:
+    """Clips gradients by their global norm alone, which an optimizer may do inside its step; without `max_norm`, never.
+    `parameters` are all of this rank."""
+
+    in_place = False
+    """True if gradients must have the dtype of their parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], max_norm: float | None) -> None:
+        self._optimizer, self._parameters, self._max_norm = optimizer, list(parameters), max_norm
+
+    def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
+        """Clip gradients of the global norm `grad_norm`. There are no metrics."""
+        if self._max_norm is not None:
+            clip_gradients(self._optimizer, self._parameters, grad_norm, self._max_norm)
+        return {}
+
+    def keep(self) -> None:
+        """Nothing is kept in the optimizer's state."""
+
+    def restore(self) -> None:
+        """Nothing is restored from it."""
 
 
 class GradientClipper:
@@ -23,6 +46,8 @@ class GradientClipper:
     `unique` are those without copies of tied weights that another pipeline stage counts; `max_norm` is that of
     parameters without a limit of their own.
     """
+
+    in_place = True
 
     def __init__(
         self,
@@ -50,16 +75,24 @@ class GradientClipper:
         if self._parameters:
             self._counted = self._counted.to(local_tensor(self._parameters[0]).device)
         self._adagc = AdaGC(optimizer, self._parameters, config) if config.mode == "adagc" else None
-        self.step = 1
-        """Number of the next step."""
 
     @property
     def averages(self) -> Tensor | None:
         """Average norm of each parameter, with AdaGC."""
         return None if self._adagc is None else self._adagc.averages
 
+    def restore(self) -> None:
+        """Take over AdaGC's averages from the optimizer's state, after a checkpoint is loaded."""
+        if self._adagc is not None:
+            self._adagc.restore()
+
+    def keep(self) -> None:
+        """Keep AdaGC's averages in the optimizer's state; after its step."""
+        if self._adagc is not None:
+            self._adagc.keep()
+
     @torch.no_grad()
-    def clip(self, grad_norm: Tensor) -> Mapping[str, Tensor]:
+    def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
         """Clip gradients of the global norm `grad_norm`. Returns metrics, the same on every rank."""
         metrics = {"clip/share": self._clamp()} if self._config.mode == "value" else {}
         norms = parameter_norms(self._parameters)
@@ -67,7 +100,7 @@ class GradientClipper:
             factors, limited = self._by_limit(norms)
             metrics |= limited
         else:
-            factors = self._adagc.factors(norms, step=self.step, grad_norm=grad_norm, max_norm=self._max_norm)
+            factors = self._adagc.factors(norms, step=step, grad_norm=grad_norm, max_norm=self._max_norm)
             metrics["clip/share"] = self._share((factors < 1).float(), torch.ones_like(factors))
         for parameter, factor in zip(self._parameters, factors.unbind(), strict=True):
             if parameter.grad is not None:

@@ -38,8 +38,6 @@ class OuterOptimizer:
         group's own."""
         self._first: dict[Tensor, Tensor] = {}
         """Weights before the first step, until the inner optimizer has allocated its state, which must be empty."""
-        optimizer.register_step_pre_hook(lambda *_: self._keep_first())
-        optimizer.register_step_post_hook(lambda *_: self._allocate())
 
     def parameters(self, fragment: int | None = None) -> list[Tensor]:
         """Parameters of this rank that are trained, of one fragment or of all; empty before the first step."""
@@ -107,22 +105,30 @@ class OuterOptimizer:
     @torch.no_grad()
     def keep(self) -> None:
         """Take the present weights, of a checkpoint, for those of the last synchronization."""
+        self._first = {
+            parameter: parameter.detach().clone().float()
+            for parameter in self._all()
+            if (state := self._optimizer.state.get(parameter)) and KEPT not in state
+        }
+        self.after_inner_step()
         if parameters := self.parameters():
             torch._foreach_copy_(self._state(KEPT, parameters), [local_tensor(parameter) for parameter in parameters])
 
     @torch.no_grad()
-    def _keep_first(self) -> None:
+    def before_inner_step(self) -> None:
+        """Keep the weights before the first step of the inner optimizer."""
         for parameter in self._all():
             if parameter.grad is not None and KEPT not in self._optimizer.state.get(parameter, {}):
                 self._first[parameter] = parameter.detach().clone().float()
 
     @torch.no_grad()
-    def _allocate(self) -> None:
+    def after_inner_step(self) -> None:
+        """Allocate the outer state after the first step."""
         while self._first:
             parameter, weights = self._first.popitem()
             state = self._optimizer.state[parameter]
             state[KEPT] = weights
-            if self._momentum:
+            if self._momentum and MOMENTUM not in state:  # a checkpoint has it alone
                 state[MOMENTUM] = torch.zeros_like(weights)
 
     def _all(self) -> Iterator[Tensor]:

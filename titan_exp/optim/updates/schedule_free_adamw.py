@@ -23,7 +23,6 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         defaults = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": 0.0}
         super().__init__(groups, defaults)
         self._power = config.averaging_power
-        self.after_move: Callable[[], object] = lambda: None
 
     @torch.no_grad()
     def to_gradient_point(self) -> None:
@@ -32,7 +31,6 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 z = self._state_of(parameter)["z"]
                 local_tensor(parameter).lerp_(local_tensor(z), 1 - group["betas"][0])
-        self.after_move()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

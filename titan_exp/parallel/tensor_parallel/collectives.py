@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_exp.ops.function_output import dense
+from titan_exp.ops.function_output import dense, in_type
 from titan_exp.parallel.functional_collectives import all_gather, all_reduce, reduce_scatter
 
 
@@ -60,6 +60,11 @@ class TensorParallelGroup:
     def split_inputs(self, x: Tensor) -> Tensor:
         """This rank's part of whole features [batch, seq, features]; the gradient is gathered."""
         return _SplitInputs.apply(x, self)  # type: ignore[return-value]  # a Tensor
+
+    def rms_norm(self, part: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the features of all ranks, of which `part` [..., features] and `weight` [features] are this
+        rank's, computed in fp32. Ranks may share features, if all have as many and every feature as many ranks."""
+        return _RMSNorm.apply(part, weight, eps, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_result(self, x: Tensor) -> Tensor:
         """All tokens [batch, seq, width]. All ranks compute the same from them: the gradient is that of this rank's."""
@@ -171,6 +176,30 @@ class _GatherResult(_AllGatherSeq):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0].chunk(ctx.region.degree, dim=1)[ctx.region.rank].contiguous(), None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, weight: Tensor, eps: float, region: TensorParallelGroup) -> Tensor:
+        x = part.float()
+        inverse = (_mean(x.square(), region) + eps).rsqrt()
+        ctx.region = region
+        ctx.save_for_backward(part, weight, inverse)
+        return in_type(x * inverse * weight, part.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        part, weight, inverse = ctx.saved_tensors
+        gradient, normalized = gradients[0].float(), part.float() * inverse
+        weighted = gradient * weight
+        of_part = inverse * (weighted - normalized * _mean(weighted * normalized, ctx.region))
+        of_weight = (gradient * normalized).flatten(0, -2).sum(0)
+        return in_type(of_part, part.dtype), in_type(of_weight, weight.dtype), None, None
+
+
+def _mean(x: Tensor, region: TensorParallelGroup) -> Tensor:
+    """Mean over the last dim of all ranks [..., 1]."""
+    return all_reduce(x.mean(-1, keepdim=True), "sum", region.group) / region.degree
 
 
 class _SplitInputs(torch.autograd.Function):

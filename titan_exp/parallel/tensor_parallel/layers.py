@@ -115,6 +115,22 @@ class RowParallelLinear(nn.Module):
         return add_bias(self.linear_impl.row_parallel(x, local_tensor(self.weight), self.region), self.bias)
 
 
+class RMSNormAcrossRanks(nn.Module):
+    """RMSNorm over the features of all ranks.
+
+    The weight is sharded like the features, or whole with the rows that this rank uses.
+    """
+
+    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, eps: float, rows: slice | None) -> None:
+        super().__init__()
+        self.weight, self.region, self.eps, self.rows = weight, region, eps, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features of this rank] to the same."""
+        weight = local_tensor(self.weight)
+        return self.region.rms_norm(x, weight if self.rows is None else weight[self.rows], self.eps)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Embedding whose weight holds this rank's vocabulary rows, from `first` on."""
 

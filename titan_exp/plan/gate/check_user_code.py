@@ -37,6 +37,7 @@ from titan_exp.parallel.module_requirements import module_violations
 from titan_exp.plan.gate.check_optimizer_state import optimizer_violations
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.objective.build import build_objective
+from titan_exp.trainer.parts import build_part
 
 DECAY_SAMPLES = 1000
 """Largest number of steps at which a decay is evaluated."""
@@ -45,11 +46,14 @@ DECAY_SAMPLES = 1000
 def check_user_code(experiment: Experiment) -> None:
     """Check every import path of a run with a resolved layout. Raises UserCodeError with every violation, and the
     user's frames of exceptions."""
-    named, messages, found = import_paths(experiment), list[str](), list[Violation]()
-    for key in (key for key in _CHECKS if key in named):
+    messages, found = list[str](), list[Violation]()
+    for key, check in _CHECKS.items():
+        paths = import_paths(experiment, [key]).values()
+        if not paths:
+            continue
         try:
-            with failing_user_code(experiment, f"{key}={named[key]} fails before the run is started:"):
-                found += _CHECKS[key](experiment)
+            with failing_user_code(experiment, f"{key}={', '.join(paths)} fails before the run is started:"):
+                found += check(experiment)
         except UserError as error:
             found += error.violations
             if not error.violations:
@@ -161,6 +165,16 @@ def _objective(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("parallelism.pp", parallelism.pp, reason, remedy)
 
 
+def _parts(experiment: Experiment) -> Iterator[Violation]:
+    for label, config in experiment.training.parts.items():
+        try:
+            build_part(label, config)
+        except UserError as error:
+            if not error.violations:
+                raise
+            yield from error.violations
+
+
 def _decay(experiment: Experiment) -> Iterator[Violation]:
     schedule = LRSchedule(experiment.lr_schedule, peak=1.0, steps=experiment.training.steps)
     steps, decayed = experiment.training.steps, experiment.lr_schedule.decay_steps
@@ -184,6 +198,7 @@ _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
     "optimizer.name": _optimizer,
     "parametrization.name": _parametrization,
     "training.objective": _objective,
+    "training.parts": _parts,
     "lr_schedule.decay": _decay,
     "data.source": _source,
 }

@@ -44,7 +44,7 @@ RELEVANT_GROUPS = (
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """Cache key of a prediction; None with user-defined code."""
-    own = bool({"model.architecture", "parametrization.name"} & {*import_paths(experiment)})
+    own = {"model.architecture", "parametrization.name"} & import_paths(experiment).keys()
     if own or experiment.optimizer.max_state is None:
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]

@@ -26,6 +26,7 @@ from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
+from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.graph_capture import FakeRecorder
 from titan_exp.plan.trace.outer_step import OuterStep
@@ -34,6 +35,7 @@ from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_com
 from titan_exp.trainer.objective.base import MetricSums
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
+from titan_exp.trainer.updates import OuterSteps
 
 DEVICE = torch.device("cpu")
 """Device of fake tensors. Torch without CUDA cannot run backward on fake CUDA tensors."""
@@ -53,13 +55,18 @@ class FakeRank:
     """Recorder of the model's passes, for captured ones."""
 
     @property
+    def outer(self) -> OuterOptimizer | None:
+        """Outer optimizer of semi-synchronous training."""
+        return next((part.outer for part in self.state.parts if isinstance(part, OuterSteps)), None)
+
+    @property
     def outer_step(self) -> OuterStep | None:
         """Synchronization of semi-synchronous training."""
-        state, config = self.state, self.experiment.semi_sync
-        if state.outer is None:
+        state, config, outer = self.state, self.experiment.semi_sync, self.outer
+        if outer is None:
             return None
         saves = self.experiment.checkpoint.mode != "off"
-        return OuterStep(state.outer, config, state.model.parts, state.optimizer, saves=saves)
+        return OuterStep(outer, config, state.model.parts, state.optimizer, saves=saves)
 
     @property
     def evaluation(self) -> Callable[[], object] | None:
@@ -107,15 +114,13 @@ class FakeRank:
 
     def _step(self, batches: Sequence[MicroBatch], model: Any = None) -> None:
         train_step(
-            self.state.model if model is None else model,
-            self.state.optimizer,
+            self.state if model is None else replace(self.state, model=model),
             batches,
+            # As in the costliest steps: those of a tail's average.
+            step=max(1, self.experiment.training.steps),
             tokens=[self.experiment.training.global_batch_size * self.experiment.training.seq_len]
             * (1 + mtp_depth(self.experiment.model)),
             lr=self.experiment.optimizer.lr,
-            max_grad_norm=self.experiment.training.max_grad_norm,
-            mesh=self.state.mesh,
-            clipper=self.state.clipper,
         )
 
 

@@ -1,14 +1,12 @@
-"""Phase of the step (forward or backward of a block, head and loss, optimizer), set on the memory tracker by hooks."""
+"""Phase of the passes (forward or backward of a block, head and loss), set on the memory tracker by hooks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
-from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, OPTIMIZER
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 
@@ -16,29 +14,15 @@ from titan_exp.plan.trace.memory_tracker import MemoryTracker
 def track_phases(
     tracker: MemoryTracker,
     parts: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
     compute_weights: Iterable[Tensor] = (),
 ) -> Iterator[None]:
-    """Set a tracker's phase and categories by hooks on modules and the optimizer, for the `with` block."""
+    """Set a tracker's phase and categories by hooks on modules, for the `with` block."""
     hooks: list[Any] = []
     for part in parts:
         tracker.set_category(part.parameters(), "parameters")
         tracker.set_category(part.buffers(), "other")
         hooks += _on_part(tracker, part)
     tracker.set_category(compute_weights, "gathered parameters")
-
-    def before(*_: Any) -> None:
-        gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
-        tracker.set_category(gradients, "gradients")
-        tracker.gradients = tracker.tracked_bytes(gradients)
-        tracker.begin_phase("optimizer", "optimizer", OPTIMIZER)
-
-    def after(*_: Any) -> None:
-        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        tracker.set_category(state, "optimizer")
-        tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
-
-    hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     try:
         yield
     finally:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
+from torch.optim import Optimizer
 
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
-from titan_exp.plan.trace.kernel_classes import EMBEDDING, GRADIENTS, LOSS, NORM
+from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Change, MemoryTracker, local
 from titan_exp.plan.trace.step_position import (
     BETWEEN,
@@ -275,6 +276,20 @@ class SegmentObserver(StepObserver):
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
         self._cut(NOWHERE, None, OPTIMIZER_STEP)
         self._tracker.outside_passes = NORM
+
+    def update_begin(self, optimizer: Optimizer) -> None:
+        """Begin the optimizer's own part of the step, and categorize gradients."""
+        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in trained if weight.grad is not None]
+        self._tracker.set_category(gradients, "gradients")
+        self._tracker.gradients = self._tracker.tracked_bytes(gradients)
+        self._tracker.begin_phase("optimizer", "optimizer", OPTIMIZER)
+
+    def update_end(self, optimizer: Optimizer) -> None:
+        """Categorize the optimizer's state; compute weights follow."""
+        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        self._tracker.set_category(state, "optimizer")
+        self._tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
 
     def _cut(self, stage: int, micro: int | None, part: str) -> None:
         self._tracker.cut(StepPosition(self._tracker.position.step, stage, micro, part, None))

@@ -103,7 +103,7 @@ def trace_step(
             state.built.pipeline.transport.sees_completion = False
     with (
         no_garbage_collection(),
-        track_phases(tracker, state.model.parts, state.optimizer, state.model.weights.copies.values()),
+        track_phases(tracker, state.model.parts, state.model.weights.copies.values()),
         CostMode(tracker, state.mesh, workspaces if cuda else None, matmul_workspace) as mode,
         fake_cuda_kernels(beside=offloaded) if cuda else nullcontext(),
         efficient_kernel(state.model.parts) if cuda else nullcontext(),

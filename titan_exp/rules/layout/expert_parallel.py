@@ -136,7 +136,7 @@ def _nearest(spec: ModelSpec, parallelism: ParallelismConfig) -> str:
 
 def _local_sizes(linear: LinearSpec, ep: int, etp: int) -> list[tuple[int, ...]]:
     """Shapes of a rank's part of a stacked weight and of its bias, before FSDP."""
-    by_rows = isinstance(linear.tp, Colwise)
+    by_rows = linear.divided == "outputs"
     outputs, inputs = linear.outputs // (etp if by_rows else 1), linear.inputs // (1 if by_rows else etp)
     experts = linear.experts // ep
     return [(experts, outputs, inputs), *([(experts, linear.outputs // etp)] if linear.bias else [])]

@@ -20,18 +20,23 @@ class _Column:
         self.others: dict[int, Any] = {}
 
     def put(self, place: int, value: Any) -> None:
-        if place >= len(self.kinds):
-            missing = place + 1 - len(self.kinds)
+        if isinstance(value, float):
+            number, kind = value, _FLOAT
+        elif value is None:
+            number, kind = 0.0, _NULL
+        else:
+            number = float(value) if isinstance(value, int) else math.nan
+            kind = _INTEGER if number == value else _OTHER
+            if kind == _OTHER:
+                self.others[place] = value
+        if (missing := place - len(self.kinds)) < 0:
+            self.numbers[place], self.kinds[place] = number, kind
+            return
+        if missing:
             self.numbers.frombytes(bytes(8 * missing))
             self.kinds.extend(bytes(missing))
-        if value is None:
-            self.kinds[place] = _NULL
-            return
-        number = float(value) if isinstance(value, int | float) else math.nan
-        self.numbers[place] = number
-        self.kinds[place] = _FLOAT if isinstance(value, float) else _INTEGER if number == value else _OTHER
-        if self.kinds[place] == _OTHER:
-            self.others[place] = value
+        self.numbers.append(number)
+        self.kinds.append(kind)
 
     def get(self, place: int) -> Any:
         kind = self.kinds[place] if place < len(self.kinds) else _ABSENT

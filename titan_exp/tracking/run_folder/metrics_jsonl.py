@@ -169,11 +169,13 @@ def parse_row(line: bytes) -> dict[str, Value] | None:
 
 
 def _is_value(value: object) -> bool:
+    if type(value) is float or value is None:
+        return True
     if isinstance(value, list):  # of numbers, in the record of expert load
         return all(type(item) in (int, float) for item in value)
     if isinstance(value, str):
         return value in ("NaN", "Infinity", "-Infinity")
-    return value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
+    return type(value) is int and abs(value) < 2**63
 
 
 def _encode(value: Value | Sequence[int]) -> Value | Sequence[int] | str:

@@ -12,6 +12,7 @@ from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.parallel.step_observer import StepObserver, observe_steps
 from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.profiling.trace_summary import PHASE, summarize_profile
 
 
@@ -53,18 +54,24 @@ class PhaseMarker(StepObserver):
         self._range.__enter__()
 
 
-class ProfileWindow:
+class ProfileWindow(Part):
     """Profiles the steps of `profiling.start` and `profiling.steps`, counted from the first step of this attempt."""
 
-    def __init__(self, config: ProfilingConfig, folder: Path, device: torch.device, *, first_step: int) -> None:
+    name = "profile"
+    isolated = False  # it runs nothing of a model's
+
+    def __init__(self, config: ProfilingConfig, folder: Path, device: torch.device) -> None:
         self.config, self.folder, self.rank, self.device = config, folder, dist.get_rank(), device
-        self.first = first_step + config.start
         self._profiler: profile | None = None
         self._stack = ExitStack()
 
+    def begin(self, run: Run) -> None:
+        """Count from the first step of this attempt."""
+        self.first = run.first_step + self.config.start
+
     def before(self, step: int) -> None:
-        """Called before each step."""
-        if self.config.enabled and step == self.first + 1:
+        """Start the profiler with the first step of the window, and mark each."""
+        if step == self.first + 1:
             activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
@@ -75,14 +82,18 @@ class ProfileWindow:
             self._stack.callback(marker.end)
             self._stack.enter_context(observe_steps(marker))
 
-    def after(self, step: int) -> None:
-        """Called after each step."""
+    def refused(self, step: int) -> None:
+        """End the marks of a step that is repeated."""
         self._stack.close()
-        if self._profiler is not None and step >= self.first + self.config.steps:
+
+    def after(self, step: Step) -> None:
+        """Write the trace after the last step of the window."""
+        self._stack.close()
+        if self._profiler is not None and step.step >= self.first + self.config.steps:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
             try:
-                self._write(profiler, step)
+                self._write(profiler, step.step)
             except OSError as error:
                 # A failing instrument does not end a run.
                 get_logger().error("the trace cannot be written to %s (%s)", self.folder, error.strerror or error)

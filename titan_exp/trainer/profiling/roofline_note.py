@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from titan_exp.optim.grad_clip import ScalesGradients
 from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
-from titan_exp.trainer.metrics import Report
+from titan_exp.trainer.part import Part, Phase, Run, Step
+
+if TYPE_CHECKING:
+    from titan_exp.trainer.metrics import Report
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,23 @@ class Roofline:
         return f"{flops}; {traffic}"
 
 
-def note_roofline(training: TrainingConfig, report: Report, optimizer: torch.optim.Optimizer) -> None:
-    """Log the roofline of a finished attempt on rank 0 and write it to the run folder, if any step was timed."""
+class RooflineNote(Part):
+    """Logs the roofline of a finished attempt on rank 0 and writes it to the run folder, if any step was timed."""
+
+    name = "roofline"
+    phase = Phase.REPORT
+    isolated = False  # it runs nothing of a model's
+
+    def begin(self, run: Run) -> None:
+        """Read the clocks of the run."""
+        self._run = run
+
+    def finish(self, step: Step) -> None:
+        """Write the note."""
+        _note(self._run.experiment.training, self._run.report, self._run.state.optimizer)
+
+
+def _note(training: TrainingConfig, report: "Report", optimizer: torch.optim.Optimizer) -> None:
     spent = report.throughput.spent
     if not report.leader or not (spent.tokens and spent.training):
         return

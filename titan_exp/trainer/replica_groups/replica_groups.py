@@ -337,12 +337,8 @@ class ReplicaGroups:
                 self._client.disconnect()
 
 
-def build_replica_groups(
-    cluster: ClusterConfig, mesh: Mesh, folder: RunFolder, *, by_number: bool
-) -> ReplicaGroups | None:
-    """Groups of a run, as this rank sees them; None if it has one. Raises UserError without the launcher of groups."""
-    if cluster.replica_groups == 1:
-        return None
+def build_replica_groups(cluster: ClusterConfig, mesh: Mesh, folder: RunFolder, *, by_number: bool) -> ReplicaGroups:
+    """Groups of a run, as this rank sees them. Raises UserError without the launcher of groups."""
     group = ReplicaGroup.from_environment()
     if group is None:
         raise UserError(

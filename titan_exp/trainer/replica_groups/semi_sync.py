@@ -26,6 +26,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts.load_metrics import LOAD, is_of_experts
 from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.part import Row
 from titan_exp.trainer.replica_groups.fragment_in_flight import FragmentInFlight
 from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
 
@@ -33,19 +34,16 @@ T = TypeVar("T")
 
 
 @dataclass
-class PendingRow:
-    """Row of metrics that waits for the other groups' numbers."""
+class PendingRow(Row):
+    """Row of metrics that waits for the other groups' numbers: its values are of this group's share, and after the
+    synchronization those of the step."""
 
     trained: bool
     """False if it is a row of the group from which this one has healed."""
-    values: dict[str, float]
-    """Numbers of this group's share, and after the synchronization those of the step."""
     tokens: int
     """Predicted tokens of this group's share of the step, or after the synchronization of all that were trained."""
     total: int
     """Predicted tokens of whole batches since the last synchronization, on this rank; then of all ranks of a group."""
-    row: dict[str, Any] | None
-    """The whole row, on the first rank of a group."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class SemiSync:
 
     def add_row(self, values: dict[str, float], row: dict[str, Any] | None, tokens: int) -> None:
         """Keep a row until the synchronization."""
-        self.rows.append(PendingRow(True, values, tokens, self._round_tokens, row))
+        self.rows.append(PendingRow(values, row, True, tokens, self._round_tokens))
 
     def complete(self) -> bool:
         """True if training may begin: all groups are there, or the others have not come in time. Else wait a second."""

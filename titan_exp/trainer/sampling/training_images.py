@@ -1,7 +1,6 @@
 """Grids of images during training: fixed captions and noise, drawn with the averaged weights where the run has some."""
 
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -18,9 +17,9 @@ from titan_exp.ops.attention.axial_rope import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.tracking.image_grid import image_grid, save_image
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.objective.rectified_flow import RectifiedFlow
+from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.sampling.euler import Conditions, euler, guided_velocity, sampling_noise, sampling_times
 
 SAMPLES = 8
@@ -29,14 +28,18 @@ STEPS, GUIDANCE = 25, 4.0
 """Euler steps, and scale of classifier-free guidance."""
 
 
-class TrainingImages:
+class TrainingImages(Part):
     """Images of the first captions of training and of the held-out ones, whose noise is the same each time.
 
     Every rank computes all of them, and rank 0 decodes and writes. Raises UserError if the samples or the packages of
     their decoder are missing.
     """
 
-    def __init__(self, experiment: Experiment, model: Model) -> None:
+    name = "images"
+    phase = Phase.REPORT
+
+    def __init__(self, experiment: Experiment, model: Model, average: WeightAverage | None) -> None:
+        self._model, self._average = model, average
         assert isinstance(model.objective, RectifiedFlow), "checked by the rules"
         self._every, options = experiment.tracking.images_every, model.objective.options
         data = open_latents(experiment.data)
@@ -61,22 +64,24 @@ class TrainingImages:
         with encoders_of_samples():
             self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
 
+    def begin(self, run: Run) -> None:
+        """Write to the run's folder and sinks."""
+        self._folder, self._report = run.folder, run.report
+
     def due(self, step: int, *, last: bool) -> bool:
         """True if images are drawn after this step."""
         return last or step % self._every == 0
 
-    def write(
-        self,
-        folder: RunFolder,
-        step: int,
-        model: Model,
-        average: WeightAverage | None,
-        image: Callable[[str, int, np.ndarray], None],
-    ) -> None:
-        """Draw the grid into the run folder and hand it to `image`; all ranks must call it."""
+    def after(self, step: Step) -> None:
+        """Draw the grid if due."""
+        if self._report.writes and self.due(step.step, last=step.last):
+            self._write(step.step)
+
+    def _write(self, step: int) -> None:
+        folder, average = self._folder, self._average
         averaged = average is not None and average.steps > 0
         with average.in_use() if average is not None and averaged else nullcontext():
-            latents = self.latents(model)
+            latents = self.latents(self._model)
         if self._codec is None:
             return
         images = list(self._codec.decode(latents.cpu().numpy(), *self._shape))
@@ -89,7 +94,7 @@ class TrainingImages:
             os.replace(part, target)
         except OSError as error:
             get_logger().warning("%s cannot be written (%s); training continues.", target, error)
-        image("images", step, grid)
+        self._report.image("images", step, grid)
 
     def latents(self, model: Model) -> torch.Tensor:
         """Latents [samples, image, channels] of all captions."""

@@ -1,0 +1,160 @@
+"""Files that an addition takes, docs/guides/adding.md: one of each, in a copy of the tree, where it then works."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.journeys.command import REPOSITORY, run
+
+PAGE = REPOSITORY / "docs" / "guides" / "adding.md"
+FILES = Path(__file__).parent
+NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where"}
+"""Names of the additions whose own files are in folders here."""
+EDITS = {
+    "key": {
+        "titan_exp/config/groups/optimizer.py": (
+            "    power: NonNegativeFloat = 0.0\n",
+            "    lowest: NonNegativeFloat = 0.0\n"
+            '    """Learning rate below which no step falls after the warm-up. E.g. `lr_schedule.lowest=1e-5`."""\n',
+        ),
+        "titan_exp/optim/lr_schedule.py": (
+            "        factor = self._decay(",
+            "        if step == self.steps:\n            return config.lowest\n",
+        ),
+    },
+    "rule": {
+        "titan_exp/rules/training.py": (
+            "    Refuse(\n",
+            '    Refuse(\n        "lr_schedule.lowest",\n'
+            "        lambda lr_schedule, optimizer: lr_schedule.lowest > optimizer.lr,\n"
+            '        "the peak is optimizer.lr={optimizer.lr}",\n'
+            '        "lr_schedule.lowest={optimizer.lr}",\n    ),\n',
+        ),
+    },
+    "source": {
+        "titan_exp/config/schema/builtins.py": ('"python_stdlib", ', '"sums", '),
+        "titan_exp/config/groups/data.py": ("`python_stdlib`, ", "`sums`, "),
+    },
+}
+"""Additions to files that exist: by file a text that is in it, and what is written before its first place."""
+THINGS = ("key", "rule", "verb", "optimizer", "family", "source")
+
+
+@cache
+def promised(thing: str) -> tuple[list[str], list[str]]:
+    """Patterns of the files that the page says a person and `make golden` write."""
+    name = NAMES.get(thing, "")
+    (row,) = re.findall(rf"^\| an? {thing} \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    written, _, generated = (re.findall(r"`([\w/.*]+/[\w/.*]+)`", cell) for cell in row.split("|"))
+
+    def pattern(path: str) -> str:
+        for word, meaning in (("NAME", name), ("GROUP", r"\w+"), ("ROOM", r"\w+"), ("FILE", r"\w+"), ("*", ".+")):
+            path = path.replace(word, meaning)
+        return path
+
+    return [pattern(path) for path in written], [pattern(path) for path in generated]
+
+
+def texts(tree: Path) -> dict[str, str]:
+    paths = (path for path in tree.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    found = {path.relative_to(tree).as_posix(): path for path in paths if path.suffix in (".py", ".yaml", ".md")}
+    return {name: path.read_text(encoding="utf-8") for name, path in found.items() if not name.startswith("runs/")}
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def python(tree: Path, *words: str) -> CompletedProcess[str]:
+    return run([sys.executable, "-m", *words], tree, environment={"PYTHONPATH": str(tree)})
+
+
+def golden(tree: Path, *tests: str) -> None:
+    """The part of `make golden` that these tests write."""
+    done = python(tree, "pytest", "-q", "-p", "no:cacheprovider", *tests, "--update-golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def add(thing: str, tree: Path) -> None:
+    if thing in NAMES:
+        shutil.copytree(FILES / thing, tree, dirs_exist_ok=True)
+    for name, (place, text) in EDITS.get(thing, {}).items():
+        before = (tree / name).read_text()
+        assert place in before, f"{name} has changed: where does the text go now?"
+        (tree / name).write_text(before.replace(place, f"{text}{place}", 1))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("titan_exp", "hydra_plugins", "conf", "docs", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.png")
+        shutil.copytree(REPOSITORY / name, tree / name, ignore=ignored)
+    shutil.rmtree(tree / "conf" / "local", ignore_errors=True)
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(REPOSITORY / name, tree / name)
+    # Before the tree that the environment was installed from, in every process.
+    (tree / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tree)!r})\n")
+    return tree
+
+
+@pytest.fixture(scope="module")
+def added(tree: Path) -> dict[str, tuple[set[str], set[str]]]:
+    """Files that each addition changed by hand, and by `make golden`; of golden texts those of all together."""
+    found = {}
+    for thing in THINGS:
+        before = texts(tree)
+        add(thing, tree)
+        by_hand = texts(tree)
+        golden(tree, "tests/config/test_reference.py")
+        found[thing] = (changed(before, by_hand), changed(by_hand, texts(tree)))
+    before = texts(tree)
+    golden(tree, "tests/config/test_compose.py", "-k", "default_configuration or every_option or every_overlay")
+    found["all"] = (set(), changed(before, texts(tree)))
+    return found
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_an_addition_takes_the_files_of_the_page(thing: str, added: dict[str, tuple[set[str], set[str]]]):
+    by_hand, generated = added[thing]
+    written, also = promised(thing)
+    assert unmatched(written, by_hand) == ([], [])
+    # Golden texts are those of all additions, and the page of models takes the markers of all tests.
+    assert unmatched([path for path in also if "golden" not in path and "models.md" not in path], generated) == ([], [])
+
+
+def unmatched(patterns: list[str], names: set[str]) -> tuple[list[str], list[str]]:
+    """Patterns that no file has, and files that have no pattern."""
+    idle = [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)]
+    return idle, sorted(name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns))
+
+
+def test_the_other_files_are_golden_texts(added: dict[str, tuple[set[str], set[str]]]):
+    assert all(name.startswith("tests/config/golden/") for name in added["all"][1])
+
+
+def test_the_additions_work_together(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
+    words = ["+experiment=smoke", "model=flat_llama_debug", "optimizer=adamax", "data=sums", "training.steps=2"]
+    words += ["training.evaluate_every=0", "checkpoint=none", "plan.gate=off", "lr_schedule.lowest=1e-5"]
+    done = python(tree, "titan_exp", "train", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = tree.glob("runs/smoke/*/metrics.jsonl")
+    assert [json.loads(line)["lr"] for line in metrics.read_text().splitlines()][-1] == 1e-5
+
+
+def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
+    refused = python(tree, "titan_exp", "train", "--dry-run", "lr_schedule.lowest=1")
+    assert (refused.returncode, "lr_schedule.lowest=0.004" in refused.stderr) == (2, True)
+    assert python(tree, "titan_exp", "train", "--dry-run", "lr_schedule.lowest=0.004").returncode == 0
+
+
+def test_the_verb_runs_and_is_listed(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
+    assert python(tree, "titan_exp", "where", "paths.runs=/scratch").stdout == "/scratch\n"
+    assert "  where      Print the folder that holds every run." in python(tree, "titan_exp", "--help").stdout

@@ -1,0 +1,302 @@
+"""Handlers of tensor-parallel styles: what a style does to a module, its parameters, its input and its output.
+
+A style is plain data in a spec (`models/spec/tp_plan.py`); another one is a class there, or beside the spec that uses
+it, and an entry here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.transformer import RMSNorm
+from titan_exp.models.spec.tp_plan import (
+    AcrossHeads,
+    Colwise,
+    GatheredOrder,
+    GatherInput,
+    GatherResult,
+    GatherTokens,
+    HeadParallel,
+    HeadSharded,
+    ReplicatedGateUp,
+    ReplicatedKV,
+    Rowwise,
+    SequenceParallel,
+    ShardTokens,
+    TPStyle,
+    VocabEmbedding,
+    VocabLogits,
+)
+from titan_exp.parallel.functional_collectives import all_reduce
+from titan_exp.parallel.partial_gradients import mark_partial
+from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
+from titan_exp.parallel.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    GatheredTokens,
+    RMSNormAcrossRanks,
+    RowParallelLinear,
+    VectorParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from titan_exp.parallel.tensor_parallel.token_order import GatheredResult, GatheredRopeOrder, ShardedTokens
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Tensor-parallel ranks that share a model."""
+
+    axis: DeviceMesh
+    """Mesh axis over which parameters are sharded."""
+    region: TensorParallelGroup
+    """Collectives, degree and index of this rank."""
+    shards: int
+    """Data ranks among which FSDP shards every parameter afterwards."""
+    loss_parallel: bool
+    """True if logits stay sharded for the loss."""
+
+    def divided(self, weight: Tensor, dim: int) -> nn.Parameter:
+        """This rank's shard of a whole weight on the meta device."""
+        # src_data_rank=None: each rank slices its own copy, without communication.
+        sharded = distribute_tensor(weight.detach(), self.axis, [Shard(dim)], src_data_rank=None)
+        return nn.Parameter(sharded, weight.requires_grad)
+
+    def divided_vector(self, vector: nn.Parameter, units: int | None = None) -> tuple[nn.Parameter, slice | None]:
+        """This rank's shard of a whole vector; or the whole vector and the rows that this rank uses.
+
+        FSDP cannot shard unevenly what is sharded already, and a vector has no other dim. Ranks share each of `units`
+        if these are fewer than ranks.
+        """
+        degree, rank = self.region.degree, self.region.rank
+        if units is not None and units < degree:
+            rank, degree = rank * units // degree, units
+        elif vector.shape[0] % (degree * self.shards) == 0:
+            return self.divided(vector, dim=0), None
+        rows, rest = divmod(vector.shape[0], degree)
+        assert rest == 0, "checked by the rules"
+        return vector, slice(rank * rows, (rank + 1) * rows)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Module of a model that is sharded, and its place."""
+
+    ranks: Ranks
+    """Ranks that share it."""
+    parent: nn.Module
+    """Module that it is replaced in: the model, or the one whose `tp_plan()` names it."""
+    name: str
+    """Path in the parent."""
+    module: nn.Module
+    """Module itself."""
+
+    @property
+    def region(self) -> TensorParallelGroup:
+        """Collectives, degree and index of this rank."""
+        return self.ranks.region
+
+    def replace(self, module: nn.Module) -> None:
+        """Put another module in its place."""
+        self.parent.set_submodule(self.name, module)
+
+
+def _vocabulary_rows(_: VocabEmbedding, part: Part) -> None:
+    weight = part.ranks.divided(part.module.get_parameter("weight"), dim=0)
+    first = part.region.rank * -(-weight.shape[0] // part.region.degree)
+    part.replace(VocabParallelEmbedding(weight, part.region, first))
+
+
+def _vocabulary_logits(style: VocabLogits, part: Part) -> None:
+    tied = part.module.weight is None
+    weight = None if tied else part.ranks.divided(part.module.get_parameter("weight"), dim=0)
+    whole = None if part.ranks.loss_parallel else style.vocabulary
+    part.replace(VocabParallelHead(weight, part.region, whole))
+
+
+def _numbers_of_heads(_: HeadSharded, part: Part) -> None:
+    """Give a module of one number per head this rank's heads."""
+    weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"))
+    part.module.weight, part.module.rows = weight, rows  # type: ignore[assignment]  # a plain attribute
+    if rows is not None:
+        mark_partial(part.module)
+
+
+def _norm_across_heads(style: AcrossHeads, part: Part) -> None:
+    weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"), style.heads)
+    assert isinstance(part.module, RMSNorm), "the style is one of norms"
+    norm = RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
+    if rows is not None:
+        mark_partial(norm)
+    part.replace(norm)
+
+
+def _used_in_part(_: HeadParallel, part: Part) -> None:
+    mark_partial(part.module)
+
+
+def _used_by_token(_: SequenceParallel, part: Part) -> None:
+    if part.region.sequence:
+        mark_partial(part.module)
+
+
+def _gathered_input(_: GatherInput, part: Part) -> None:
+    part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
+
+
+def _gathered_tokens(_: GatherTokens, part: Part) -> None:
+    part.replace(GatheredTokens(part.region))
+
+
+def _with_sequence_parallelism(kind: Callable[[TensorParallelGroup], nn.Module]) -> "Handler":
+    """Handler that puts a module of this kind in place of an identity if ranks hold parts of the tokens."""
+
+    def replace(_: TPStyle, part: Part) -> None:
+        if part.region.sequence:
+            part.replace(kind(part.region))
+
+    return replace
+
+
+def _replicated_linear(_: SequenceParallel, part: Part) -> None:
+    if part.region.sequence:
+        for input_sharded in (True, False):
+            _shard_matmul(part, input_sharded=input_sharded)
+        mark_partial(part.module)
+
+
+def _row_parallel(style: Rowwise, part: Part) -> None:
+    linear, weight = _linear(part), part.module.get_parameter("weight")
+    _shard_matmul(part, input_sharded=True)
+    divided, splits = part.ranks.divided(weight, dim=1), style.splits_input
+    if style.gathers:
+        whole, splits = part.parent.get_submodule(style.gathers), True
+        whole.register_forward_pre_hook(partial(_gather_features, part.region, weight.shape[1]))
+    sharded = RowParallelLinear(divided, part.region, linear.linear_impl, linear.bias, splits_input=splits)
+    if linear.bias is not None and part.region.sequence:
+        mark_partial(sharded, "bias")
+    part.replace(sharded)
+
+
+def _column_parallel(style: Colwise, part: Part) -> None:
+    linear, region = _linear(part), part.region
+    weight, bias = part.module.get_parameter("weight"), linear.bias
+    _shard_matmul(part, input_sharded=False)
+    assert style.divides(region.degree), "checked by the rules"
+    if style.is_replicated(region.degree):
+        _replicate_units(style, part, linear)
+        return
+    divided = part.ranks.divided(weight, dim=0)
+    vector, bias_rows = (None, None) if bias is None else part.ranks.divided_vector(bias)
+    if style.vector:
+        columns: nn.Module = VectorParallelLinear(divided, region, vector, bias_rows)
+    else:
+        columns = ColumnParallelLinear(
+            divided,
+            region,
+            linear.linear_impl,
+            bias=vector,
+            bias_rows=None if bias_rows is None else (bias_rows,),
+            gathers=style.gathers,
+            whole_outputs=weight.shape[0] if style.gathers_output else None,
+        )
+    if bias_rows is not None:
+        mark_partial(columns, "bias")
+    part.replace(columns)
+
+
+def _replicate_units(style: Colwise, part: Part, linear: Linear) -> None:
+    """Replicate a weight some of whose units several ranks use; each computes with the rows of its pieces."""
+    assert style.common is not None, "only units with a split are replicated"
+    unit = linear.out_features // style.units
+    if isinstance(style.common, ReplicatedGateUp):
+        rows = tuple(_gate_up_rows_of(part.region, unit, style.units, style.common))
+    else:
+        rows = tuple(_rows_of(part.region, unit, style.units, style.common))
+    weight, bias = linear.get_parameter("weight"), linear.bias
+    shared = ColumnParallelLinear(
+        weight, part.region, linear.linear_impl, rows, bias=bias, bias_rows=rows, gathers=style.gathers
+    )
+    mark_partial(shared)
+    part.replace(shared)
+    setattr(part.parent, style.common.count, style.common.pieces * style.units // part.region.degree)
+
+
+def _linear(part: Part) -> Linear:
+    assert isinstance(part.module, Linear), "checked by the module requirements"
+    return part.module
+
+
+def _shard_matmul(part: Part, *, input_sharded: bool) -> None:
+    amax_reduce = partial(all_reduce, operation="max", group=part.region.group)
+    _linear(part).linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
+
+
+def _gather_hidden_states(
+    region: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a module with the hidden states of all tokens."""
+    if args:
+        return (region.gather_input(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
+
+
+def _gather_features(
+    region: TensorParallelGroup, features: int, _: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Arguments of a module with the features of all ranks as the first."""
+    return (region.gather_outputs(args[0], features), *args[1:])
+
+
+def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:
+    """This rank's rows of a weight with `units` units of `unit` rows each, fewer units than ranks."""
+    sharing = region.degree // units
+    assert region.degree % units == 0, "checked by the rules"
+    assert common.pieces % sharing == 0, "checked by the rules"
+    start, share = region.rank // sharing * unit, common.pieces // sharing * common.width
+    yield slice(start + region.rank % sharing * share, start + (region.rank % sharing + 1) * share)
+    yield slice(start + common.pieces * common.width, start + unit)
+
+
+def _gate_up_rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedGateUp) -> Iterator[slice]:
+    """This rank's gate rows, then its up rows, of a weight with `units` groups of `unit` rows each."""
+    assert unit == 2 * common.pieces, "a group has as many gate rows as up rows"
+    channels, rest = divmod(units * common.pieces, region.degree)
+    assert rest == 0, "checked by the rules"
+    first, end = region.rank * channels, (region.rank + 1) * channels
+    for half in (0, common.pieces):
+        for group in range(first // common.pieces, -(-end // common.pieces)):
+            start = max(first - group * common.pieces, 0)
+            stop = min(end - group * common.pieces, common.pieces)
+            yield slice(group * unit + half + start, group * unit + half + stop)
+
+
+Handler = Callable[[Any, Part], None]
+"""Shards a module by its style."""
+
+LINEARS: dict[type[TPStyle], Handler] = {
+    Colwise: _column_parallel,
+    Rowwise: _row_parallel,
+    SequenceParallel: _replicated_linear,
+}
+"""Handlers of linears, by their style in `tp_plan()`."""
+
+MODULES: dict[type[TPStyle], Handler] = {
+    VocabEmbedding: _vocabulary_rows,
+    VocabLogits: _vocabulary_logits,
+    SequenceParallel: _used_by_token,
+    HeadParallel: _used_in_part,
+    AcrossHeads: _norm_across_heads,
+    HeadSharded: _numbers_of_heads,
+    GatherInput: _gathered_input,
+    GatherTokens: _gathered_tokens,
+    ShardTokens: _with_sequence_parallelism(ShardedTokens),
+    GatherResult: _with_sequence_parallelism(GatheredResult),
+    GatheredOrder: _with_sequence_parallelism(GatheredRopeOrder),
+}
+"""Handlers of modules, by their `tp_style`."""

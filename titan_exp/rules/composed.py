@@ -1,0 +1,83 @@
+"""Composed configurations: all faults that do not depend on each other are found together.
+
+Overrides are named before values are typed, and values are typed before rules are checked. Each stage also passes on
+what is not at fault, with gaps in the place of what is: a rule that reads a gap is left out.
+"""
+
+import os
+import re
+from dataclasses import replace
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from titan_exp.config.command_line.hydra_args import Arguments
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.hydra.config_groups import groups_for
+from titan_exp.config.schema.gaps import GapError, with_gaps
+from titan_exp.config.schema.schema import hints
+from titan_exp.config.schema.typed_config import readable_part, to_experiment
+from titan_exp.config.secrets.names import SHAPES, URL_USER, secret_values
+from titan_exp.rules import RULES, HasBegun, violations
+from titan_exp.rules.rule import find_violations
+
+
+def read_experiment(cfg: DictConfig, has_begun: HasBegun | None = None) -> Experiment:
+    """Convert a composed configuration like `to_experiment`, which is not checked yet. The refusal of wrong values also
+    lists what rules find that read none of them."""
+    try:
+        return to_experiment(cfg)
+    except UserError as error:
+        if not error.violations:
+            raise
+        message = str(error).partition("\n")[0]
+        raise UserError(message, [*error.violations, *_beside_gaps(readable_part(cfg)[1], has_begun)]) from error
+
+
+def with_other_faults(error: UserError, arguments: Arguments) -> UserError:
+    """Refusal of overrides, with the faults in groups of which no override is refused or swept. An override of no known
+    group may have meant any, so that the others are not judged."""
+    faults = {_group_of(violation.field) for violation in error.violations}
+    faults |= {_group_of(text) for text in arguments.overrides if _is_sweep(text)}
+    if not error.violations or None in faults:
+        return error
+    try:
+        with groups_for(arguments) as groups:
+            composed = groups.compose([text for text in arguments.overrides if _group_of(text) not in faults])
+        typed, readable = readable_part(composed, [name for name in faults if name is not None])
+    except (UserError, HydraException, OmegaConfBaseException):
+        return error
+    others = [*typed, *_beside_gaps(readable, lambda _: True)]
+    return UserError(str(error).partition("\n")[0], [*error.violations, *others])
+
+
+def _is_sweep(text: str) -> bool:
+    try:
+        return OverridesParser.create().parse_override(text).is_sweep_override()
+    except HydraException:
+        return False
+
+
+def _group_of(text: str) -> str | None:
+    """Group of a key or override; None for none of a run's, and for a preset of several."""
+    key = text.lstrip("+~").partition("=")[0].partition("@")[0]
+    group = re.split("[./]", key)[0]
+    return group if group in hints(Experiment) and key != "experiment" else None
+
+
+def _beside_gaps(experiment: Experiment, has_begun: HasBegun | None) -> list[Violation]:
+    try:
+        found = violations(experiment, has_begun)
+    except GapError:  # in the layout
+        found = find_violations(RULES, replace(experiment, parallelism=with_gaps(ParallelismConfig, {})))
+    return [violation for violation in found if not _quotes_secret(str(violation))]
+
+
+def _quotes_secret(text: str) -> bool:
+    """True if a text holds a credential: these are refused before the rules are checked, which quote values."""
+    known = any(value in text for value in secret_values(os.environ.items()))
+    return known or bool(SHAPES.search(text) or URL_USER.search(text))

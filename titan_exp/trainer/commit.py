@@ -1,0 +1,111 @@
+"""Commit: how the groups of a run agree on a step. `Commit` itself is that of a run without replica groups."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_exp.data.batch import MicroBatch
+from titan_exp.trainer.part import Numbers, Row
+from titan_exp.trainer.train_step import StepResult, sync_step_flags
+
+if TYPE_CHECKING:
+    from titan_exp.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a step ends with, besides the next."""
+
+    stop: bool = False
+    """True if training stops."""
+    save: bool = False
+    """True if a checkpoint is asked for."""
+
+    def __or__(self, other: "Flags") -> "Flags":
+        return Flags(self.stop or other.stop, self.save or other.save)
+
+
+class Commit:
+    """Agreement of the groups of a run, of which this is the only one. All ranks of a group call each member together,
+    in this order: `restored`, then for each step `meet`, `divide`, `reduce`, `settle`, `rows`, `collect` and `resume`,
+    then `finishes` and `leave`."""
+
+    sums = False
+    """True if gradients are summed over groups, in the dtype of their parameters."""
+    groups = 1
+    """Groups that train sequences of the same step, each of which counts its own."""
+    leads = True
+    """True in the group that writes rows, checkpoints and exports."""
+    restores = True
+    """True if this group begins with a checkpoint; False if it takes over a living group's state."""
+    states: Mapping[str, Tensor] = {}
+    """States of other groups, for the next checkpoint."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer, self._flags, self._result = trainer, Flags(), StepResult({}, torch.zeros(()), 0)
+
+    def takes_over(self) -> bool:
+        """True if the state to begin with comes from a living group."""
+        return False
+
+    def restored(self) -> None:
+        """After the state that this group begins with is loaded."""
+
+    def meet(self) -> Flags | None:
+        """Before a step: wait for its groups. Flags if they agree on the present step first, after which the caller
+        logs and saves; else None."""
+        return None
+
+    def divide(
+        self, step: int, batches: Sequence[MicroBatch], flags: Flags
+    ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
+        """This group's share of the micro-batches of a step, and the predicted tokens that its loss is a mean of, as
+        `train_step` takes them. The flags are this rank's."""
+        trainer = self._trainer
+        tokens, stop, save = sync_step_flags(
+            trainer.model.objective, batches, trainer.mesh, stop=flags.stop, save=flags.save
+        )
+        self._flags = Flags(stop, save)
+        return batches, tokens
+
+    def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Sum gradients over the groups, in place, and metrics, which are returned.
+
+        Raises:
+            StepRefused: the groups repeat the step; weights and optimizer are as before it.
+        """
+        return metrics
+
+    def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
+        """After a step: flags if the groups agree on the weights, or None if they train on alone. `logs` is True if the
+        row of this step is due."""
+        self._result = result
+        return self._flags
+
+    def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
+        """Rows of the steps that are agreed on and not logged, the last of them with further `numbers`. `due` is True
+        if the present step has one."""
+        if not due:
+            return []
+        trainer = self._trainer
+        return [trainer.report.row(trainer.step, trainer.tokens, self._result, lr=trainer.lr, also=numbers())]
+
+    def collect(self) -> None:
+        """Gather states of other groups for a checkpoint."""
+
+    def resume(self, flags: Flags) -> None:
+        """After rows and checkpoint of an agreed step."""
+
+    def finishes(self) -> bool:
+        """True in the group that saves and exports the last state; in the others False, once that is done."""
+        return True
+
+    def leave(self) -> None:
+        """After the last checkpoint and export, let the other groups end, too."""
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint says of the groups, as JSON."""
+        return {}

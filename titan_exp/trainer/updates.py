@@ -1,0 +1,129 @@
+"""Parts that act on weights or routers after the optimizer's step. The planner runs them, too."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.optim.clipping.adagc import AVERAGE_NORM
+from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
+from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM, OuterOptimizer
+from titan_exp.optim.weight_average import AVERAGE, WeightAverage
+from titan_exp.parallel.qk_clip import QKClip
+from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.experts.global_counts import ExpertLoad
+from titan_exp.trainer.part import Part, Phase, Update
+
+
+class Acting(Part):
+    """Part of this package that draws no random numbers and leaves modes as they are."""
+
+    phase: ClassVar[Phase] = Phase.ACT
+    isolated: ClassVar[bool] = False
+
+
+class LogitClipping(Acting):
+    """QK-Clip: limits attention logits by scaling queries and keys."""
+
+    name = "qk_clip"
+
+    def __init__(self, clip: QKClip) -> None:
+        self._clip = clip
+
+    @property
+    def maxima(self) -> Sequence[Tensor]:  # type: ignore[override]
+        """Largest logits of the step, by layer."""
+        return self._clip.largest
+
+    def on_update(self, update: Update) -> None:
+        """Scale the weights."""
+        self._clip.clip()
+
+
+class ClippingState(Acting):
+    """Averages of gradient norms, as state of the optimizer."""
+
+    name = "clipping"
+    keeps = (AVERAGE_NORM,)
+
+    def __init__(self, clipper: GradientClipper | NormClipper) -> None:
+        self._clipper = clipper
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Go on from those in the optimizer's state."""
+        self._clipper.restore()
+
+    def on_update(self, update: Update) -> None:
+        """Keep those of parameters that are new in the optimizer's state."""
+        self._clipper.keep()
+
+
+class Averaging(Acting):
+    """Average of the weights over steps."""
+
+    name = AVERAGE
+    keeps = (AVERAGE,)
+
+    def __init__(self, average: WeightAverage) -> None:
+        self._average = average
+
+    def state(self) -> dict[str, Any]:
+        """Kind of the average and its number of steps; the average itself is in the optimizer's state."""
+        return self._average.progress()
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Go on with a checkpoint's average, or say from where a shorter one begins."""
+        shorter = self._average.restore(state, step)
+        if shorter is not None:
+            get_logger().warning(shorter)
+
+    def on_update(self, update: Update) -> None:
+        """Add the weights after the step."""
+        self._average.update(update.step)
+
+
+class OuterSteps(Acting):
+    """State of the outer optimizer of semi-synchronous training, which steps at synchronizations."""
+
+    name = "outer_optimizer"
+    keeps = (KEPT, MOMENTUM)
+
+    def __init__(self, outer: OuterOptimizer) -> None:
+        self.outer = outer
+
+    def on_gradients(self, update: Update) -> None:
+        """Keep the weights before the first step."""
+        self.outer.before_inner_step()
+
+    def on_update(self, update: Update) -> None:
+        """Allocate the outer state after it."""
+        self.outer.after_inner_step()
+
+
+class Routing(Acting):
+    """Balance of experts: routers learn the load of the global batch. Their biases are no weights, which others keep in
+    another dtype."""
+
+    name = "routing"
+    phase = Phase.OBSERVE
+
+    def __init__(self, load: ExpertLoad, training: TrainingConfig, *, shares: int) -> None:
+        self._load, self._training, self._shares = load, training, shares
+
+    @property
+    def sums(self) -> Sequence[Tensor]:  # type: ignore[override]
+        """Tokens and losses of experts in the step."""
+        return self._load.step_sums
+
+    def before(self, step: int) -> None:
+        """Tell routers the size of the batch."""
+        self._load.set_sequences(self._training.batch_size_at(step) // self._shares)
+
+    def on_update(self, update: Update) -> None:
+        """Update biases from the counts of the step."""
+        self._load.update()
+
+    def refused(self, step: int) -> None:
+        """Forget the counts of a step that is repeated."""
+        self._load.discard()

@@ -15,7 +15,7 @@ from tests.journeys.command import REPOSITORY, run
 
 PAGE = REPOSITORY / "docs" / "guides" / "adding.md"
 FILES = Path(__file__).parent
-NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where"}
+NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where", "part": "update_size"}
 """Names of the additions whose own files are in folders here."""
 EDITS = {
     "key": {
@@ -42,9 +42,17 @@ EDITS = {
         "titan_exp/config/schema/builtins.py": ('"python_stdlib", ', '"sums", '),
         "titan_exp/config/groups/data.py": ("`python_stdlib`, ", "`sums`, "),
     },
+    "part": {
+        "titan_exp/trainer/parts.py": (
+            "    # After all that leaves garbage.\n",
+            "    # After the evaluation, whose time is no step's.\n"
+            "    from titan_exp.trainer.update_size import UpdateSize\n\n"
+            "    yield UpdateSize()\n",
+        ),
+    },
 }
 """Additions to files that exist: by file a text that is in it, and what is written before its first place."""
-THINGS = ("key", "rule", "verb", "optimizer", "family", "source")
+THINGS = ("key", "rule", "verb", "optimizer", "family", "source", "part")
 
 
 @cache
@@ -146,7 +154,9 @@ def test_the_additions_work_together(tree: Path, added: dict[str, tuple[set[str]
     done = python(tree, "titan_exp", "train", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = tree.glob("runs/smoke/*/metrics.jsonl")
-    assert [json.loads(line)["lr"] for line in metrics.read_text().splitlines()][-1] == 1e-5
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert rows[-1]["lr"] == 1e-5
+    assert rows[-1]["update_size"] > 0
 
 
 def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, added: dict[str, tuple[set[str], set[str]]]):

@@ -149,7 +149,7 @@ def test_an_older_configuration_has_the_defaults_of_newer_keys():
     values = dataclasses.asdict(TINY)
     del values["rope"]["scaling"], values["init_std"]
     assert list(model_misfits(TINY, GivenWeights("RUN", values))) == []
-    yarn = replace(TINY, rope=replace(TINY.rope, theta=2.0))
+    yarn = replace(TINY, rope=replace(TINY.rope, theta=1.001 * TINY.rope.theta))
     assert [one.field for one in model_misfits(yarn, GivenWeights("RUN", values))] == ["model.rope.theta"]
 
 

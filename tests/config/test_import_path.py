@@ -130,7 +130,7 @@ def test_a_module_that_is_no_component_says_what_it_lacks(module: str):
     [
         ("model.architecture", "lama", "did you mean llama"),
         ("optimizer.name", "adamx", "did you mean adamw?"),
-        ("parametrization.name", "mub", "did you mean mup?"),
+        ("parametrization.name", "completp", "did you mean completep?"),
         ("optimizer.name", "numpy", "Built in: "),
         ("model.architecture", "antigravity", "Built in: "),
         ("model.architecture", "curses", "Built in: "),

@@ -30,6 +30,7 @@ from titan_exp.launch.provenance.changes import (
 )
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, refresh_snapshot
 from titan_exp.tracking.run_folder.run_folder import RunState
+from titan_exp.tracking.run_folder.state import StateName
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_finished_run_of_other_code_and_data(lab: Path) -> None:
     assert plan_of(lab, "experiment.name=idea-2").folder.path != plan.folder.path
 
 
-def begin(plan: RunPlan, state: str = "preempted") -> RunPlan:
+def begin(plan: RunPlan, state: StateName = "preempted") -> RunPlan:
     """Folder of a run that has saved a checkpoint and ended in this state."""
     finish(plan)
     plan.folder.write_state(RunState(state, 3, time.time(), 1, None))

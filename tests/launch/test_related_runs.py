@@ -168,7 +168,7 @@ def test_a_sweep_from_a_run_takes_what_one_run_takes(tmp_path: Path, swept: list
             assert (optimizer.name, optimizer.momentum) == expected
             assert optimizer.lr != 3e-4, "it is the option's"
         swept.clear()
-    assert main(["train", *begin, "-m", "optimizer=sgd,mine", "optimizer.momentum=0.5,0.6", "--dry-run"]) == 0
+    assert main(["train", *begin, "-m", "optimizer=sgd,muon", "optimizer.momentum=0.5,0.6", "--dry-run"]) == 0
     assert [plan.experiment.optimizer.momentum for plan in swept] == [0.5, 0.6, 0.5, 0.6]  # type: ignore[attr-defined]
 
 

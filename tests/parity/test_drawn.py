@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("drawn_by", seeds(metafunc.config))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # tests that share a module's fixture stay in one process
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     store = tmp_path_factory.mktemp("stores") / "glyphs"
     write(store)

@@ -266,18 +266,17 @@ def assert_bitwise(found: Curve, expected: Curve) -> None:
 
 
 def _outer_state_is_lost(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.semi_sync_trainer import SemiSyncTrainer
-
     from titan_exp.optim.outer.outer_optimizer import MOMENTUM
+    from titan_exp.trainer.replica_groups.commits import SemiSyncCommit
 
-    load = SemiSyncTrainer._load_own_state
+    load = SemiSyncCommit._load_own_state
 
-    def forgetful(trainer: SemiSyncTrainer, step: int) -> None:
-        load(trainer, step)
-        outer = trainer._semi_sync.outer
+    def forgetful(commit: SemiSyncCommit) -> None:
+        load(commit)
+        outer = commit._outer
         torch._foreach_zero_(outer._state(MOMENTUM, outer.parameters()))
 
-    SemiSyncTrainer._load_own_state = forgetful  # type: ignore[method-assign]
+    SemiSyncCommit._load_own_state = forgetful  # type: ignore[method-assign]
 
 
 def _stops_after_step_6(group: ReplicaGroup) -> None:

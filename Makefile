@@ -35,7 +35,7 @@ quick: $(TESTS) compiled
 ## things broken on purpose that must be noticed.
 night: $(TESTS) peer compiled
 	$(PYTEST) -m night
-	$(PYTEST) tests/parity/*mutations.py tests/parity/test_drawn.py --layouts 300
+	$(PYTEST) tests/parity/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 
 ## The tests without the minutes-long ones on another torch, in an environment of its own: make other-torch TORCH=2.14

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -14,6 +15,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 from tests import fast_hydra, proofs
+from titan_exp.config.extension import extensions
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,7 +30,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Shapes and types as annotated are checked at every call in this process; in production they cost nothing. A check
 # around a Triton kernel would hide its globals from Triton.
 PACKAGE = Path(__file__).parents[1] / "titan_exp"
-CHECKED = [path for room in ("ops", "models") for path in (PACKAGE / room).rglob("[!_]*.py")]
+ROOMS = [PACKAGE / "ops", PACKAGE / "models", *(found.folder for found in extensions().values() if found.families)]
+CHECKED = [path for room in ROOMS if room.is_relative_to(PACKAGE) for path in room.rglob("[!_]*.py")]
 install_import_hook(
     [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -39,6 +42,7 @@ install_import_hook(
 )
 fast_hydra.install()
 
+PARITY = re.compile(r"tests/(parity/test_|extensions/\w+/test_parity)")
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
 
 
@@ -79,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=1))
         # Every layout is trained by night; by day about a seventh, with a compiler half as many, the same each time.
         # Mutations run only where their file is named, and then all of them.
-        fixed = item.nodeid.startswith("tests/parity/test_") and item.name.endswith("]")
+        fixed = PARITY.match(item.nodeid) is not None and item.name.endswith("]")
         fixed = fixed and "test_drawn" not in item.nodeid
         share = 28 if "compile=" in item.name else 14
         # `make gpu` runs every test for a GPU; they skip themselves elsewhere.

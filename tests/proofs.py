@@ -22,12 +22,13 @@ import pytest
 import yaml
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import shipped_options
 from titan_exp.config.schema.component import builtin_components
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PRESETS = REPOSITORY / "conf" / "model"
 ROOMS = (
     *("tests/models", "tests/parity", "tests/checkpoint", "tests/inference", "tests/plan"),
+    "tests/extensions",
     "tests/config/test_models.py",
 )
 """Places of tests with these markers."""
@@ -76,9 +77,8 @@ noted: list[tuple[str, set[str]]] = []
 
 def family_of(preset: str) -> str:
     """Architecture of a preset, as its YAML or one that it extends says."""
-    file = PRESETS / f"{preset}.yaml"
-    found = _architectures(file)
-    assert found, f"{file} says no architecture"
+    found = _architectures(shipped_options("model")[preset])
+    assert found, f"{preset} says no architecture"
     return found[-1]
 
 
@@ -94,8 +94,8 @@ def _architectures(file: Path) -> list[str]:
 
 def published_presets() -> list[str]:
     """Presets of published models."""
-    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    return [name for name in names if not name.endswith(("_debug", "_laptop")) and name != "huggingface"]
+    names = [name for name in shipped_options("model") if not name.endswith(("_debug", "_laptop"))]
+    return [name for name in names if name != family_of(name)]  # a whole family has no counts
 
 
 def proves(words: str, *columns: str) -> pytest.MarkDecorator:
@@ -191,7 +191,7 @@ def held_to_what_ran(item: pytest.Item) -> Iterator[None]:
     noted.clear()
     with ExitStack() as stack:
         for family in {family for family, column in declared if column in BUILT}:
-            module = importlib.import_module(f"titan_exp.models.{family}")
+            module = importlib.import_module(builtin_components("model")[family])
             name = "model" if hasattr(module, "model") else "block"
             stack.enter_context(patch.object(module, name, partial(_noted, getattr(module, name), built, family)))
         yield

@@ -30,7 +30,7 @@ FLOORS = (
     {"launch"},
     {"compare"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "extensions"},
 )
 """From the ground up: a room imports rooms of lower floors, and itself; never another room of its own floor."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -90,7 +90,25 @@ def test_the_direction_test_notices_what_it_should(tmp_path: Path, monkeypatch: 
     test_rooms_import_downwards(path)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) in ("config", "rules")], ids=named)
+def test_the_core_names_no_extension_and_extensions_not_each_other():
+    """The core imports none by a text either; descriptions alone hold import paths."""
+    folder = PACKAGE / "extensions"
+    names = [path.parent.name for path in sorted(folder.glob("*/extension.py"))] or ["none"]
+    named_extension = re.compile(rf"\bextensions\.({'|'.join(names)})\b")
+    found = []
+    for path in FILES:
+        own = path.relative_to(folder).parts[0] if path.is_relative_to(folder) else None
+        imported = {module.split(".")[2] for module in imported_modules(path) if module.startswith("titan_exp.ext")}
+        others = {*named_extension.findall(path.read_text()), *imported} - {own}
+        found += [(named(path), other) for other in sorted(others)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if room_of(path) in ("config", "rules") or path.name == "extension.py"],
+    ids=named,
+)
 def test_the_configuration_knows_no_torch(path: Path):
     heavy = {"torch", "torchao", "wandb", "datasets", "tensorboard", "transformers", "numpy"}
     assert {module.split(".")[0] for module in imported_modules(path)} & heavy == set()
@@ -167,7 +185,8 @@ def test_few_files_name_a_field_of_a_model_family():
     }
     assert "heads" in fields
     named_field = re.compile(rf"\bmodel\.({'|'.join(fields)})\b")
-    found = [named(path) for path in FILES if room_of(path) != "models" and named_field.search(path.read_text())]
+    rooms = ("models", "extensions")
+    found = [named(path) for path in FILES if room_of(path) not in rooms and named_field.search(path.read_text())]
     assert len(found) <= 5, found
 
 

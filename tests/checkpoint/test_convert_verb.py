@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.checkpoint.saving import load_model
-from tests.checkpoint.test_sharded_hf_export import tensors
 from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
 from tests.config.composing import llama
 from tests.models.shapes import real_model
@@ -143,23 +142,6 @@ def test_incomplete_folder_is_explained(harm: Callable[[Path], object], says: st
     with pytest.raises(UserError, match=says):
         convert_command([str(copy), str(tmp_path / "x")])
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-def test_a_class_of_transformers_is_converted_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MistralConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                                        num_key_value_heads=2, intermediate_size=32)  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
-    mistral, ours, back = (str(tmp_path / name) for name in ("mistral", "ours", "back"))
-    said = refused(mistral, ours)
-    assert "model_type 'mistral' is of no family here; families are deepseek_v3, " in said
-    assert f"titan-exp convert {mistral} {ours} model=huggingface" in said
-    assert not Path(ours).exists()
-    assert convert_command([mistral, ours, "model=huggingface"]) == 0
-    assert convert_command([ours, back]) == 0
-    found, expected = tensors(Path(back)), tensors(Path(mistral))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 class _Harm:

@@ -16,7 +16,6 @@ from tests.checkpoint.tools import exported
 from tests.config.composing import experiment
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.repository_config import config_size, repository_config
 from titan_exp.config.hydra.resolve import UnreadableSourceError
 from titan_exp.config.images.latent_format import autoencoder_config, autoencoder_description
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
@@ -104,15 +103,6 @@ def described(preset: str) -> Reader:
     return Reader(to_huggingface(ours, dtype="float32", special_tokens={"eos_token_id": 1}), read, "config.json", 25)
 
 
-def repository(path: Path) -> None:
-    values = repository_config(str(path.parent), {})
-    for size in ("layers", "dim", "vocab_size", "context"):
-        try:
-            config_size(values, size)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
-
 def autoencoder(path: Path) -> None:
     autoencoder_description("vae", autoencoder_config(str(path.parent)))
 
@@ -153,14 +143,12 @@ AUTOENCODER = {"_class_name": "AutoencoderKL", "block_out_channels": [64], "scal
 
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": [{"id": 2, "content": "<eos>"}]}
 WHOLE = json.loads(json.dumps(to_json(experiment("model=deepseek_debug").model, {"eos_token_id": 1})))
-SIZES = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 9, "n_ctx": 4}
 CHECKSUMS = {"files": {".metadata": {"size": 3, "crc32": "0123abcd"}}}
 LISTED = {"metadata": {}, "weight_map": {"a.weight": "model-1.safetensors"}}
 
 PRESETS = ("llama_debug", "qwen3_moe_debug", "deepseek_debug", "gpt_oss_debug", "llama4_debug")
 READERS = {
     **{preset: described(preset) for preset in PRESETS},
-    "repository": Reader(SIZES, repository, "config.json"),
     "model.json": Reader(WHOLE, model_json),
     "checksums": Reader(CHECKSUMS, lambda path: parse_checksums(path.read_bytes())),
     "index": Reader(LISTED, lambda path: parse_index(path.read_bytes(), INDEX)),
@@ -173,12 +161,15 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path, name: str):
-    reader = READERS[name]
+    assert_read_or_refused(READERS[name], tmp_path, seed=len(name))
+
+
+def assert_read_or_refused(reader: Reader, tmp_path: Path, seed: int) -> None:
     path = tmp_path / reader.name
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     path.write_text(json.dumps(reader.content))
     reader.read(path)
-    for content in (*CONTENTS, *damaged(reader.content, reader.count, seed=len(name))):
+    for content in (*CONTENTS, *damaged(reader.content, reader.count, seed=seed)):
         path.write_bytes(content)
         begin = time.process_time()
         with suppress(UserError, UnreadableSourceError):

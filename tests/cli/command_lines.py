@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from titan_exp.config.hydra.compose import CONF_DIR
+from titan_exp.config.hydra.compose import CONF_DIR, shipped_options
 from titan_exp.config.schema.schema import annotation_of, choices_of, keys, value_keys
 from titan_exp.config.study.study_file import SWEEPS_DIR
 
@@ -40,7 +40,8 @@ VERBS = {
 def options_by_group() -> dict[str, list[str]]:
     """Options of every shipped config group."""
     folders = [path for path in sorted(CONF_DIR.rglob("*")) if path.is_dir() and path.name != "local"]
-    return {str(path.relative_to(CONF_DIR)): sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
+    names = [str(path.relative_to(CONF_DIR)) for path in folders]
+    return {name: [*shipped_options(name)] for name in names}
 
 
 @cache

@@ -13,6 +13,7 @@ import pytest
 
 import titan_exp.launch
 from titan_exp.cli.main import main
+from titan_exp.config.extension import extensions
 from titan_exp.config.groups.experiment import Experiment
 
 Launched = list[tuple[Experiment, list[str]]]
@@ -94,7 +95,9 @@ def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]):
 
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("titan-exp 0.")
+    version, *lines = capsys.readouterr().out.splitlines()
+    assert version.startswith("titan-exp 0.")
+    assert lines == [f"  extension {found.name}: {found.summary}" for found in extensions().values()]
 
 
 def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixture[str]):

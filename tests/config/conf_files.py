@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR
+from titan_exp.config.hydra.compose import CONF_DIR, shipped_options
 from titan_exp.config.schema.component import config_class
 from titan_exp.config.schema.schema import KeyText, choices_of, hints, texts
 
@@ -47,7 +47,7 @@ def options() -> tuple[Option, ...]:
     """Options of all groups, and the primary file."""
     found = [Option((CONF_DIR / "config.yaml",), Experiment, "")]
     for group in hints(Experiment):
-        for path in sorted((CONF_DIR / group).glob("*.yaml")) if group != "experiment" else ():
+        for path in shipped_options(group).values() if group != "experiment" else ():
             files = composed(path)
             values = {key: value for file in files for key, value in _read(file).items()}
             found.append(Option(files, config_class(group, values), f"{group}."))

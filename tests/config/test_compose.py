@@ -14,13 +14,21 @@ from omegaconf.errors import InterpolationToMissingValueError
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import extension_folders
 from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.schema.schema import keys
 from titan_exp.rules import violations
 
 GOLDEN = Path(__file__).parent / "golden"
-GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "local")
-OPTIONS = [f"{group}={file.stem}" for group in GROUPS for file in sorted((CONF_DIR / group).glob("*.yaml"))]
+TESTS = Path(__file__).parents[1] / "extensions"
+FOLDERS = {CONF_DIR: GOLDEN} | {path: TESTS / path.parent.name / "golden" for path in extension_folders("conf")}
+"""Folder of golden texts by folder of options: those of an extension lie with its tests."""
+FILES = [(folder, path.relative_to(folder)) for folder in FOLDERS for path in sorted(folder.rglob("*.yaml"))]
+FILES = [(folder, file) for folder, file in FILES if file.parts[0] != "local"]
+SINGLE = [(folder, file) for folder, file in FILES if len(file.parts) == 2]
+GROUPS = sorted({file.parts[0] for _, file in SINGLE})
+OPTIONS = {f"{file.parent}={file.stem}": FOLDERS[folder] / file for folder, file in SINGLE}
+"""Golden text of every option."""
 OVERLAYS = [option for option in OPTIONS if option.startswith("experiment=")]
 
 
@@ -39,18 +47,17 @@ def test_the_default_configuration(golden: Callable[[Path, str], None]):
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option not in OVERLAYS])
 def test_every_option(option: str, golden: Callable[[Path, str], None]):
-    group, _, name = option.partition("=")
-    golden(GOLDEN / group / f"{name}.yaml", text_of([option], group))
+    golden(OPTIONS[option], text_of([option], option.partition("=")[0]))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_overlay(overlay: str, golden: Callable[[Path, str], None]):
-    golden(GOLDEN / f"{overlay.replace('=', '/')}.yaml", text_of([f"+{overlay}"]))
+    golden(OPTIONS[overlay], text_of([f"+{overlay}"]))
 
 
 def test_no_golden_text_is_left_over():
-    expected = {f"{option.replace('=', '/')}.yaml" for option in OPTIONS} | {"config.yaml"}
-    assert {path.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("*.yaml")} == expected
+    found = {path for golden in FOLDERS.values() for path in golden.rglob("*.yaml")}
+    assert found == {*OPTIONS.values(), GOLDEN / "config.yaml"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -96,12 +103,11 @@ def test_a_local_overlay_changes_the_defaults_and_loses_to_the_command_line(
 def comments() -> list[tuple[str, str]]:
     """Every comment of the shipped YAML files, less the conditions on which a file is used."""
     found = []
-    for path in sorted(CONF_DIR.rglob("*.yaml")):
-        if "local" not in path.relative_to(CONF_DIR).parts:
-            for line in path.read_text().splitlines():
-                _, mark, comment = line.partition("#")
-                if mark:
-                    found.append((path.relative_to(CONF_DIR).as_posix(), comment.strip()))
+    for folder, file in FILES:
+        for line in (folder / file).read_text().splitlines():
+            _, mark, comment = line.partition("#")
+            if mark:
+                found.append((file.as_posix(), comment.strip()))
     return found
 
 
@@ -134,10 +140,8 @@ def test_every_key_is_set_somewhere_and_has_a_comment_with_its_name():
 def test_every_yaml_key_stands_below_a_comment_or_changes_one_that_does():
     commented: set[tuple[str, str]] = set()
     bare: list[tuple[str, str, str]] = []
-    for path in sorted(CONF_DIR.rglob("*.yaml")):
-        relative = path.relative_to(CONF_DIR)
-        if relative.parts[0] == "local":
-            continue
+    for folder, relative in FILES:
+        path = folder / relative
         lines = path.read_text().splitlines()
         assert lines[0].startswith("#"), f"{relative} does not begin by saying what it is"
         for dotted, line in key_lines(path):

@@ -36,7 +36,6 @@ def test_an_idle_override_is_named(typed: list[str], said: str | None):
         (["model=llama3_1_70b", "data=c4", "data.tokenizer=llama3"], None),
         (["model=llama3_1_70b", "data=tokens"], None),
         (["model=llama_debug", "data=c4"], None),
-        (["model=flux_debug", "data=images"], None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

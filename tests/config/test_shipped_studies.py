@@ -7,7 +7,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.cli.encode import run as encode
+from titan_exp.cli.main import main
+from titan_exp.config.extension import extension_folders
 from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, default_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
@@ -17,14 +18,14 @@ from titan_exp.launch.sweep.fast_compose import FastCompose
 from titan_exp.launch.sweep.rounds.draw import drawn_choices
 from titan_exp.rules import violations
 
-STUDIES = sorted(SWEEPS_DIR.glob("*.yaml"))
+STUDIES = [path for folder in (SWEEPS_DIR, *extension_folders("sweeps")) for path in sorted(folder.glob("*.yaml"))]
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     if path.stem == "diffusion_times":
-        assert encode(["images=glyphs", "size=16", "out=stores/glyphs16"]) == 0
+        assert main(["encode", "images=glyphs", "size=16", "out=stores/glyphs16"]) == 0
     study = read_study(path)
     assert list(study.sizes) == ["laptop", "cluster"]
     register_resolvers()

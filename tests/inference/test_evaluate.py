@@ -121,27 +121,18 @@ def test_a_longer_context_is_declared(trained: Path, capsys: pytest.CaptureFixtu
 def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
     words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
-    by_position = "cp" not in layout
-    expected = evaluated(capsys, trained, *words, *["--positions"] * by_position)
+    expected = evaluated(capsys, trained, *words)
     ranks = 4 if "tp" in layout else 2
-    found = run_ranks(ranks, evaluate_on_rank, str(trained), [*words, *layout.split()], by_position)[0]
+    found = run_ranks(ranks, evaluate_on_rank, str(trained), [*words, *layout.split()])[0]
     assert found["tokens"] == expected["tokens"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    if by_position:
-        octaves = expected["positions"]
-        assert [octave["first"] for octave in octaves] == [0, 1, 2, 4, 8, 16, 32]
-        assert sum(octave["tokens"] for octave in octaves) == expected["tokens"]
-        total = sum(octave["tokens"] * octave["loss"] for octave in octaves)
-        assert total / expected["tokens"] == pytest.approx(expected["loss"], rel=1e-6)
-        for shared, alone in zip(found["positions"], octaves, strict=True):
-            assert shared == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-5)}
 
 
-def evaluate_on_rank(path: str, words: list[str], by_position: bool) -> dict[str, Any]:
+def evaluate_on_rank(path: str, words: list[str]) -> dict[str, Any]:
     import dataclasses
 
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.evaluate import Evaluation, Observed, evaluate_source, evaluation_experiment
+    from titan_exp.inference.evaluate import Evaluation, evaluate_source, evaluation_experiment
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
@@ -149,10 +140,10 @@ def evaluate_on_rank(path: str, words: list[str], by_position: bool) -> dict[str
     experiment = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
         mesh = build_mesh(experiment.parallelism, device)
-        found = evaluate_source(source, experiment, mesh, observed=Observed(positions=by_position))
+        found = evaluate_source(source, experiment, mesh)
     read = Evaluation.from_json(json.loads(json.dumps(dataclasses.asdict(found))))
     assert read == found
-    return {**vars(read.result), "positions": [dataclasses.asdict(octave) for octave in read.octaves]}
+    return vars(read.result)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +162,6 @@ def evaluate_on_rank(path: str, words: list[str], by_position: bool) -> dict[str
         (["data=text"], "data.paths"),
         (["split=some"], "held_out or all"),
         (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),
-        (["--positions", "parallelism.cp=2"], "parallelism.dp_shard=2"),
         (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
     ],
 )

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.convert.repository_fit import repository_lines
 
 transformers = pytest.importorskip("transformers")
@@ -177,14 +176,3 @@ def test_what_a_family_cannot_compute_is_said():
     assert line.startswith("cannot be converted: config.json: use_sliding_window=True")
     (line,) = repository_lines(qwen3(36, 4096, 32, 8, 12288) | {"quantization_config": {"quant_method": "awq"}}, "x")
     assert "quant_method='awq'" in line
-
-
-def test_a_class_of_transformers_is_trained_by_another_model_and_others_are_refused():
-    (line,) = repository_lines(written("gpt_neox"), "x")
-    assert line.startswith("model_type 'gpt_neox' is of no family here; families are deepseek_v3, ")
-    assert line.endswith("transformers has its class: model=huggingface model.repository=FOLDER trains it.")
-    for values in (written("gpt_neox"), {}):
-        with pytest.raises(
-            UserError, match=r"families here are .*'llama'(.|\n)*no class for its model_type, 'unheard'"
-        ):
-            list(repository_lines({**values, "model_type": "unheard"}, "x"))

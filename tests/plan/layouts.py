@@ -148,8 +148,6 @@ LAYOUTS = {
     "GPT-OSS, fsdp 2 x tp 2": "model=gpt_oss_debug parallelism.dp_shard=2 parallelism.tp=2",
     "Llama 4, pp 2 x fsdp 2": "model=llama4_debug parallelism.pp=2 parallelism.dp_shard=2 "
     "parallelism.pp_microbatches=2",
-    "a class of transformers, fsdp 2 x tp 2": "model=huggingface model.repository=docs/examples/olmo_debug "
-    "parallelism.dp_shard=2 parallelism.tp=2",
     # Mixtures
     "tp 2 x cp 2, chunked loss": "parallelism.tp=2 parallelism.cp=2 training.loss_chunk_tokens=37",
     "hsdp 2x2 x tp 2, bf16": "parallelism=hsdp parallelism.tp=2 training.mixed_precision=bf16",

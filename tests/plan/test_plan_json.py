@@ -23,7 +23,11 @@ BY_DAY = ("fsdp 2, float8 tensorwise",)
     ],
 )
 def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
-    experiment = experiment_of(LAYOUTS[name])
+    assert_predicted(LAYOUTS[name], tmp_path)
+
+
+def assert_predicted(words: str, tmp_path: Path) -> None:
+    experiment = experiment_of(words)
     guesses = predicted(experiment, tmp_path / "plan")
     found = measured(experiment, tmp_path / "run")
     allocated = allocated_peaks(experiment, tmp_path / "alone")

@@ -15,10 +15,10 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.machine.host_allocator import return_freed_memory
 from titan_exp.config.paths.remote_url import is_url
-from titan_exp.config.schema.component import is_builtin
+from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
-from titan_exp.models.convert.hf_config import config_json, export_violations
+from titan_exp.models.convert.hf_config import config_json, export_violations, other_family
 from titan_exp.models.convert.repository_fit import has_family, no_family, repository_lines
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
@@ -38,6 +38,8 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str], str]) -> 
     with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Use another target, or remove it first.")
+        if options.model != "auto":
+            component("model", options.model)
         path = local_copy(run_path(options.source), step=options.step)
         return_freed_memory(2**20)
         source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
@@ -60,14 +62,11 @@ def convert_command(options: ConvertOptions, run_path: Callable[[str], str]) -> 
 
 
 def _require_family(options: ConvertOptions, folder: Path) -> None:
-    """Raise UserError if only `transformers` has the folder's model, unless `model=huggingface` asks for its class."""
-    values = config_json(folder)
-    if options.model == "auto" and not has_family(values):
-        command = shlex.join(["titan-exp", "convert", options.source, options.target, "model=huggingface"])
-        raise UserError(
-            f"{folder}: {no_family(values)}\n  transformers has its class: {command} keeps the class's own names, for "
-            "training with model=huggingface, and converts back."
-        )
+    """Raise UserError if only the family of any type reads the folder's model, unless `model` names that family."""
+    values, (name, _) = config_json(folder), other_family() or ("auto", None)
+    if options.model != name and not has_family(values):
+        command = shlex.join(["titan-exp", "convert", options.source, options.target, f"model={name}"])
+        raise UserError(f"{folder}: {no_family(values)}\n  {command} keeps its tensors' names, and converts back.")
 
 
 def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:

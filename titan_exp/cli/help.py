@@ -7,6 +7,7 @@ from pathlib import Path
 import titan_exp
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import provided
 
 
 def run(argv: Sequence[str]) -> int:
@@ -14,7 +15,7 @@ def run(argv: Sequence[str]) -> int:
     topic = argv[0] if len(argv) == 1 else " ".join(argv)
     found = guides()
     if topic not in found:
-        verbs = [path.stem for path in Path(__file__).parent.glob("*.py")]
+        verbs = [*(path.stem for path in Path(__file__).parent.glob("*.py")), *provided("verbs")]
         help_of_verb = f"The verb is described by titan-exp {topic} --help." if topic in verbs else ""
         offer = help_of_verb or did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."
         raise UserError(f"titan-exp help {topic}: unknown guide. {offer[:1].upper()}{offer[1:]}")

@@ -18,6 +18,7 @@ from titan_exp.config.command_line.safe_output import safe_output
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.os_errors import explain_os_error
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import extensions, help_line, lacking, load, provided
 
 USAGE = """\
 titan-exp: pretraining experiments, from a composed configuration to a finished run.
@@ -84,17 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @cache
 def verbs() -> dict[str, str]:
-    """One-line help of every verb, parsed from source without importing the modules."""
+    """One-line help of every verb, parsed from source without importing the modules. Flags that make a verb of the core
+    another one are not listed."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_bytes())
         if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in module.body):
             found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
-    return found
+    added = {verb: help_line(path) for verb, path in provided("verbs").items() if " " not in verb}
+    return dict(sorted((added | found).items()))
 
 
 def run_verb(verb: str, argv: Sequence[str]) -> int:
     """Run a verb, or print its `HELP_TEXT`; returns its exit code."""
+    added, is_own = provided("verbs"), Path(__file__).with_name(f"{verb}.py").is_file()
+    names = (f"{verb} {flag}" for flag in argv) if is_own else (verb,)
+    if name := next((name for name in names if name in added), None):
+        return load(added[name])(list(argv))
     module = importlib.import_module(f"titan_exp.cli.{verb}")
     if {"--help", "-h"} & set(argv) and hasattr(module, "HELP_TEXT"):
         print(module.HELP_TEXT, end="")
@@ -116,6 +123,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         from titan_exp.launch.provenance.git import package_version
 
         print(f"titan-exp {package_version()}")
+        for extension in extensions().values():
+            print(f"  extension {extension.name}: {extension.summary}")
         return 0
     if verb in verbs():
         return run_verb(verb, rest)
@@ -127,4 +136,6 @@ def _dispatch(argv: Sequence[str]) -> int:
         verb, verbs(), 1
     )
     suggestion = f"Did you mean titan-exp {' '.join([*offer, *rest])}? " if offer else ""
+    if reason := lacking(verb):
+        raise UserError(f"titan-exp {verb}: {reason}.")
     raise UserError(f"{verb}: unknown verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")

@@ -10,9 +10,6 @@ from titan_exp.cli.shell.hydra_command import run_sweep_with_hydra
 if TYPE_CHECKING:
     from titan_exp.config.groups.experiment import Experiment
 
-SMALL_MODEL = 50_000_000
-"""Parameters up to which a run ends with a summary of its experts, which takes seconds."""
-
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
@@ -63,30 +60,15 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
 
 def _report_result(experiment: "Experiment", folder: Path) -> None:
-    """Draw the curves of a run that is done, and print what its experts learned."""
+    """Draw the curves of a run that is done, and print the reports of extensions."""
     from titan_exp.compare.output.run_plots import draw_run
+    from titan_exp.config.extension import load, provided
 
     try:
         for line in draw_run(folder):
             print(line)
-        _describe_experts(experiment, folder)
+        for report in provided("reports").values():
+            for line in load(report)(experiment, folder):
+                print(line)
     except OSError as error:  # a run of another user, or a full disk
         print(f"{error.filename or folder}: cannot be written ({error.strerror or error})", file=sys.stderr)
-
-
-def _describe_experts(experiment: "Experiment", folder: Path) -> None:
-    """Print what the experts learned, or the command that measures it if loading the model takes long."""
-    from titan_exp.models.spec.lookup import has_experts, model_spec
-
-    spec = model_spec(experiment.model)
-    if spec is None or not has_experts(experiment.model) or experiment.checkpoint.mode == "off":
-        return
-    command = f"titan-exp evaluate {folder} --experts"
-    if spec.parameters > SMALL_MODEL:
-        print(f"what its experts learned: {command}")
-        return
-    from titan_exp.inference.learned_experts import learned_experts
-
-    for line in learned_experts(folder):
-        print(line)
-    print(f"all experts: {command}")

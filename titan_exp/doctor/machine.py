@@ -22,7 +22,7 @@ from titan_exp.doctor.compute import DTYPES, attention_rates, context_memory, co
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import SIZES, link_rates
 from titan_exp.doctor.measurement import Measurement
-from titan_exp.doctor.usage import MACHINE
+from titan_exp.doctor.usage import usage
 from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import require_usable_cuda
 from titan_exp.trainer.rank_call import RunOnRanks
@@ -47,7 +47,7 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
     """Run `titan-exp doctor`; returns the exit code. Raises UserError about an invalid argument or a missing device."""
     options, overrides = take_options(DoctorOptions, arguments)
     if wrong := [word for word in overrides if "=" not in word]:
-        raise UserError(f"{wrong[0]}: unknown argument.\n{MACHINE}")
+        raise UserError(f"{wrong[0]}: unknown argument.\n{usage()}")
     experiment = to_experiment(compose(overrides))
     if experiment.cluster.device == "cuda" and not torch.cuda.is_available():
         raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine")

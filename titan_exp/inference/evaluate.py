@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -20,19 +20,17 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.hydra.compose import compose, shipped_options
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import OBJECTIVES
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
+from titan_exp.data.batch import Batch
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.inference import expert_classes, loss_by_position
 from titan_exp.inference.evaluate_usage import USAGE
-from titan_exp.inference.expert_classes import ExpertClasses, LayerSpecialization
-from titan_exp.inference.loss_by_position import LossByPosition, PositionLoss
-from titan_exp.inference.token_classes import TokenClassifier
 from titan_exp.models.spec.context import exceeds_context, longest_sequence
 from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
 from titan_exp.models.spec.rope import ROPE
@@ -49,7 +47,7 @@ from titan_exp.rules.rule import find_violations
 from titan_exp.rules.stores import latent_store
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of
+from titan_exp.trainer.load_model import Rows, describe, load_source
 from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, serve
@@ -75,7 +73,10 @@ def evaluate_command(
     `run_path` maps the name of a run, in a folder of runs (None is the default), to its folder. Raises UserError about
     invalid overrides, weights or data.
     """
-    options, rest = take_options(EvaluateOptions, arguments)
+    flags = [f"--{name}" for name in provided("observations")]
+    options, rest = take_options(EvaluateOptions, arguments, others=flags)
+    asked = [flag[2:] for flag in flags if flag in rest or f"{flag[2:]}=true" in rest]
+    rest = [word for word in rest if f"--{word.removeprefix('--').partition('=')[0]}" not in flags]
     runs = [Path(word.removeprefix(RUNS)).expanduser() for word in rest if word.startswith(RUNS)]
     rest = [word for word in rest if not word.startswith(RUNS)]
     # A run of a study has an = in its label.
@@ -87,8 +88,9 @@ def evaluate_command(
     source = open_checkpoint(path, options.step, trust=options.trust, averaged=options.averaged)
     all_documents = options.split == "all"
     experiment = evaluation_experiment(path, source, overrides, all_documents, options.trust)
-    observed = Observed(options.experts, options.positions)
-    check_observed(experiment, source, observed)
+    observed = observations(asked)
+    for observation in observed.values():
+        observation.require(experiment)
     if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
             mesh = _mesh(experiment, device)
@@ -96,18 +98,14 @@ def evaluate_command(
     else:
         assert run_on_ranks is not None, "given by the command line"
         request = {"path": str(source.path), "all_documents": all_documents, "trust": options.trust}
-        request |= {"observed": dataclasses.asdict(observed), "averaged": options.averaged}
+        request |= {"observed": asked, "averaged": options.averaged}
         evaluation = Evaluation.from_json(run_on_ranks(f"{__name__}.rank_main", experiment, request))
     found = evaluation.result
     numbers: dict[str, Any] = {"weights": str(source.path), "data": experiment.data.source, "split": options.split}
     numbers |= {"tokens": found.tokens, "loss": found.loss}
     numbers |= evaluation.parts or {"perplexity": found.perplexity}
-    if options.experts:
-        numbers["experts"] = [dataclasses.asdict(layer) for layer in evaluation.layers]
-    if options.positions:
-        numbers["positions"] = [dataclasses.asdict(octave) for octave in evaluation.octaves]
     if options.json:
-        print(json.dumps(numbers))
+        print(json.dumps(numbers | evaluation.observed))
         return 0
     cells = {"weights": describe(path, source), "data": experiment.data.source, "tokens": f"{found.tokens:,}"}
     if evaluation.parts:
@@ -117,21 +115,40 @@ def evaluate_command(
     table = Table(*cells)
     table.add_row(*cells.values())
     Terminal().print(table)
-    for line in expert_classes.lines(evaluation.layers, found.tokens) if evaluation.layers else ():
-        print(line)
-    for line in loss_by_position.lines(evaluation.octaves) if evaluation.octaves else ():
-        print(line)
+    for name, values in evaluation.observed.items():
+        for line in observed[name].lines(values, found.tokens) if values else ():
+            print(line)
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """Observations of an evaluation beside the loss."""
+class Observation(Protocol):
+    """Observation of an evaluation beside the loss, of tokens of a language model. A flag asks for it."""
 
-    experts: bool = False
-    """Token classes of the tokens of each expert."""
-    positions: bool = False
-    """Loss by position."""
+    def require(self, experiment: Experiment) -> None:
+        """Raise UserError if the model or the layout cannot be observed."""
+
+    def begin(
+        self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
+    ) -> LanguageModeling:
+        """Prepare for a model; returns the objective that computes its loss."""
+        ...
+
+    def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
+        """Batches by source, while the model runs on them."""
+        ...
+
+    def values(self, mesh: Mesh) -> list[dict[str, Any]]:
+        """Values of all ranks, which JSON can hold."""
+        ...
+
+    def lines(self, values: list[dict[str, Any]], tokens: int) -> Iterator[str]:
+        """Text of the values, of so many tokens."""
+        ...
+
+
+def observations(names: Iterable[str]) -> dict[str, Observation]:
+    """New observations by the names of their flags."""
+    return {name: load(provided("observations")[name])() for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,19 +156,15 @@ class Evaluation:
     """Result of an evaluation."""
 
     result: ValidationResult
-    layers: list[LayerSpecialization] = dataclasses.field(default_factory=list)
-    """Specialization of the experts, if observed."""
-    octaves: list[PositionLoss] = dataclasses.field(default_factory=list)
-    """Loss by octave of positions, if observed."""
+    observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Values of each observation."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """Losses of a diffusion model at fixed times and without texts, and the gain of texts."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
         """Read the dictionary of `dataclasses.asdict`."""
-        layers = [LayerSpecialization.from_json(layer) for layer in values["layers"]]
-        octaves = [PositionLoss(**octave) for octave in values["octaves"]]
-        return Evaluation(ValidationResult(**values["result"]), layers, octaves, values["parts"])
+        return Evaluation(ValidationResult(**values["result"]), values["observed"], values["parts"])
 
 
 def evaluate_source(
@@ -159,14 +172,10 @@ def evaluate_source(
     experiment: Experiment,
     mesh: Mesh,
     all_documents: bool = False,
-    observed: Observed = Observed(),
-    *,
-    most_tokens: int = 0,
+    observed: Mapping[str, Observation] = {},
 ) -> Evaluation:
     """Loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh must call
     it; each reads its shard of the weights.
-
-    `most_tokens` ends early where experts are observed, on one device; 0 does not.
     """
     source = dataclasses.replace(source, model=experiment.model)
     loader = ValidationLoader(
@@ -196,32 +205,26 @@ def evaluate_source(
     if chunk == "auto":
         computes = computes_loss(model, model_spec(source.model))
         chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
-    by_position = LossByPosition(chunk, vocab_shard=vocab) if observed.positions else None
     spec = model_spec(source.model)
     if spec is not None and spec.latents is not None:
         flow = build_objective(experiment.training, experiment.compile, None, spec=spec)
         row = evaluate_split(EagerModel(model, flow, mesh), loader, mesh)
         result = ValidationResult(row.pop("validation_loss"), int(row.pop("validation_tokens")))
         return Evaluation(result, parts={re.sub("validation_(loss[/_])?", "", name): row[name] for name in row})
-    eager = EagerModel(model, by_position or LanguageModeling(chunk, vocab_shard=vocab), mesh)
-    classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device) if observed.experts else None
-    watched = nullcontext(loader.sources) if classes is None else classes.observe(loader.sources, most_tokens)
-    with watched as batches:
-        row = evaluate_sources(eager, batches, mesh)
+    objective, batches = LanguageModeling(chunk, vocab_shard=vocab), loader.sources
+    with ExitStack() as watched:
+        for observation in observed.values():
+            objective = observation.begin(model, source, objective, mesh)
+            batches = watched.enter_context(observation.watch(batches))
+        row = evaluate_sources(EagerModel(model, objective, mesh), batches, mesh)
     result = ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
-    layers = [] if classes is None else classes.layers(mesh)
-    return Evaluation(result, layers, [] if by_position is None else by_position.octaves(mesh))
+    return Evaluation(result, {name: observation.values(mesh) for name, observation in observed.items()})
 
 
-def check_observed(experiment: Experiment, source: OpenCheckpoint, observed: Observed) -> None:
-    """Raise UserError if the model has no experts, or if a rank would not see whole sequences or all their tokens."""
-    if observed.positions and not source.model.vocab_size:
-        raise UserError(f"--positions: {source.model.name} reads no tokens. Leave the flag out for its loss.")
-    if observed.experts and not has_experts(source.model):
-        raise UserError(f"--experts: {source.model.name} has no experts. Leave the flag out for its loss.")
-    refused = [("tp", "--experts", observed.experts), ("cp", "--experts", observed.experts)]
-    for key, flag, asked in [*refused, ("cp", "--positions", observed.positions)]:
-        if asked and (degree := getattr(experiment.parallelism, key)) > 1:
+def require_whole_sequences(experiment: Experiment, flag: str, *axes: str) -> None:
+    """Raise UserError if ranks of these axes would share sequences, or their tokens."""
+    for key in axes:
+        if (degree := getattr(experiment.parallelism, key)) > 1:
             reason = f"with {flag} a rank reads whole sequences"
             violation = Violation(f"parallelism.{key}", degree, reason, f"parallelism.dp_shard={degree}")
             raise UserError("This cannot be evaluated.", [violation])
@@ -233,7 +236,7 @@ def rank_main(run_folder: str) -> None:
     def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
         source = open_checkpoint(Path(request["path"]), trust=request["trust"], averaged=request["averaged"])
         mesh = _mesh(experiment, device)
-        found = evaluate_source(source, experiment, mesh, request["all_documents"], Observed(**request["observed"]))
+        found = evaluate_source(source, experiment, mesh, request["all_documents"], observations(request["observed"]))
         return dataclasses.asdict(found)
 
     serve(run_folder, evaluate)
@@ -348,7 +351,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _compose_groups(groups: list[str]) -> DictConfig:
-    options = sorted(path.stem for path in (CONF_DIR / "data").glob("*.yaml"))
+    options = shipped_options("data")
     for override in groups:
         option = override.partition("=")[2]
         if option not in options:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.plan_commands.device import device_for
@@ -106,11 +105,11 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str]) -
 
 def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, QuantizationConfig]":
     """Options of the group `quantization` by name, with typed keys of it. Raises UserError if there is none."""
-    from titan_exp.config.hydra.compose import CONF_DIR, compose
+    from titan_exp.config.hydra.compose import compose, shipped_options
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import RECIPE
 
-    known = sorted(path.stem for path in (Path(CONF_DIR) / RECIPE).glob("*.yaml"))
+    known = [*shipped_options(RECIPE)]
     for name in names:
         if name not in known:
             raise UserError(f"--recipes {name}: unknown recipe. Use {listed(known)}.")

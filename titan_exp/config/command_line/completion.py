@@ -1,6 +1,7 @@
 """Shell completion after a verb: options of the verb here, config keys by Hydra, paths by the shell."""
 
 from dataclasses import fields
+from typing import Any
 
 from titan_exp.config.command_line.options import option_name
 from titan_exp.config.command_line.verb_options import (
@@ -8,7 +9,6 @@ from titan_exp.config.command_line.verb_options import (
     ConvertOptions,
     DiffOptions,
     DownloadOptions,
-    EncodeOptions,
     EvaluateOptions,
     GenerateOptions,
     LogsOptions,
@@ -17,6 +17,7 @@ from titan_exp.config.command_line.verb_options import (
     StatusOptions,
     TokenizeOptions,
 )
+from titan_exp.config.extension import load, provided
 from titan_exp.config.schema.schema import choices_of, hints
 
 OPTIONS: dict[str, type] = {
@@ -25,7 +26,6 @@ OPTIONS: dict[str, type] = {
     "convert": ConvertOptions,
     "download": DownloadOptions,
     "tokenize": TokenizeOptions,
-    "encode": EncodeOptions,
     "evaluate": EvaluateOptions,
     "diff": DiffOptions,
     "show": ShowOptions,
@@ -34,6 +34,13 @@ OPTIONS: dict[str, type] = {
     "status": StatusOptions,
 }
 """Option dataclasses of verbs that take only some config groups or none."""
+
+
+def verb_options(verb: str) -> Any:
+    """Option dataclass of a verb, of the core or of an extension; None without one."""
+    added = provided("options")
+    return load(added[verb]) if verb in added else OPTIONS.get(verb)
+
 
 GROUPS = {
     "train": ("",),
@@ -46,13 +53,15 @@ GROUPS = {
 
 def complete_option(verb: str, word: str) -> list[str]:
     """Completions of a word: a verb's options, or the values of the option in the word."""
-    if verb not in OPTIONS or not word:
+    kind = verb_options(verb)
+    if kind is None or not word:
         return []
     name, equals, _ = word.partition("=")
     if not equals:
-        names = [option_name(OPTIONS[verb], field) for field in fields(OPTIONS[verb])]
+        names = [option_name(kind, field) for field in fields(kind)]
+        names += [f"--{name}" for name in provided("observations")] if verb == "evaluate" else []
         return [name for name in names if name.startswith(word)]
-    annotation = hints(OPTIONS[verb]).get(name)
+    annotation = hints(kind).get(name)
     values = ["true", "false"] if annotation is bool else choices_of(annotation)
     return [offer for value in values if (offer := f"{name}={value}").startswith(word)]
 
@@ -60,7 +69,8 @@ def complete_option(verb: str, word: str) -> list[str]:
 def is_override(verb: str, word: str) -> bool:
     """True if a typed word is an override for Hydra."""
     name, equals, _ = word.partition("=")
-    return verb not in OPTIONS or (bool(equals) and name not in hints(OPTIONS[verb]))
+    kind = verb_options(verb)
+    return kind is None or (bool(equals) and name not in hints(kind))
 
 
 def takes_override(verb: str, offer: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
 from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.extension import lacking
 from titan_exp.config.schema.schema import docstrings, hints, takes_switch
 
 Options = TypeVar("Options")
@@ -140,6 +141,8 @@ def _flag(name: str) -> str:
 
 def _unknown(word: str, after: str, own: Sequence[str], foreign: Iterable[str], verb: str) -> str:
     """Message for an unknown flag; `after` is the word after it if that may be its value."""
+    if reason := lacking(f"{verb} {word}"):
+        return f"{word}: {reason}"
     key = word.lstrip("-") + (f"={after}" if after else "")
     if keys := _keys_like(key, (*own, *foreign), exactly=True):
         return f"{word}: keys are set without dashes: {keys}"

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
 
-from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Share
-from titan_exp.config.images.image_options import ImageOptions, ImageSource
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 def entity_and_project(path: str) -> bool:
@@ -126,9 +125,9 @@ class ConvertOptions:
     """Read the averaged weights of a run with `weight_average`."""
     file_gb: PositiveFloat = 5.0
     """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
-    model: Literal["auto", "huggingface"] = "auto"
-    """`auto` is the family of the folder's `model_type`. `huggingface` also takes one that only `transformers` has, and
-    keeps its class's own names."""
+    model: str = "auto"
+    """`auto` is the family of the folder's `model_type`. The name of a family that takes any type, such as
+    `huggingface`, also takes one of no other family, and keeps its own names."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 
@@ -167,20 +166,6 @@ class TokenizeOptions:
 
 
 @dataclass(frozen=True)
-class EncodeOptions(ImageOptions, ImageSource):
-    """Options of `titan-exp encode`."""
-
-    out: str = ""
-    """Folder of the store to make, such as stores/glyphs."""
-    dtype: Literal["fp16", "fp32"] = "fp32"
-    """Type of the store's arrays; fp16 takes half the disk."""
-    validation_fraction: Share = 0.05
-    """Share of the images held out for evaluation, chosen by caption."""
-    shard_samples: PositiveInt = 4096
-    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
-
-
-@dataclass(frozen=True)
 class EvaluateOptions:
     """Options of `titan-exp evaluate` beside keys of the `data`, `training` and `parallelism` groups."""
 
@@ -190,10 +175,6 @@ class EvaluateOptions:
     """Read the averaged weights of a run with `weight_average`."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
-    experts: bool = False
-    """Also print the classes of tokens (keywords, digits, brackets, ...) that each expert specialises in."""
-    positions: bool = False
-    """Also print the loss by position, which shows how much of a long context the model uses."""
     json: bool = False
     """Print JSON."""
     trust: bool = False

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
 from titan_exp.config.errors.other_names import other_names
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.extension import lacking
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.hydra.option_files import check_option_file
 from titan_exp.config.schema.component import one_value
@@ -200,7 +201,7 @@ class NameCheck:
         folders = [path for folder in self.groups.folders if (path := folder / group / f"{text[:200]}.yaml").is_dir()]
         if folders:
             return Violation(group, option, f"{folders[0]} is a folder", "an option is a YAML file")
-        return Violation(group, option, "this group has no such option", remedy)
+        return Violation(group, option, lacking(f"{group}={option}") or "this group has no such option", remedy)
 
 
 def _one_value(override: Override, *, is_group: bool) -> Violation:

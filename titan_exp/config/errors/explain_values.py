@@ -166,10 +166,10 @@ def about(field: str, meaning: str) -> str:
 @cache
 def _examples() -> dict[str, str]:
     """First override in the comments of the shipped options for each key, and for the mapping that it adds one to."""
-    from titan_exp.config.hydra.compose import CONF_DIR  # ranks, which type nothing, import no Hydra
+    from titan_exp.config.hydra.compose import shipped_folders  # ranks, which type nothing, import no Hydra
 
     found: dict[str, str] = {}
-    for path in sorted(CONF_DIR.rglob("*.yaml")):
+    for path in (path for folder in shipped_folders() for path in sorted(folder.rglob("*.yaml"))):
         for comment in re.findall("#(.*)", path.read_text(encoding="utf-8")):
             for text, key in re.findall(r"(?<![\w./])(\+?([a-z_]+(?:\.\w+)+)=(?:'[^']*'|[^\s,;)]+))", comment):
                 found.setdefault(key.rpartition(".")[0] if text.startswith("+") else key, text)

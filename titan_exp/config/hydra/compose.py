@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from titan_exp.config.command_line.hydra_args import Arguments
+from titan_exp.config.extension import extension_folders
 from titan_exp.config.hydra.resolvers import register_resolvers
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -62,6 +63,17 @@ def config_folder() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = before  # leaving Hydra's context has replaced the instance
+
+
+def shipped_folders() -> list[Path]:
+    """Folders of the groups' YAML in Hydra's order: the core's, then those of extensions."""
+    return [CONF_DIR, *extension_folders("conf")]
+
+
+def shipped_options(group: str) -> dict[str, Path]:
+    """Files of a group's options by name in order, of the core and of extensions."""
+    found = {path.stem: path for folder in reversed(shipped_folders()) for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def default_overrides() -> list[str]:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from titan_exp.config.command_line.hydra_args import Arguments
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import CONF_DIR, HYDRA_VERSION, primary_file
+from titan_exp.config.hydra.compose import CONF_DIR, HYDRA_VERSION, primary_file, shipped_folders
 from titan_exp.config.hydra.values_of_options import OptionValues
 
 
@@ -75,9 +75,10 @@ def groups_for(arguments: Arguments) -> Iterator[Groups]:
     those of the package too."""
     folders, primary = _added_folders(arguments), primary_file(arguments)
     if option_values(arguments).groups:
-        folders.append(f"file://{CONF_DIR}")
+        folders += [f"file://{folder}" for folder in shipped_folders()]
     with initialize_config_dir(str(primary.parent), **HYDRA_VERSION):
-        paths = [primary.parent, *(path for folder in folders if (path := _path(folder)) is not None)]
+        shipped = shipped_folders() if primary.parent == CONF_DIR else [primary.parent]
+        paths = [*shipped, *(path for folder in folders if (path := _path(folder)) is not None)]
         yield Groups(GlobalHydra.instance().config_loader(), _searchpath(folders), primary, paths)
 
 

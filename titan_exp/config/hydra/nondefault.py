@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titan_exp.config.errors.user_error import in_quotes, shown
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR, compose, config_folder, default_overrides
+from titan_exp.config.hydra.compose import compose, config_folder, default_overrides, shipped_options
 from titan_exp.config.schema.component import KINDS, builtin_components, component
 from titan_exp.config.schema.config_diff import flatten, same_value
 from titan_exp.config.schema.identity_keys import idle_keys, is_among
@@ -103,7 +103,7 @@ def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of a group's dataclass; of the base class for a component of the user's."""
     kind = hints(Experiment).get(group)
     name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
-    if name in (builtin_components(group) if group in KINDS else ()):
+    if group in KINDS and name in builtin_components(group):
         kind = component(group, str(name)).Config
     found = {}
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
@@ -148,7 +148,7 @@ def _options(groups: tuple[tuple[str, str | None], ...]) -> dict[str, dict[str, 
 
 def _options_named(group: str, name: str | None) -> list[str]:
     """Options of a group without those that set another name, if any sets `name`."""
-    texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
+    texts = {option: path.read_text() for option, path in shipped_options(group).items()}
     names = {option: found[1] if (found := _NAME.search(text)) else None for option, text in texts.items()}
     near = {name, None} if name and name in names.values() else {*names.values()}
     return [option for option, text in texts.items() if "@package _global_" not in text and names[option] in near]

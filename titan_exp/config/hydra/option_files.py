@@ -7,7 +7,7 @@ from typing import Any
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.hydra.compose import CONF_DIR
+from titan_exp.config.hydra.compose import shipped_folders, shipped_options
 from titan_exp.config.hydra.config_groups import Groups
 from titan_exp.config.paths.yaml_file import read_yaml
 from titan_exp.config.schema.component import config_class
@@ -41,7 +41,7 @@ def file_remedy(groups: Groups, group: str) -> str:
     """First line of an option file of a group, as in the shipped ones."""
     for option in groups.options(group):
         if option_path(groups, group, option) is None:
-            if (CONF_DIR / group / f"{option}.yaml").read_text(encoding="utf-8").startswith(GLOBAL):
+            if shipped_options(group)[option].read_text(encoding="utf-8").startswith(GLOBAL):
                 return f"the first line of a file of this group is {GLOBAL}; then defaults, and keys with their groups"
             return f"begin the file with defaults: [{option}, _self_], then set keys of {group}"
     return "such a file holds a defaults list, and lines of `key: value`"
@@ -52,7 +52,7 @@ def option_path(groups: Groups, group: str, option: str) -> Path | None:
     for folder in groups.folders:
         path = folder / group / f"{option.removesuffix('.yaml')}.yaml"
         if path.exists():
-            return None if folder == CONF_DIR and group != "local" else path
+            return None if folder in shipped_folders() and group != "local" else path
     return None
 
 

@@ -1,6 +1,7 @@
-"""OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`, and model repositories."""
+"""OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`, and those of extensions."""
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from math import isfinite
 from typing import Any
@@ -9,8 +10,8 @@ from omegaconf import OmegaConf
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import shown
+from titan_exp.config.extension import load, provided
 from titan_exp.config.hydra.config_sources import use_own_loader
-from titan_exp.config.hydra.repository_config import config_size, repository_config
 from titan_exp.config.secrets.variables import register_secret_resolvers
 
 
@@ -41,8 +42,8 @@ def register_resolvers() -> None:
     """Register the resolvers, and the loader of YAML; idempotent."""
     for function in (share_of, rest_of, quotient, larger_of):
         _register(function.__name__, _of_numbers(function), replace=True)
-    for reader in (repository_config, config_size):
-        _register(reader.__name__, reader, replace=True)
+    for name, path in provided("resolvers").items():
+        _register(name, partial(_call, path), replace=True)
     register_secret_resolvers(_register)
     use_own_loader()
 
@@ -50,6 +51,11 @@ def register_resolvers() -> None:
 # OmegaConf 2.4 gives the function the name of an older one, which took other arguments.
 _is_renamed = "replace" in signature(OmegaConf.register_resolver).parameters
 _register: Any = OmegaConf.register_resolver if _is_renamed else OmegaConf.register_new_resolver
+
+
+def _call(path: str, *arguments: object) -> Any:
+    """Value of an extension's resolver, which is imported when an interpolation calls it."""
+    return load(path)(*arguments)
 
 
 def _of_numbers(function: Callable[..., int]) -> Callable[..., int]:

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.call_signature import Call, call_violations
 from titan_exp.config.schema.import_path import (
@@ -47,6 +48,8 @@ class ComponentKind:
     """Calls of the component's functions; those not in `public` are optional."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Former names of built-in components, used in older runs and checkpoints."""
+    extended_by: str = ""
+    """Field of `Extension` with further modules by name; empty if extensions have none."""
 
 
 KINDS = {
@@ -63,6 +66,7 @@ KINDS = {
             "state_dict_map": Call(("config", "form")),
         },
         aliases={"decoder": "llama"},
+        extended_by="families",
     ),
     "optimizer": ComponentKind(
         "titan_exp.optim",
@@ -82,7 +86,7 @@ KINDS = {
 
 
 def component(group: str, name: str) -> ModuleType:
-    """Import a component: built-in by short name, user-defined by import path.
+    """Import a component: built-in or of an extension by short name, user-defined by import path.
 
     Raises:
         UserError: the name is unknown, the module fails to import, lacks a public name, or a function of it takes
@@ -90,14 +94,16 @@ def component(group: str, name: str) -> ModuleType:
     """
     kind = KINDS[group]
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
-    if is_builtin(group, name):
-        return importlib.import_module(f"{kind.package}.{name}")
+    found = builtin_components(group).get(name)
+    if found is not None and found.startswith("titan_exp."):
+        return importlib.import_module(found)
     search_current_directory()
-    if not is_dotted(name) and not _is_own_module(name, kind.public):
+    if found is None and not is_dotted(name) and not _is_own_module(name, kind.public):
         raise UserError(
             "This configuration cannot be read.",
-            [unknown_name(key, name, builtin_components(group), f"my_package.my_{group}")],
+            [unknown_name(key, name, [*builtin_components(group)], f"my_package.my_{group}")],
         )
+    name = found or name
     module, attributes, _ = locate(name)
     if attributes or not module:
         violation = find_dotted(name, key)
@@ -158,13 +164,14 @@ def is_frozen(kind: type) -> bool:
 
 
 @cache
-def builtin_components(group: str) -> tuple[str, ...]:
-    """Sorted names of the built-in components, without importing them."""
+def builtin_components(group: str) -> dict[str, str]:
+    """Modules of the built-in components and those of extensions, by name in order, without importing them."""
     kind, spec = KINDS[group], find_spec(KINDS[group].package)
     assert spec is not None, "the package is installed"
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
-    modules = (file for file in files if file.stem != kind.plain)
-    return tuple(file.stem for file in modules if names_bound_by(file) >= {*kind.public})
+    names = [file.stem for file in files if file.stem != kind.plain and names_bound_by(file) >= {*kind.public}]
+    added = provided(kind.extended_by) if kind.extended_by else {}
+    return dict(sorted((added | {name: f"{kind.package}.{name}" for name in names}).items()))
 
 
 def config_class(group: str, values: object) -> Any:
@@ -182,7 +189,7 @@ def config_class(group: str, values: object) -> Any:
             return base
         case bool() | Mapping() | list() as name:
             names = [] if isinstance(name, bool) else list(name)
-            remedy = one_value(f"{group}.{key}", names, builtin_components(group))
+            remedy = one_value(f"{group}.{key}", names, [*builtin_components(group)])
             raise UserError(
                 "This configuration cannot be read.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
             )
@@ -192,14 +199,13 @@ def config_class(group: str, values: object) -> Any:
 
 def one_value(key: str, values: Sequence[Any], known: Sequence[str] = ()) -> str:
     """Remedy for several values where one is asked for: the first that is known, and a run with each."""
-    from titan_exp.config.hydra.compose import CONF_DIR  # ranks, which type nothing, import no Hydra
+    from titan_exp.config.hydra.compose import shipped_options  # ranks, which type nothing, import no Hydra
 
     texts = [shown(value) for value in values]
     near = [other for text in texts for other in (text, *nearest(text, known)) if not known or other in known]
     remedy = f"one value: {key}={next(iter(near or known or texts))}"
     group, _, name = key.partition(".")
-    options = {path.stem for path in (CONF_DIR / group).glob("*.yaml")}
-    swept = group if name in ("name", "source", "decay") and options.issuperset(texts) else key
+    swept = group if name in ("name", "source", "decay") and {*shipped_options(group)}.issuperset(texts) else key
     # The other keys of a component are those of its option.
     separate = swept in [f"{group}.{kind.key}" for group, kind in KINDS.items()]
     if len(texts) < 2 or separate or not all(re.fullmatch(r"[\w.+/-]+", text) for text in texts):

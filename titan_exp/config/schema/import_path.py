@@ -16,6 +16,7 @@ from typing import Any
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.errors.user_traceback import package_prefix, user_traceback
+from titan_exp.config.extension import lacking
 
 
 def is_dotted(name: str) -> bool:
@@ -85,7 +86,8 @@ def unknown_name(field: str, name: str, builtin: Sequence[str], example: str) ->
     group, _, key = field.partition(".")
     offer = did_you_mean(name, builtin)
     remedy = f"{offer + ' ' if offer else ''}Built in: {listed(builtin, 'and')}. For your own give its import path, "
-    return Violation(field, name, f"unknown {group if key == 'name' else key}", f"{remedy}e.g. {field}={example}")
+    reason = lacking(f"{field}={name}") or f"unknown {group if key == 'name' else key}"
+    return Violation(field, name, reason, f"{remedy}e.g. {field}={example}")
 
 
 def search_current_directory() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_traceback import package_prefix
+from titan_exp.config.extension import provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import KINDS, is_builtin
 from titan_exp.config.schema.import_path import is_dotted
@@ -22,8 +23,12 @@ IMPORT_PATH_KEYS = (
 
 
 def import_paths(experiment: Experiment, keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
-    """Import paths of a run's components by key, those of `keys`; empty if all are built in."""
-    return import_paths_in({group: vars(value) for group, value in vars(experiment).items()}, keys)
+    """Import paths of a run's components by key, those of `keys` and of other packages' extensions; empty if all are of
+    this repository."""
+    family = provided("families").get(experiment.model.architecture, "titan_exp.")
+    found = import_paths_in({group: vars(value) for group, value in vars(experiment).items()}, keys)
+    own = family.startswith("titan_exp.") or "model.architecture" not in keys
+    return found if own else {"model.architecture": family, **found}
 
 
 def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:

@@ -247,9 +247,9 @@ def _unchosen(group: str, kind: Any, values: object) -> Violation | None:
         return None
     if others - {field for other in config_classes(group) for field in hints(other)}:
         return None
-    from titan_exp.config.hydra.compose import CONF_DIR  # ranks, which name no options, import no Hydra
+    from titan_exp.config.hydra.compose import shipped_options  # ranks, which name no options, import no Hydra
 
-    texts = {path.stem: path.read_text() for path in sorted((CONF_DIR / group).glob("*.yaml"))}
+    texts = {option: path.read_text() for option, path in shipped_options(group).items()}
     options = [f"{group}={option}" for option, text in texts.items() if option == name or f"family/{name}@" in text]
     return Violation(key, name, "the other keys are those of another", listed(options, "or")) if options else None
 

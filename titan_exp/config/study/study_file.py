@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
+from titan_exp.config.extension import extension_folders, lacking
 from titan_exp.config.paths.yaml_file import StudyLoader, read_yaml
 from titan_exp.config.study.search import Halving, Search
 from titan_exp.config.study.search_file import read_halving, read_search
@@ -34,7 +35,9 @@ DIRECTIONS: tuple[str, ...] = get_args(Direction)
 def study_files() -> dict[str, Path]:
     """Files of the user's and the shipped studies, by name."""
     own = sorted(OWN_DIR.glob("*.yaml")) if OWN_DIR.is_dir() else []
-    return {path.stem: path for path in [*sorted(SWEEPS_DIR.glob("*.yaml")), *own]}
+    folders = (*extension_folders("sweeps"), SWEEPS_DIR)
+    shipped = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+    return dict(sorted(shipped.items())) | {path.stem: path for path in own}
 
 
 def find_study(name: str) -> Path:
@@ -49,6 +52,8 @@ def find_study(name: str) -> Path:
     files = study_files()
     if name in files:
         return files[name]
+    if reason := lacking(f"sweep {name}"):
+        raise UserError(f"{name}: {reason}.")
     offer = did_you_mean(name, files)
     raise UserError(
         f"{name}: unknown study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}"

@@ -10,7 +10,6 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
-from titan_exp.config.hydra.repository_config import CONFIG_KEYS
 from titan_exp.config.paths.foreign_json import count, read_object, table
 from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 from titan_exp.config.schema.component import builtin_components, component
@@ -49,6 +48,8 @@ class HuggingFace:
     """`model_type` of a multimodal model whose `text_config` is one of the family's."""
     multimodal_prefix: str = ""
     """Prefix of its language model's tensors; the others are not read."""
+    offer: str = ""
+    """Sentence about a family of any type: whose model it takes, and the overrides that train it."""
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
     for key, wanted in family.fixed.items():
         if values.get(key, wanted) != wanted:
             raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
-    for key in (*CONFIG_KEYS["layers"], MTP_KEY):  # lists of this length are made of them
+    for key in ("num_hidden_layers", MTP_KEY):  # lists of this length are made of them
         count(values.get(key) or 0, f"config.json: {key}", BLOCKS)
     try:
         with named_errors(noted, "config.json", f"a {family.model_type}'s"):
@@ -234,6 +235,12 @@ def family_types() -> list[str]:
         for kind in (*families, *(family.multimodal_type for family in families.values()))
         if kind not in ("", ANY_TYPE)
     ]
+
+
+def other_family() -> tuple[str, HuggingFace] | None:
+    """Name of the family that reads every `model_type` of no other family, and its class; None without one."""
+    found = ((name, getattr(component("model", name), "huggingface", None)) for name in builtin_components("model"))
+    return next(((name, family) for name, family in found if family and family.model_type == ANY_TYPE), None)
 
 
 def _families() -> dict[str, HuggingFace]:

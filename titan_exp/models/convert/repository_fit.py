@@ -12,6 +12,7 @@ from titan_exp.models.convert.hf_config import (
     family_types,
     from_huggingface,
     language_model,
+    other_family,
     quantized_weights,
 )
 from titan_exp.models.spec.lookup import mtp_depth
@@ -31,7 +32,7 @@ def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig 
     text, _ = language_model(values)
     if not has_family(values):
         from_huggingface(text, name)
-        yield f"{no_family(values)} transformers has its class: model=huggingface model.repository=FOLDER trains it."
+        yield no_family(values)
         return
     try:
         model = from_huggingface(text, name)
@@ -56,7 +57,7 @@ def has_family(values: Mapping[str, Any]) -> bool:
 
 
 def no_family(values: Mapping[str, Any]) -> str:
-    """Sentence that names a `model_type` of no family, and the families."""
-    return (
-        f"model_type {values.get('model_type')!r} is of no family here; families are {listed(family_types(), 'and')}."
-    )
+    """Sentences that name a `model_type` of no family, the families, and the one that takes any type."""
+    kind, (_, other) = values.get("model_type"), other_family() or ("", None)
+    found = f"model_type {kind!r} is of no family here; families are {listed(family_types(), 'and')}."
+    return f"{found} {other.offer}" if other else found

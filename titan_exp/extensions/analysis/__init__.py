@@ -1,0 +1,1 @@
+"""What experts learned, loss by position, coordinate checks and rounding errors."""

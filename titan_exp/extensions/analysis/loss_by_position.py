@@ -1,0 +1,141 @@
+"""Loss by position: mean loss of tokens with equally many tokens of context, in octaves."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data.batch import Batch
+from titan_exp.inference.evaluate import require_whole_sequences
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum
+from titan_exp.ops.loss.vocab_parallel import log_normalizer_and_target
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.trainer.objective.base import Loss
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
+
+OCTAVES = 32
+"""Octaves of positions; the last begins at 2³⁰."""
+
+CHUNK = 4096
+"""Tokens whose logits are in memory at once, where the model computes the loss itself."""
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Mean loss of an octave of positions."""
+
+    first: int
+    """First position: tokens of its document before the token that predicts."""
+    last: int
+    tokens: int
+    loss: float
+    """Mean over tokens, in nats."""
+
+
+@dataclass(frozen=True)
+class LossByPosition(LanguageModeling):
+    """Language modeling that also sums losses by position. For evaluation; a rank must have whole sequences."""
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(2, OCTAVES, dtype=torch.float64))
+    """Summed loss and predicted tokens by octave, on the model's device; filled by calls."""
+
+    def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
+        """Compute the loss of a batch and add it by position."""
+        self.sums.data = self.sums.to(batch.tokens.device)
+        return super().__call__(model, batch, hidden)
+
+    def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
+        """Loss in chunks, from the last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+        hidden, labels, octaves = hidden.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten()
+        chunks = [slice(start, start + CHUNK) for start in range(0, len(labels), CHUNK)]
+        total = sum(self._add(hidden[chunk] @ weight.T, labels[chunk], octaves[chunk]) for chunk in chunks)
+        assert isinstance(total, Tensor), "a batch has tokens"
+        return LossSum(total, total)
+
+    def loss(self, logits: Tensor, batch: Batch) -> Loss:
+        """Loss of logits [batch, seq, vocab]; of this rank's vocabulary shard under loss parallelism."""
+        total = self._add(logits.flatten(0, 1), batch.labels.flatten(), octave(positions(batch)).flatten())
+        return self.with_metrics(LossSum(total, total))
+
+    def _add(self, logits: Tensor, labels: Tensor, octaves: Tensor) -> Tensor:
+        predicted = labels != IGNORE_INDEX
+        log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), self.vocab_shard)
+        losses = (log_z - chosen) * predicted
+        self.sums.index_add_(1, octaves, torch.stack((losses, predicted.float())).double())
+        return losses.sum()
+
+    def octaves(self, mesh: Mesh) -> list[PositionLoss]:
+        """Mean loss by octave over all data ranks; octaves without tokens are left out."""
+        sums = self.sums.cpu()
+        dist.all_reduce(sums, group=mesh.cpu_group)
+        losses, tokens = (sums / mesh.loss_replicas).tolist()
+        return [
+            PositionLoss(2**index // 2, max(2**index - 1, 0), round(count), loss / count)
+            for index, (loss, count) in enumerate(zip(losses, tokens, strict=True))
+            if count
+        ]
+
+
+class Positions:
+    """Prints the loss by position: of tokens with 1, 2 to 3, 4 to 7, ... tokens before them.
+
+    An observation of `titan-exp evaluate`.
+    """
+
+    def require(self, experiment: Experiment) -> None:
+        """Raise UserError if the model reads no tokens, or a rank would not see whole sequences."""
+        if not experiment.model.vocab_size:
+            raise UserError(f"--positions: {experiment.model.name} reads no tokens. Leave the flag out for its loss.")
+        require_whole_sequences(experiment, "--positions", "cp")
+
+    def begin(
+        self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
+    ) -> LossByPosition:
+        """Objective that sums the losses."""
+        self._loss = LossByPosition(objective.chunk_tokens, vocab_shard=objective.vocab_shard)
+        return self._loss
+
+    def watch(self, batches: Mapping[str, Iterable[Batch]]) -> AbstractContextManager[Mapping[str, Iterable[Batch]]]:
+        """Batches as they are."""
+        return nullcontext(batches)
+
+    def values(self, mesh: Mesh) -> list[dict[str, Any]]:
+        """Fields of `PositionLoss`, over all data ranks."""
+        return [asdict(octave) for octave in self._loss.octaves(mesh)]
+
+    @staticmethod
+    def lines(values: Sequence[dict[str, Any]], tokens: int) -> Iterator[str]:
+        """Text of the values, a line for each octave."""
+        return lines([PositionLoss(**octave) for octave in values])
+
+
+def positions(batch: Batch) -> Tensor:
+    """Tokens before each token that it may attend to: those of its document, or of its row, int64 [batch, seq]."""
+    if batch.positions is not None:
+        return batch.positions
+    index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    if batch.documents is None:
+        return index
+    begins = torch.ones_like(batch.documents, dtype=torch.bool)
+    begins[:, 1:] = batch.documents.diff() != 0
+    return index - index.where(begins, 0).cummax(1).values
+
+
+def octave(positions: Tensor) -> Tensor:
+    """Octave of each position: 0 of 0, 1 of 1, 2 of 2 and 3, 3 of 4 to 7."""
+    return torch.frexp(positions.double()).exponent.long()
+
+
+def lines(octaves: Sequence[PositionLoss]) -> Iterator[str]:
+    """Text of the losses, a line for each octave."""
+    yield "loss by position, the number of tokens before in the same document:"
+    for found in octaves:
+        span = f"{found.first:,}" if found.first == found.last else f"{found.first:,} to {found.last:,}"
+        yield f"  {span:>20}  {found.loss:.4f}  of {found.tokens:,} tokens"

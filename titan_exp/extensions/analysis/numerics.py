@@ -1,0 +1,272 @@
+"""`titan-exp doctor --numerics`: quantization error of a recipe per linear layer.
+
+One batch runs in fp32 and with the recipe, from the same weights. The recipe's rounding is emulated on every device and
+the rest is fp32, which isolates the recipe's error.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.config.command_line.terminal import Terminal
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.axes import ONE_DEVICE
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.schema.typed_config import load_group, to_experiment
+from titan_exp.data.batch import Batch
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.extensions.analysis.verbs import NUMERICS
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.linear import Linear
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+from titan_exp.models.build import build_model, choose_attention_backend, init_specs
+from titan_exp.models.spec.lookup import with_mtp_depth
+from titan_exp.parallel.meta_init import (
+    buffer_places,
+    copy_initial_weights,
+    init_buffers,
+    init_weights,
+    materialize_parameters,
+)
+from titan_exp.quantization.quantize import quantize
+from titan_exp.rules import check
+from titan_exp.trainer.load_model import describe, load_source, training_length
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
+
+
+@dataclass(frozen=True)
+class ProjectionError:
+    """Signal-to-noise ratios of a linear layer in dB: 20 · log10(|x| / |x - y|); 20 dB is an error of 10 %."""
+
+    name: str
+    quantized: bool
+    """True if the recipe's filter includes the layer."""
+    own: float
+    """Output SNR on the fp32 input: the layer's own rounding."""
+    output: float | None
+    """Output SNR in the model, including the rounding of all earlier layers. None if that rounding changed the routing
+    of tokens to experts."""
+    weight_gradient: float
+    """Weight gradient SNR in the model."""
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """Comparison of a recipe with fp32 on one batch."""
+
+    loss: float
+    """Mean cross-entropy in fp32."""
+    recipe_loss: float
+    """Mean cross-entropy with the recipe."""
+    projections: list[ProjectionError]
+    """All linear layers, worst weight gradient first."""
+
+
+class HighPrecision(GroupedLinearImpl):
+    """Grouped matmul as it is, in the place of a recipe's: experts whose outputs are weighted, not their inputs."""
+
+
+@dataclass
+class _Pass:
+    inputs: dict[str, tuple[Tensor, ...]]
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    loss: float = math.nan
+
+
+def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, batch: Batch) -> NumericsReport:
+    """Compare a recipe with fp32 on one batch. Quantizes the fp32 `model` of `layers` blocks; model and batch share one
+    device."""
+    config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
+    for linear in linears.values():
+        if isinstance(linear, GroupedLinear):
+            linear.linear_impl = HighPrecision()
+    plain = {name: linear.linear_impl for name, linear in linears.items()}
+    exact = _run(model, linears, batch)
+    quantize(model, config, layers=layers, device=batch.tokens.device)
+    rounded = _run(model, linears, batch)
+    found = []
+    for name, linear in linears.items():
+        with torch.no_grad():
+            own = linear(*exact.inputs[name])
+        # Grouped linears have a second input, the row offsets of their experts.
+        same_rows = all(map(torch.equal, exact.inputs[name][1:], rounded.inputs[name][1:]))
+        found.append(
+            ProjectionError(
+                name,
+                linear.linear_impl is not plain[name],
+                own=decibels(exact.outputs[name], own),
+                output=decibels(exact.outputs[name], rounded.outputs[name]) if same_rows else None,
+                weight_gradient=decibels(exact.gradients[name], rounded.gradients[name]),
+            )
+        )
+    return NumericsReport(exact.loss, rounded.loss, sorted(found, key=lambda error: error.weight_gradient))
+
+
+def decibels(exact: Tensor, found: Tensor) -> float:
+    """Signal-to-noise ratio in dB; infinite for equal tensors."""
+    noise = float((exact.double() - found.double()).norm())
+    signal = float(exact.double().norm())
+    if noise == 0:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
+    found = _Pass({}, {}, {})
+    with _record(linears, found):
+        loss = LanguageModeling()(model, batch)
+        tokens = max(int((batch.labels >= 0).sum()), 1)
+        (loss.total / tokens).backward()
+    found.loss = float(loss.metrics["loss"]) / tokens
+    for name, linear in linears.items():
+        gradient = linear.weight.grad
+        assert gradient is not None, "every linear is part of the graph"
+        found.gradients[name] = gradient
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@contextmanager
+def _record(linears: Mapping[str, Linear | GroupedLinear], found: _Pass) -> Iterator[None]:
+    def hook_for(name: str) -> object:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            found.inputs[name], found.outputs[name] = tuple(tensor.detach() for tensor in inputs), output.detach()
+
+        return hook
+
+    handles = [linear.register_forward_hook(hook_for(name)) for name, linear in linears.items()]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+DEFAULT_SEQUENCES = 4
+"""Sequences per batch if `training.micro_batch_size` is not given."""
+
+
+def numerics_command(arguments: Sequence[str], run_path: Callable[[str], str] = str) -> int:
+    """Run `titan-exp doctor --numerics`; returns the exit code.
+
+    `run_path` maps the name of a run to its folder. Raises UserError about an invalid override or unreadable weights.
+    """
+    paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    trust = "--trust" in flags
+    if {*flags} - {"--trust"} != {"--numerics"} or len(paths) > 1:
+        raise UserError(NUMERICS)
+    path = Path(run_path(paths[0])).expanduser() if paths else None
+    source = None if path is None else open_checkpoint(path, trust=trust)
+    experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument], trust)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = _first_batch(experiment.data, experiment.training, experiment.experiment.seed).to(device)
+    seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
+    config = with_mtp_depth(experiment.model, 0)
+    if source is not None:
+        model = load_source(source, device, seq_len=seq_len, documents=documents)
+    else:
+        model = _build_initial(config, seq_len, experiment.experiment.seed, device, documents)
+    report = report_numerics(model.train(), experiment.quantization, config.layers, batch)
+    weights = "initial weights" if path is None or source is None else describe(path, source)
+    _print_report(report, f"{experiment.quantization.recipe} against fp32, {experiment.model.name}, {weights}")
+    return 0
+
+
+def _first_batch(data: DataConfig, training: TrainingConfig, seed: int) -> Batch:
+    rows = training.micro_batch_size or DEFAULT_SEQUENCES
+    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
+    with contextlib.closing(loader):
+        return next(loader)
+
+
+def _build_initial(
+    config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
+) -> nn.Module:
+    # The model is in fp32, which few GPU attention kernels support.
+    backend = choose_attention_backend(
+        config, device, bf16=False, seq_len=seq_len, documents=documents, auto=device.type == "cuda"
+    )
+
+    def build() -> nn.Module:
+        return build_model(config, seq_len=seq_len, attention_backend=backend)
+
+    with torch.device("meta"):
+        model = build()
+    table = init_specs(model)
+    init_buffers(buffer_places(model), materialize_parameters(model, device), build, seed)
+    if table is None:
+        copy_initial_weights(model, build, seed)
+    else:
+        init_weights(model, table, seed)
+    return model
+
+
+def _compose_single_device(
+    path: Path | None, source: OpenCheckpoint | None, overrides: Sequence[str], trust: bool = False
+) -> Experiment:
+    """Compose a single-device experiment; data, tokenizer and sequence length default to the checkpoint's."""
+    experiment = to_experiment(compose([*overrides, "training.mixed_precision=fp32"]))
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if path is not None and source is not None:
+        data, training = experiment.data, experiment.training
+        saved = next((run for run in (path, path.parent.parent) if (run / "config.yaml").is_file()), None)
+        if saved is not None and not any(key.partition(".")[0] == "data" for key in keys):
+            data = load_group(saved / "config.yaml", "data", trust=trust)
+        if "data.tokenizer" not in keys and source.tokenizer is not None:
+            data = dataclasses.replace(data, tokenizer=source.tokenizer)
+        if "training.seq_len" not in keys:
+            training = dataclasses.replace(training, seq_len=training_length(path, source))
+        experiment = dataclasses.replace(experiment, model=source.model, data=data, training=training)
+    if experiment.quantization.recipe == "none":
+        raise UserError(f"no recipe is given: quantization.recipe=none\n{NUMERICS}")
+    rows = experiment.training.micro_batch_size or DEFAULT_SEQUENCES
+    experiment = dataclasses.replace(
+        experiment,
+        parallelism=dataclasses.replace(experiment.parallelism, **ONE_DEVICE),
+        training=dataclasses.replace(experiment.training, micro_batch_size=rows, global_batch_size=rows, batch_ramp=()),
+        quantization=dataclasses.replace(experiment.quantization, emulate=True),
+    )
+    return check(resolve_layout(experiment, 1))
+
+
+def _print_report(report: NumericsReport, title: str) -> None:
+    table = Table("linear", "recipe", "own output", "output", "weight gradient", title=title)
+    table.columns[0].no_wrap = True
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for error in report.projections:
+        numbers = (_format(value) for value in (error.own, error.output, error.weight_gradient))
+        table.add_row(error.name, "yes" if error.quantized else "high", *numbers)
+    console = Terminal()
+    console.print(table)
+    console.print(
+        "Signal-to-noise ratio in dB, worst gradient first; 20 dB is an error of 10 %, 40 dB of 1 %. "
+        "'own output' counts the layer's own rounding, 'output' that of all earlier layers too."
+    )
+    if any(error.output is None for error in report.projections):
+        console.print("'routed': rounding before it made a router send tokens to other experts.")
+    console.print(f"loss {report.loss:.5f}, with the recipe {report.recipe_loss:.5f}")
+
+
+def _format(value: float | None) -> str:
+    if value is None:
+        return "routed"
+    return "exact" if value == math.inf else f"{value:.1f}"

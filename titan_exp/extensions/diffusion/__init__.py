@@ -1,0 +1,1 @@
+"""Diffusion models (FLUX.1), and the verb that encodes images for them."""

@@ -1,0 +1,313 @@
+"""Diffusion transformer (FLUX.1): double and single blocks, between embedded inputs and the modulated output."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from titan_exp.extensions.diffusion.spec import (
+    TIME_FEATURES,
+    DiffusionConfig,
+    diffusion_spec,
+    end_linears,
+    modulation_style,
+)
+from titan_exp.models.blocks.linear import Linear, linear
+from titan_exp.models.blocks.token_order import ResultGather, Rope, RopeOrder, TokenShard
+from titan_exp.models.blocks.transformer import norm
+from titan_exp.models.spec.fused_rows import FusedRows
+from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
+from titan_exp.ops.attention.axial_rope import AxialRotaryEmbedding
+from titan_exp.ops.attention.rope import rotate
+from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
+
+
+def modulate(
+    x: Float[Tensor, "batch seq dim"],
+    shift: Float[Tensor, "batch 1 dim"],
+    scale: Float[Tensor, "batch 1 dim"],
+    eps: float,
+) -> Float[Tensor, "batch seq dim"]:
+    """LayerNorm without weights, then (1 + scale) · x + shift."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
+
+
+def modulation(module: nn.Module, conditioning: Float[Tensor, "batch dim"], parts: int) -> tuple[Tensor, ...]:
+    """Shifts, scales and gates [batch, 1, dim] of a sequence, in this order, from its conditioning."""
+    return module(conditioning)[:, None].chunk(parts, dim=-1)
+
+
+class JointAttention(nn.Module):
+    """Full attention over text and image tokens, with RoPE; without linears."""
+
+    def __init__(self, layer: LayerSpec, backend: AttentionBackend) -> None:
+        super().__init__()
+        assert layer.attention is not None, "the layer has attention"
+        self.core = CausalAttention(backend, layer.attention.scale, layer.attention.pattern)
+
+    def forward(
+        self,
+        query: Float[Tensor, "batch seq heads width"],
+        key: Float[Tensor, "batch seq heads width"],
+        value: Float[Tensor, "batch seq heads width"],
+        rope: Rope,
+    ) -> Float[Tensor, "batch seq heads width"]:
+        """Heads of every token."""
+        heads = (rotate(query, *rope), rotate(key, *rope), value)
+        return self.core(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
+
+
+class _Heads(nn.Module):
+    """Fused projection to queries, keys, values and more by head, with QK norm."""
+
+    def __init__(self, layer: LayerSpec, prefix: str, projection: str, eps: float) -> None:
+        super().__init__()
+        rows = layer.linear(f"{prefix}{projection}").rows
+        assert rows is not None, "the projection is fused"
+        self.projection, self.rows = projection, rows
+        self.add_module(projection, linear(layer, f"{prefix}{projection}"))
+        self.q_norm = norm(layer, f"{prefix}q_norm", eps)
+        self.k_norm = norm(layer, f"{prefix}k_norm", eps)
+
+    @property
+    def fused_rows(self) -> dict[str, FusedRows]:
+        """Row layout of the fused weight."""
+        return {self.projection: self.rows}
+
+    def heads(self, x: Float[Tensor, "batch seq dim"]) -> list[Float[Tensor, "batch seq heads _"]]:
+        """Queries and keys after their norms, values, and what else the rows hold."""
+        fused = self.get_submodule(self.projection)(x).unflatten(-1, (-1, self.rows.unit))
+        query, key, *others = fused.split([piece.width for piece in self.rows.pieces], dim=-1)
+        return [self.q_norm(query), self.k_norm(key), *others]
+
+
+class Stream(_Heads):
+    """Weights of a double block for text or image tokens."""
+
+    def __init__(self, layer: LayerSpec, name: str, eps: float) -> None:
+        super().__init__(layer, f"{name}.", "qkv", eps)
+        self.eps = eps
+        self._plan = layer.tp_plan(name)
+        self.modulation = linear(layer, f"{name}.modulation")
+        self.out = linear(layer, f"{name}.out")
+        self.up = linear(layer, f"{name}.up")
+        self.down = linear(layer, f"{name}.down")
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the linears, by heads and channels."""
+        return self._plan
+
+    def after_attention(
+        self, x: Float[Tensor, "batch tokens dim"], attended: Tensor, modulations: tuple[Tensor, ...]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """Residual stream after attention's output and the feed-forward."""
+        gate, shift, scale, feed_forward_gate = modulations
+        x = x + gate * self.out(attended)
+        hidden = F.gelu(self.up(modulate(x, shift, scale, self.eps)), approximate="tanh")
+        return x + feed_forward_gate * self.down(hidden)
+
+
+class DoubleBlock(nn.Module):
+    """Attention of text and image tokens together, between linears and feed-forwards of their own."""
+
+    def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.text, self.image = Stream(layer, "text", eps), Stream(layer, "image", eps)
+        self.attention = JointAttention(layer, backend)
+
+    def forward(
+        self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
+    ) -> Float[Tensor, "batch seq dim"]:
+        """One layer."""
+        streams, lengths = (self.text, self.image), (text_tokens, x.shape[1] - text_tokens)
+        parts = x.split(lengths, dim=1)
+        modulations = [modulation(stream.modulation, conditioning, 6) for stream in streams]
+        heads = [
+            stream.heads(modulate(part, shift, scale, stream.eps))
+            for stream, part, (shift, scale, *_) in zip(streams, parts, modulations, strict=True)
+        ]
+        query, key, value = (torch.cat(pair, dim=1) for pair in zip(*heads, strict=True))
+        gathered = [stream_query.shape[1] for stream_query, *_ in heads]
+        attended = self.attention(query, key, value, rope).flatten(2).split(gathered, dim=1)
+        outputs = [
+            stream.after_attention(part, of_part, found[2:])
+            for stream, part, of_part, found in zip(streams, parts, attended, modulations, strict=True)
+        ]
+        return torch.cat(outputs, dim=1)
+
+
+class SingleBlock(_Heads):
+    """Attention and feed-forward of all tokens side by side, between one linear before and one after.
+
+    Both linears hold a head's attention beside its channels of the feed-forward, so that heads can be divided.
+    """
+
+    def __init__(self, layer: LayerSpec, eps: float, backend: AttentionBackend) -> None:
+        super().__init__(layer, "", "qkv_up", eps)
+        self.eps, self._plan = eps, layer.tp_plan("")
+        self.modulation = linear(layer, "modulation")
+        self.rope_order = RopeOrder()
+        self.attention = JointAttention(layer, backend)
+        self.out = linear(layer, "out")
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the linears, by heads."""
+        return self._plan
+
+    def forward(
+        self, x: Float[Tensor, "batch seq dim"], conditioning: Float[Tensor, "batch dim"], rope: Rope, text_tokens: int
+    ) -> Float[Tensor, "batch seq dim"]:
+        """One layer; text and image tokens are computed alike."""
+        shift, scale, gate = modulation(self.modulation, conditioning, 3)
+        query, key, value, up = self.heads(modulate(x, shift, scale, self.eps))
+        rope = self.rope_order(rope, text_tokens)
+        hidden = torch.cat((self.attention(query, key, value, rope), F.gelu(up, approximate="tanh")), dim=-1)
+        return x + gate * self.out(hidden.flatten(2))
+
+
+TIME_FACTOR = 1000.0
+"""Factor of times and guidance scales before they are embedded."""
+
+
+class DiffusionTransformer(nn.Module):
+    """Velocity of a noisy latent image, given its time, its text, and where the model reads it the guidance scale.
+
+    `seq_len` is the longest sequence of text and image tokens.
+    """
+
+    def __init__(self, config: DiffusionConfig, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
+        super().__init__()
+        self.spec = diffusion_spec(config)
+        linears = {
+            linear.name: Linear(linear.inputs, linear.outputs, linear.std, linear.bias_std, quantizable=False)
+            for linear in end_linears(config)
+        }
+        self.shard = TokenShard()
+        self.inputs: Inputs | None = Inputs(linears)
+        self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self.output: Output | None = Output(linears, modulation_style(config), config.norm_eps)
+        self.rope = AxialRotaryEmbedding(config.rope_axes, seq_len, config.rope_theta)
+
+    def forward(
+        self,
+        image: Float[Tensor, "batch patches patch_dim"] | Float[Tensor, "batch seq_and_conditioning dim"],
+        text: Float[Tensor, "batch text_tokens text_dim"],
+        *,
+        pooled: Float[Tensor, "batch pooled_dim"],
+        times: Float[Tensor, " batch"],
+        positions: Int[Tensor, "batch_or_1 seq 3"],
+        guidance: Float[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch patches patch_dim"] | Float[Tensor, "batch seq_and_conditioning dim"]:
+        """Predicted velocity of every patch.
+
+        Pipeline stages send each other hidden states, then the conditioning as one token more: a later stage
+        gets them as `image`, and all but the last one return them.
+
+        `times` are 0 for data and 1 for noise, in fp32 as `guidance`. `positions` are those of text and image tokens,
+        see `grid_positions`.
+        """
+        text = self.shard(text)
+        if self.inputs is None:
+            x, conditioning = image[:, :-1], image[:, -1]
+        else:
+            x, conditioning = self.inputs(self.shard(image), text, pooled, times, guidance)
+        rope = self.rope(positions)
+        for block in self.blocks.values():
+            x = block(x, conditioning, rope, text.shape[1])
+        if self.output is None:
+            return torch.cat((x, conditioning[:, None]), dim=1)
+        return self.output(x[:, text.shape[1] :], conditioning)
+
+    def pp_plan(self) -> PipelinePlan:
+        """Children that only the first or the last stage holds."""
+        return self.spec.pipeline
+
+    def reset_buffers(self) -> None:
+        """Compute the RoPE caches, once memory is real."""
+        self.rope.reset()
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of a training step per token, as executed."""
+        return self.spec.flops_per_token(seq_len)
+
+
+class Embedder(nn.Module):
+    """Linear, SiLU, linear: features of a sequence to a part of its conditioning."""
+
+    def __init__(self, linears: Mapping[str, Linear], name: str) -> None:
+        super().__init__()
+        self.hidden, self.out = linears[f"{name}.hidden"], linears[f"{name}.out"]
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Replicated linears; the conditioning modulates this rank's tokens."""
+        return {"hidden": SEQUENCE_PARALLEL, "out": SEQUENCE_PARALLEL}
+
+    def forward(self, x: Float[Tensor, "batch features"]) -> Float[Tensor, "batch dim"]:
+        """Embedding, in the dtype of the weights."""
+        return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))
+
+
+class Inputs(nn.Module):
+    """First hidden states of text and image tokens, and the conditioning of their sequence."""
+
+    def __init__(self, linears: Mapping[str, Linear]) -> None:
+        super().__init__()
+        self.image, self.text = linears["inputs.image"], linears["inputs.text"]
+        self.time, self.pooled = Embedder(linears, "inputs.time"), Embedder(linears, "inputs.pooled")
+        self.guidance = Embedder(linears, "inputs.guidance") if "inputs.guidance.out" in linears else None
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Replicated linears over this rank's tokens."""
+        return {"image": SEQUENCE_PARALLEL, "text": SEQUENCE_PARALLEL}
+
+    def forward(
+        self, image: Tensor, text: Tensor, pooled: Tensor, times: Tensor, guidance: Tensor | None
+    ) -> tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch dim"]]:
+        """Text tokens, then image tokens, and SiLU of the conditioning, which every modulation reads.
+
+        Raises:
+            ValueError: a guidance scale is missing, or given to a model that reads none.
+        """
+        if (guidance is None) != (self.guidance is None):
+            raise ValueError(f"the model reads {'no' if self.guidance is None else 'a'} guidance scale")
+        conditioning = self.time(sinusoid(times * TIME_FACTOR))
+        if self.guidance is not None and guidance is not None:
+            conditioning = conditioning + self.guidance(sinusoid(guidance * TIME_FACTOR))
+        conditioning = conditioning + self.pooled(pooled)
+        dtype = self.image.weight.dtype
+        x = torch.cat((self.text(text.to(dtype)), self.image(image.to(dtype))), dim=1)
+        return x, F.silu(conditioning)
+
+
+class Output(nn.Module):
+    """Modulated norm and linear to the numbers of a patch."""
+
+    def __init__(self, linears: Mapping[str, Linear], style: TPStyle, eps: float) -> None:
+        super().__init__()
+        self.modulation, self.linear = linears["output.modulation"], linears["output.linear"]
+        self.gather = ResultGather()
+        self.eps, self._style = eps, style
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Sharded modulation, and a replicated linear over this rank's tokens."""
+        return {"modulation": self._style, "linear": SEQUENCE_PARALLEL}
+
+    def forward(
+        self, x: Float[Tensor, "batch patches dim"], conditioning: Float[Tensor, "batch dim"]
+    ) -> Float[Tensor, "batch patches patch_dim"]:
+        """Velocity of the patches."""
+        shift, scale = modulation(self.modulation, conditioning, 2)
+        return self.gather(self.linear(modulate(x, shift, scale, self.eps)))
+
+
+def sinusoid(x: Float[Tensor, " batch"]) -> Float[Tensor, "batch features"]:
+    """Cosines, then sines of x at `TIME_FEATURES / 2` frequencies from 1 down to almost 1 / 10,000, in fp32."""
+    half = TIME_FEATURES // 2
+    exponent = -math.log(10_000) * torch.arange(half, dtype=torch.float32, device=x.device) / half
+    angles = x.float()[:, None] * exponent.exp()
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)

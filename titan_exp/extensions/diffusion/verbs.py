@@ -1,0 +1,106 @@
+"""The verb `encode`, which imports torch when it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from titan_exp.config.command_line.options import HELP, options_help, parse_options
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.types import PositiveInt, Share
+from titan_exp.config.images.image_options import ImageOptions, ImageSource
+
+if TYPE_CHECKING:
+    from titan_exp.config.images.latent_format import LatentFormat
+    from titan_exp.data.latent_store.writer import StoreOptions
+
+EXPERIMENT = "flux_laptop"
+"""Experiment that trains from a store."""
+USAGE = """\
+titan-exp encode images=KIND out=STORE [paths=...] [size=...]
+  for example: titan-exp encode images=emoji out=stores/emoji
+               titan-exp encode images=folder paths=photos out=stores/photos size=48 max_aspect=2
+               titan-exp encode images=webdataset paths='shards/*.tar' out=stores/web latents=flux/vae texts=flux"""
+
+
+@dataclass(frozen=True)
+class EncodeOptions(ImageOptions, ImageSource):
+    """Options of `titan-exp encode`."""
+
+    out: str = ""
+    """Folder of the store to make, such as stores/glyphs."""
+    dtype: Literal["fp16", "fp32"] = "fp32"
+    """Type of the store's arrays; fp16 takes half the disk."""
+    validation_fraction: Share = 0.05
+    """Share of the images held out for evaluation, chosen by caption."""
+    shard_samples: PositiveInt = 4096
+    """Samples after which a shard is full and safe: the same command resumes after an interruption."""
+
+
+def encode(argv: Sequence[str]) -> int:
+    """Encode captioned images into a latent store, for training a diffusion model.
+
+    Returns the exit code.
+    """
+    if set(argv) & set(HELP):
+        print(options_help(USAGE, EncodeOptions), end="")
+        return 0
+    options = parse_options(EncodeOptions, argv, positional=[])
+    if not options.out:
+        raise UserError(
+            "This cannot be encoded.", [Violation("out", "", "no folder is given", f"out=stores/{options.images}")]
+        )
+    from rich.progress import Progress
+
+    from titan_exp.config.command_line.terminal import Terminal
+    from titan_exp.config.images.latent_format import latent_format
+    from titan_exp.data.images.open_images import open_images
+    from titan_exp.data.latent_store.encoders import Encoders
+    from titan_exp.data.latent_store.writer import write_latent_store
+
+    encoders = Encoders.build(latent_format(options))
+    images = open_images(options, options)
+    out, console = Path(options.out).expanduser(), Terminal(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("images", total=len(images))
+        manifest = write_latent_store(
+            out, images, encoders, _store_options(options), lambda done, _: bar.update(task, completed=done)
+        )
+    samples = manifest.samples
+    print(
+        f"{options.out}: {images.name}; {samples['train']:,} samples to train on and {samples['validation']:,} held "
+        f"out, each of {manifest.text_tokens} text and {manifest.rows * manifest.columns} image tokens"
+    )
+    sizes = "".join(f" {key}={value}" for key, value in _sizes_unlike(EXPERIMENT, manifest).items())
+    print(f"To train from it: titan-exp train +experiment={EXPERIMENT} data.paths='[{options.out}]'{sizes}")
+    return 0
+
+
+def _sizes_unlike(name: str, encoded: "LatentFormat") -> dict[str, int]:
+    """Keys of an experiment that have other values than the samples need."""
+    from omegaconf import OmegaConf
+
+    from titan_exp.config.hydra.compose import compose
+
+    sizes = {
+        "model.patch_dim": encoded.channels,
+        "model.text_tokens": encoded.text_tokens,
+        "model.text_dim": encoded.text_dim,
+        "model.pooled_dim": encoded.pooled_dim,
+        "training.seq_len": encoded.tokens,
+    }
+    config = compose([f"+experiment={name}"])
+    return {key: value for key, value in sizes.items() if OmegaConf.select(config, key) != value}
+
+
+def _store_options(options: EncodeOptions) -> "StoreOptions":
+    from titan_exp.data.latent_store.writer import StoreOptions
+
+    return StoreOptions(
+        size=options.size,
+        max_aspect=options.max_aspect,
+        validation_fraction=options.validation_fraction,
+        shard_samples=options.shard_samples,
+        dtype=options.dtype,
+        seed=options.seed,
+    )

@@ -1,0 +1,1 @@
+"""Causal language models of transformers (`model=huggingface`), of any class that it has."""

@@ -1,0 +1,205 @@
+"""Parts of a class of transformers: embedding, list of blocks, head, all else around the blocks, and initial weights.
+
+The class initializes its parameters on the meta device, where nothing is drawn, and the last operator on each is noted.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.extensions.transformers.attention import RECORDER, AttentionCalls, recording_attention
+from titan_exp.extensions.transformers.repository import build_class
+from titan_exp.models.blocks.initialization import InitSpec
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.transformers.huggingface import Config
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of `config.json` with a number of experts."""
+
+PROBED_TOKENS = 8
+"""Tokens of the forward pass on the meta device that shows shapes of attention."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model of transformers, taken apart. Modules are the model's own."""
+
+    model: Any
+    """The whole model."""
+    embedding: nn.Embedding
+    """Token embedding."""
+    embedding_scale: float | None
+    """Factor of the rows that the embedding returns; None if there is none."""
+    blocks_path: str
+    """Path of the list of blocks in the model's body, such as `layers`."""
+    blocks: nn.ModuleList
+    """Blocks in order."""
+    others: dict[str, nn.Module]
+    """Outermost modules of the body beside embedding and blocks, by path with `_` for dots."""
+    head: nn.Linear
+    """LM head."""
+    tied: bool
+    """True if the head uses the embedding's weight."""
+
+    @property
+    def body(self) -> Any:
+        """The model without its head."""
+        return self.model.base_model
+
+
+def take_apart(config: "Config", attention: str) -> Anatomy:
+    """Build the model of a config on the current default device, and find its parts.
+
+    Raises:
+        UserError: there is no such class, or its parts are not those of a decoder whose head is one matmul.
+    """
+    model = _built(config, attention)
+    name, body = type(model).__name__, model.base_model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    path, blocks = _blocks(body, config.layers, name)
+    if not isinstance(embedding, nn.Embedding) or embedding.weight.shape != (config.vocab_size, config.dim):
+        raise unsupported(f"{name}'s token embedding is no table of model.vocab_size by model.dim")
+    if type(head) is not nn.Linear or head.bias is not None or head.weight.shape != embedding.weight.shape:
+        raise unsupported(f"{name}'s head is no linear layer of model.dim to model.vocab_size without bias")
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    if type(embedding) is not nn.Embedding and scale is None:
+        raise unsupported(f"{name}'s token embedding is a {type(embedding).__name__}, which does more than look up")
+    taken = {embedding, blocks}
+    others = {path.replace(".", "_"): module for path, module in _outermost(body, taken)}
+    anatomy = Anatomy(model, embedding, scale, path, blocks, others, head, head.weight is embedding.weight)
+    held = [embedding, blocks, head, *others.values()]
+    found = {parameter for module in held for parameter in module.parameters()}
+    lost = [key for key, parameter in model.named_parameters() if parameter not in found]
+    if lost:
+        raise unsupported(f"{name} has parameters outside of embedding, blocks and head: {', '.join(lost[:3])}")
+    return anatomy
+
+
+@torch.no_grad()
+def recorded_calls(anatomy: Anatomy) -> AttentionCalls:
+    """Calls of attention in a forward pass on the meta device, of a model with the recorder as its attention.
+
+    Raises:
+        UserError: the model does more with its hidden states or logits than the head's matmul.
+    """
+    model, name = anatomy.model, type(anatomy.model).__name__
+    if any((getattr(model.config, key, None) or 0) > 1 for key in EXPERTS):
+        raise unsupported(f"{name} routes tokens to experts, which the families of titan_exp alone train")
+    seen: dict[str, Any] = {}
+    hooks = [
+        anatomy.head.register_forward_hook(lambda _, inputs, output: seen.update(input=inputs[0], output=output)),
+        anatomy.body.register_forward_hook(lambda _, __, output: seen.update(hidden=output[0])),
+    ]
+    tokens = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(PROBED_TOKENS, device="meta")[None]
+    try:
+        with recording_attention() as calls:
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, masks=()).logits
+    except Exception as error:  # whatever a class raises
+        reason = " ".join(str(error).split())[:300]
+        raise unsupported(f"{name} cannot be called on the meta device: {type(error).__name__}: {reason}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not {"input", "hidden"} <= seen.keys():
+        raise unsupported(f"{name} does not call its body and its head as a whole")
+    if not _same_storage(seen["input"], seen["hidden"]):
+        raise unsupported(f"{name} changes the last hidden states before its head, as by a scale or a projection")
+    if not _same_storage(logits, seen["output"]):
+        raise unsupported(f"{name} changes its logits after the head, as by a scale or a soft cap")
+    return calls
+
+
+def recorder_of(config: "Config") -> Anatomy:
+    """The parts of a config's model with the recorder as its attention."""
+    return take_apart(config, RECORDER)
+
+
+def unsupported(reason: str) -> UserError:
+    """Refusal of a class."""
+    remedy = "another class; or a module of your own, see docs/guides/extending.md"
+    return UserError("This run cannot be started.", [Violation("model.repository", "", reason, remedy)])
+
+
+def recorded_init(model: Any) -> dict[nn.Parameter, InitSpec]:
+    """Initial distribution of each parameter of a meta model; those drawn from another one are left out.
+
+    The embedding's row of a padding token, which classes set to zero, starts like the other rows.
+    """
+    with _InitRecorder(model) as recorder, torch.no_grad():
+        model.initialize_weights()
+    return {parameter: init for parameter, init in recorder.found.items() if init is not None}
+
+
+def _built(config: "Config", attention: str) -> Any:
+    try:
+        return build_class(config, attention)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a class raises
+        reason = " ".join(str(error).split())[:300]
+        kind = config.config_json.get("model_type")
+        raise unsupported(f"a {kind} cannot be built with our attention: {type(error).__name__}: {reason}") from error
+
+
+def _blocks(body: nn.Module, layers: int, name: str) -> tuple[str, nn.ModuleList]:
+    for path, module in body.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers and path:
+            return path, module
+    raise unsupported(f"{name} has no list of {layers} blocks")
+
+
+def _outermost(module: nn.Module, taken: set[nn.Module], prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Outermost modules that neither are taken nor hold a taken one."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if child in taken:
+            continue
+        if any(part in taken for part in child.modules()):
+            found += _outermost(child, taken, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", child))
+    return found
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return _storage(one) == _storage(other)
+
+
+class _InitRecorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = {_storage(parameter): parameter for parameter in model.parameters()}
+        self.found: dict[nn.Parameter, InitSpec | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args and isinstance(args[0], Tensor) and func._schema.is_mutable else None
+        parameter = None if target is None else self._parameters.get(_storage(target))
+        if parameter is not None and target is not None:
+            if target.numel() == parameter.numel():
+                self.found[parameter] = _init_of(func, args[1:], kwargs)
+            elif func._schema.name != "aten::zero_":
+                self.found[parameter] = None
+        return func(*args, **kwargs)
+
+
+def _init_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InitSpec | None:
+    match func._schema.name:
+        case "aten::zero_":
+            return InitSpec("zeros")
+        case "aten::fill_" if args[0] in (0, 1):
+            return InitSpec("ones" if args[0] else "zeros")
+        case "aten::normal_":
+            mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], kwargs.get("std", 1.0))
+            return InitSpec("normal", float(std)) if mean == 0 else None
+    return None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,265 @@
+"""Model spec of a class of transformers, read off a model on the meta device, and its tensor-parallel plan in our
+styles."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.extensions.transformers.anatomy import Anatomy, recorded_calls, recorded_init, recorder_of, unsupported
+from titan_exp.extensions.transformers.attention import AttentionCalls
+from titan_exp.models.spec.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    TensorSpec,
+    Unsupported,
+)
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise, SequenceParallel
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.transformers.huggingface import Config
+
+LinearStyle = Colwise | Rowwise | SequenceParallel
+
+GATHERED = ("colwise_gather_output", "colwise_rep")
+SPLIT = ("rowwise_split_input", "rowwise_rep")
+SUPPORTED = ("colwise", "rowwise", *GATHERED, *SPLIT, "replicated_with_grad_allreduce", "replicate")
+"""Styles of transformers that are translated."""
+
+
+@dataclass
+class BlockStyles:
+    """Tensor-parallel styles of a block."""
+
+    linears: dict[str, LinearStyle] = field(default_factory=dict)
+    """Style by the path of a linear."""
+    heads: list[str] = field(default_factory=list)
+    """Paths of norms over this rank's heads."""
+    gathering: list[str] = field(default_factory=list)
+    """Paths of modules that are called with all tokens."""
+    refusal: str | None = None
+    """Reason for which the block cannot be sharded."""
+
+
+def describe(config: "Config") -> ModelSpec:
+    """Spec of a config's model.
+
+    Raises:
+        UserError: transformers is missing, or the class cannot be trained here.
+    """
+    with torch.device("meta"):
+        anatomy = recorder_of(config)
+    calls = recorded_calls(anatomy)
+    _require_trainable(config, anatomy, calls)
+    stds = {parameter: init.std for parameter, init in recorded_init(anatomy.model).items()}
+    paths: dict[nn.Module, str] = {module: path for path, module in anatomy.blocks.named_modules()}
+    attention = {int(number): (rest, calls.found[module]) for module, (number, rest) in _by_block(calls, paths).items()}
+    layers, refusals = [], dict[str, str]()
+    for number, block in enumerate(anatomy.blocks):
+        styles = styles_of_block(anatomy, block, attention.get(number))
+        if styles.refusal is not None:
+            refusals.setdefault("tp", f"{type(anatomy.model).__name__}: {styles.refusal}")
+        layers.append(_layer(block, styles, attention.get(number), stds))
+    if not _plan(anatomy):
+        refusals["tp"] = f"{type(anatomy.model).__name__} brings no tensor-parallel plan for its blocks"
+    ends = [
+        TensorSpec(f"others.{path}.{name}", tuple(parameter.shape))
+        for path, module in anatomy.others.items()
+        for name, parameter in module.named_parameters()
+    ]
+    return ModelSpec(
+        tuple(layers),
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        tied=anatomy.tied,
+        norm_eps=0.0,
+        embedding_std=stds.get(anatomy.embedding.get_parameter("weight"), 0.0),
+        attention_backend=config.attention_backend,
+        ends=tuple(ends),
+        unsupported=tuple(_unsupported(anatomy, refusals)),
+    )
+
+
+def styles_of_block(anatomy: Anatomy, block: nn.Module, attention: tuple[str, AttentionSpec] | None) -> BlockStyles:
+    """Tensor-parallel styles of a block, by the plan of its class."""
+    outputs = {path: module.out_features for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    return block_styles(_plan(anatomy), outputs, [name for name, _ in block.named_parameters()], attention)
+
+
+def _plan(anatomy: Anatomy) -> dict[str, str]:
+    """The class's plan for a block, by path in it."""
+    prefix = f"{anatomy.blocks_path}.*."
+    plan = getattr(anatomy.body.config, "base_model_tp_plan", None) or {}
+    return {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
+
+
+def _layer(
+    block: nn.Module,
+    styles: BlockStyles,
+    attention: tuple[str, AttentionSpec] | None,
+    stds: dict[nn.Parameter, float],
+) -> LayerSpec:
+    linears, described = [], set[nn.Parameter]()
+    for path, module in block.named_modules():
+        if type(module) is nn.Linear:
+            described |= set(module.parameters())
+            tp = SEQUENCE_PARALLEL if styles.refusal is not None else styles.linears[path]
+            std = stds.get(module.get_parameter("weight"), 0.0)
+            linears.append(
+                LinearSpec(path, module.in_features, module.out_features, std, tp, bias=module.bias is not None)
+            )
+    tensors = [
+        TensorSpec(name, tuple(parameter.shape), in_matmul=parameter.dim() > 1)
+        for name, parameter in block.named_parameters()
+        if parameter not in described
+    ]
+    return LayerSpec(None if attention is None else attention[1], tuple(linears), (), tensors=tuple(tensors))
+
+
+def _by_block(calls: AttentionCalls, paths: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:
+    """Block's number, and path in it, of each module that called attention; the first one of a block."""
+    found: dict[nn.Module, tuple[str, str]] = {}
+    seen = set[str]()
+    for module in calls.found:
+        number, _, rest = paths[module].partition(".")
+        if number not in seen:
+            found[module] = (number, rest)
+            seen.add(number)
+    return found
+
+
+def _require_trainable(config: "Config", anatomy: Anatomy, calls: AttentionCalls) -> None:
+    """Refuse classes whose attention or dropout would be computed otherwise than the class says.
+
+    Raises:
+        UserError: the class is refused.
+    """
+    model, name = anatomy.model, type(anatomy.model).__name__
+    if not calls.found:
+        raise unsupported(f"{name} computes its attention itself, not by the interface that takes other kernels")
+    if not calls.is_causal:
+        raise unsupported(f"the attention of {name} sees later tokens")
+    if not calls.masks_arrive:
+        raise unsupported(f"{name} does not hand its arguments on to the attention, which gets its masks there")
+    if calls.unknown:
+        options = ", ".join(f"{key}={_short(value)}" for key, value in calls.unknown.items())
+        raise unsupported(f"the attention of {name} asks for {options}, which our kernels do not compute")
+    if not getattr(model, "_supports_flash_attn", False):
+        raise unsupported(f"{name} has masks that it does not describe to attention kernels")
+    for module in model.modules():
+        plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
+        if plain is not None:
+            raise unsupported(f"{type(module).__name__}.{plain} is a tensor, but neither a parameter nor a buffer")
+    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)} | {calls.dropout}
+    if max(rates) > 0:
+        keys = [key for key, value in model.config.to_dict().items() if _is_dropout(key, value)]
+        reason = f"{name} drops {max(rates):g} of its activations, and each layout would draw others"
+        remedy = " ".join(f"+model.config_overrides.{key}=0.0" for key in keys)
+        given = dict(config.config_overrides)
+        raise UserError("This run cannot be started.", [Violation("model.config_overrides", given, reason, remedy)])
+
+
+def _is_dropout(key: str, value: object) -> bool:
+    return ("drop" in key) and isinstance(value, float) and value > 0
+
+
+def _short(value: object) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _unsupported(anatomy: Anatomy, refusals: dict[str, str]) -> list[Unsupported]:
+    name = type(anatomy.model).__name__
+    found = {
+        "tp": refusals.get("tp"),
+        "cp": f"the attention of {name} is called with whole sequences",
+        "pp": f"{name} is called as a whole, and has no stages",
+    }
+    return [Unsupported(f"parallelism.{axis}", reason) for axis, reason in found.items() if reason is not None]
+
+
+def block_styles(
+    plan: Mapping[str, str],
+    linears: Mapping[str, int],
+    parameters: Iterable[str],
+    attention: tuple[str, AttentionSpec] | None,
+) -> BlockStyles:
+    """Styles of a block from the class's plan for it: style by path, with `*` for numbers.
+
+    `linears` are outputs by path, `parameters` all names, `attention` the attention module's path and shapes.
+    """
+    found = BlockStyles()
+    named = {name: _of(plan, name) for name in parameters}
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in named)
+    styles = {owner: _of(plan, owner) for owner in owners}
+    unknown = {style for style in (*styles.values(), *named.values()) if style is not None and style not in SUPPORTED}
+    if unknown:
+        found.refusal = f"its plan has the style {sorted(unknown)[0]}, which is not translated"
+        return found
+    for owner, style in styles.items():
+        if owner in linears:
+            found.linears[owner] = _linear_style(owner, style, linears[owner], attention)
+        elif style == "replicated_with_grad_allreduce":
+            found.heads.append(owner)
+        elif style not in (None, "replicate"):
+            found.refusal = f"its plan has the style {style} for {owner}, which is no linear layer"
+    for module in {name.rpartition(".")[0]: None for name, style in found.linears.items() if _gathers(style)}:
+        if not any(_splits(style) for name, style in found.linears.items() if name.rpartition(".")[0] == module):
+            found.refusal = f"its plan gathers outputs of {module}, and splits them for no linear after it"
+    _gather_once(found)
+    for owner, style in styles.items():
+        inside = [module for module in _sharded_modules(found) if owner.startswith(f"{module}.")]
+        if style is None and inside:
+            found.refusal = f"its plan shards {inside[0]} and says nothing about {owner}"
+    return found
+
+
+def _gathers(style: LinearStyle) -> bool:
+    return isinstance(style, Colwise) and style.gathers_output
+
+
+def _splits(style: LinearStyle) -> bool:
+    return isinstance(style, Rowwise) and style.splits_input
+
+
+def _of(plan: Mapping[str, str], name: str) -> str | None:
+    """Style of a name, whose numbers are `*` in the plan."""
+    return plan.get(".".join("*" if part.isdecimal() else part for part in name.split(".")))
+
+
+def _linear_style(
+    name: str, style: str | None, outputs: int, attention: tuple[str, AttentionSpec] | None
+) -> LinearStyle:
+    if style in ("rowwise", *SPLIT):
+        return Rowwise(splits_input=style in SPLIT)
+    if style in GATHERED:
+        return Colwise(outputs, described=f"{outputs} outputs of {name}", gathers_output=True)
+    if style != "colwise":
+        return SEQUENCE_PARALLEL
+    if attention is not None and name.startswith(f"{attention[0]}."):
+        heads, kv_heads = attention[1].heads, attention[1].kv_heads
+        return Colwise(kv_heads, described=f"{heads} query heads with {kv_heads} key and value heads")
+    return Colwise(outputs, described=f"{outputs} outputs of {name}")
+
+
+def _gather_once(found: BlockStyles) -> None:
+    """Let modules with column-parallel linears gather their input for all of them."""
+    for name, style in found.linears.items():
+        module = name.rpartition(".")[0]
+        if isinstance(style, Colwise) and module:
+            found.linears[name] = replace(style, gathers=False)
+            found.gathering.append(module)
+    found.gathering = list(dict.fromkeys(found.gathering))
+
+
+def _sharded_modules(found: BlockStyles) -> set[str]:
+    """Modules between whose linears each rank has its own features."""
+    return {
+        name.rpartition(".")[0]
+        for name, style in found.linears.items()
+        if isinstance(style, Colwise) and not style.gathers_output
+    }

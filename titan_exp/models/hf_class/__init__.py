@@ -1,1 +1,0 @@
-"""Model classes of transformers: how one is built, described, attended in, initialized and called."""

@@ -89,3 +89,22 @@ def test_adagc_takes_no_threshold_of_zero(warmup: int):
     weight, _, _ = clipped.step(WEIGHT, BIAS, 2)
     assert torch.equal(weight, WEIGHT)
     assert float(clipped.clipper._adagc.averages[0]) == pytest.approx(float(WEIGHT.norm()))  # type: ignore[union-attr]
+
+
+def test_a_warm_up_counts_from_where_the_averages_begin():
+    """A run that continues one without AdaGC warms up first; one that continues its own averages goes on."""
+    config = GradClipConfig("adagc", warmup_steps=2, relative=1.05)
+    begun = Clipped(config)
+    begun.clipper.restore(None, 10)
+    weight, _, _ = begun.step(WEIGHT, BIAS, step=12)
+    assert float(weight.norm()) < 1, "limited by the norm of all"
+    assert begun.clipper.state() == {"begun": 10}
+    assert torch.equal(begun.step(WEIGHT, BIAS, step=13)[0], weight * begun.clipper._adagc._config.relative)  # type: ignore[union-attr]
+    again = Clipped(config)
+    again.optimizer.load_state_dict(begun.optimizer.state_dict())
+    again.clipper.restore(begun.clipper.state(), 12)
+    assert again.clipper._adagc.begun == 10  # type: ignore[union-attr]
+    older = Clipped(config)
+    older.optimizer.load_state_dict(begun.optimizer.state_dict())
+    older.clipper.restore(None, 12)
+    assert older.clipper.state() == {}

@@ -42,7 +42,7 @@ class LogitClipping(Acting):
 
 
 class ClippingState(Acting):
-    """Averages of gradient norms, as state of the optimizer."""
+    """Averages of gradient norms, as state of the optimizer, and when they began."""
 
     name = "clipping"
     keeps = (AVERAGE_NORM,)
@@ -50,9 +50,13 @@ class ClippingState(Acting):
     def __init__(self, clipper: GradientClipper | NormClipper) -> None:
         self._clipper = clipper
 
+    def state(self) -> dict[str, Any]:
+        """When the averages began."""
+        return self._clipper.state()
+
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Go on from those in the optimizer's state."""
-        self._clipper.restore()
+        self._clipper.restore(state, step)
 
     def on_update(self, update: Update) -> None:
         """Keep those of parameters that are new in the optimizer's state."""

@@ -25,6 +25,8 @@ class AdaGC:
         device = local_tensor(self._parameters[0]).device if self._parameters else None
         self.averages = torch.full((len(self._parameters),), torch.inf, device=device)
         """Average norm of each parameter."""
+        self.begun = 0
+        """Step after which averages began, from which the warm-up counts."""
 
     @torch.no_grad()
     def factors(self, norms: Tensor, *, step: int, grad_norm: Tensor, max_norm: float | None) -> Tensor:
@@ -33,7 +35,7 @@ class AdaGC:
         A gradient of zero sets no threshold, which would freeze its parameter; nor does one that is not finite.
         """
         averages = self.averages
-        if step <= self._config.warmup_steps:
+        if step - self.begun <= self._config.warmup_steps:
             factor = torch.ones_like(norms) if max_norm is None else clip_factor(grad_norm, max_norm).expand_as(norms)
             joined = torch.minimum(averages, factor * norms)
         else:
@@ -45,13 +47,17 @@ class AdaGC:
         return factor
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Take over the averages that a checkpoint has given the optimizer's state, and keep them there."""
+    def restore(self, begun: int | None, step: int) -> None:
+        """Take over the averages that a checkpoint after `step` has given the optimizer's state, and keep them there.
+        None is a checkpoint that does not say when they began: with the run, or, if it has none, now."""
+        known = False
         for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
             state = self._optimizer.state.get(parameter, {})
             if AVERAGE_NORM in state:
                 average.copy_(state[AVERAGE_NORM])
                 state[AVERAGE_NORM] = average
+                known = True
+        self.begun = begun if begun is not None else 0 if known else step
 
     def keep(self) -> None:
         """Keep the averages in the optimizer's state; after its step, since optimizers create their own state where

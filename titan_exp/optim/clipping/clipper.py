@@ -1,6 +1,7 @@
 """Gradient clipping by value, by the norms of parameter groups, or by AdaGC: one device's in every layout."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,11 @@ class NormClipper:
     def keep(self) -> None:
         """Nothing is kept in the optimizer's state."""
 
-    def restore(self) -> None:
+    def state(self) -> dict[str, Any]:
+        """Nothing is kept beside it."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Nothing is restored from it."""
 
 
@@ -81,10 +86,14 @@ class GradientClipper:
         """Average norm of each parameter, with AdaGC."""
         return None if self._adagc is None else self._adagc.averages
 
-    def restore(self) -> None:
-        """Take over AdaGC's averages from the optimizer's state, after a checkpoint is loaded."""
+    def state(self) -> dict[str, Any]:
+        """Step after which AdaGC's averages began, if that was not the run's first."""
+        return {"begun": self._adagc.begun} if self._adagc is not None and self._adagc.begun else {}
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Take over AdaGC's averages from the optimizer's state, after a checkpoint of `step` is loaded."""
         if self._adagc is not None:
-            self._adagc.restore()
+            self._adagc.restore(None if state is None else state["begun"], step)
 
     def keep(self) -> None:
         """Keep AdaGC's averages in the optimizer's state; after its step."""

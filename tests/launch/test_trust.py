@@ -152,7 +152,8 @@ def test_code_that_a_verb_does_not_run_needs_no_trust(verb: str, trained: Path, 
     config = yaml.safe_load((path / "config.yaml").read_text())
     for group, _, name in (key.partition(".") for key in IMPORT_PATH_KEYS[1:]):
         if verb != "evaluate" or group != "data":
-            config[group][name] = "canary_code.corpus"
+            path_of_code = "canary_code.corpus"
+            config[group][name] = {"mine": {"name": path_of_code}} if name == "parts" else path_of_code
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(words_of(verb, path)) == 0
     assert not canary.exists()
@@ -169,6 +170,16 @@ def test_evaluate_on_other_data_does_not_import_the_source(trained: Path, tmp_pa
 def test_every_key_with_an_import_path_needs_trust(key: str, trained: Path, tmp_path: Path, canary: Path):
     path = foreign(trained, tmp_path, key, "canary_code.corpus")
     with pytest.raises(Untrusted, match=key):
+        load_experiment(path / "config.yaml")
+    assert not canary.exists()
+
+
+def test_a_part_of_training_needs_trust(trained: Path, tmp_path: Path, canary: Path):
+    path = foreign(trained, tmp_path)
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    config["training"]["parts"] = {"mine": {"name": "canary_code.corpus", "options": {}}}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(Untrusted, match=r"training\.parts\.mine\.name"):
         load_experiment(path / "config.yaml")
     assert not canary.exists()
 

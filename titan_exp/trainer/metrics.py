@@ -2,7 +2,8 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from titan_exp.tracking.device_rates import mfu_peak
 from titan_exp.tracking.expert_load import ExpertLoadLog
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
@@ -142,6 +144,12 @@ class Report:
                 self._load_log.log(step, self._loads[step])
             for sink in self.sinks:
                 sink.log(row)
+
+    @contextmanager
+    def pause(self, activity: str) -> Iterator[None]:
+        """Leave the `with` block out of training's throughput, and tell the watchdog what it is."""
+        with PROGRESS.phase(f"the {activity}"), self.throughput.pause(activity):
+            yield
 
     def warn(self, warning: str | None) -> None:
         """Show a warning in `status` and the progress display until it is None."""

@@ -1,7 +1,7 @@
 """Trainer: builds the train state of this rank, restores the newest checkpoint, and runs the training loop."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -57,11 +57,10 @@ class Trainer:
         self.ended: str | None = None
         """Reason for which a part has ended training."""
         self.commit = commit(self)
-        remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(
             experiment.checkpoint,
             folder.checkpoints,
-            remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
+            remote=RemoteRun.of(experiment.checkpoint.remote, experiment.experiment.name, folder.path.name),
             prepare=self.commit.restores,
         )
 
@@ -100,7 +99,7 @@ class Trainer:
             self._save()
             with PROGRESS.phase("the last checkpoint"):
                 self.checkpointer.wait()
-                failed = self.parts.finish(self._finished(), self._pause)
+                failed = self.parts.finish(self._finished(), self.report.pause)
                 self.checkpointer.finish_uploads(stopped=not self.is_over)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
@@ -146,7 +145,7 @@ class Trainer:
         PROGRESS.step(step)
         agreed = self.commit.settle(result, logs=self._logs)
         if agreed is None:
-            self.parts.after(Phase.OBSERVE, replace(self._finished(), agreed=False), self._pause)
+            self.parts.after(Phase.OBSERVE, replace(self._finished(), agreed=False), self.report.pause)
             self.checkpointer.poll()
         return agreed
 
@@ -154,21 +153,21 @@ class Trainer:
         """Evaluate, log and save after a step, in this order: a checkpoint never exists without the rows before it.
         Returns True if training stops."""
         done = self._finished()
-        self.parts.after(Phase.OBSERVE, done, self._pause)
+        self.parts.after(Phase.OBSERVE, done, self.report.pause)
         flags |= Flags(save=self.checkpointer.due(self.step))
         done.numbers = dict(self.parts.numbers)
         done.rows = self.commit.rows(self._numbers, due=self._logs or flags.stop or flags.save)
-        self.parts.after(Phase.DECIDE, done, self._pause)
+        self.parts.after(Phase.DECIDE, done, self.report.pause)
         self.ended = self.ended or done.stop_reason
         flags |= Flags(save=done.wants_checkpoint)
         if done.rows:
             self.report.write(done.rows, self.parts.take_numbers())
-        self.parts.after(Phase.SAVE, done, self._pause)
+        self.parts.after(Phase.SAVE, done, self.report.pause)
         self.checkpointer.poll()
         if flags.save or flags.stop or self.is_over:
             self._save(gathers=True)
         self.report.warn(self.checkpointer.warning())
-        self.parts.after(Phase.REPORT, replace(done, last=self.is_over), self._pause)
+        self.parts.after(Phase.REPORT, replace(done, last=self.is_over), self.report.pause)
         self.commit.resume(flags)
         return flags.stop
 
@@ -177,7 +176,7 @@ class Trainer:
             self.commit.collect()
         if not self.commit.leads:
             return
-        with self._pause("checkpoint"):
+        with self.report.pause("checkpoint"):
             self.checkpointer.save(
                 self.step,
                 self.model.parts,
@@ -190,9 +189,8 @@ class Trainer:
 
     def progress(self) -> dict[str, Any]:
         """State beside tensors and data, for checkpoints and for groups that take it over."""
-        progress = {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment)}
-        ended = {} if self.ended is None else {ENDED: self.ended}
-        return {**progress, PARTS: self.parts.state(), **ended, **self.commit.progress()}
+        progress = {"step": self.step, "tokens": self.tokens, ENDED: self.ended, "config": to_dict(self.experiment)}
+        return {**progress, PARTS: self.parts.state(), **self.commit.progress()}
 
     def seed(self) -> None:
         """Seed the generators for the next step."""
@@ -224,9 +222,3 @@ class Trainer:
     def _numbers(self) -> dict[str, float | int | None]:
         """Numbers of a row that need no message."""
         return {**self.parts.take_numbers(), **self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
-
-    @contextmanager
-    def _pause(self, activity: str) -> Iterator[None]:
-        """Leave the `with` block out of training's throughput."""
-        with PROGRESS.phase(f"the {activity}"), self.report.throughput.pause(activity):
-            yield

@@ -31,6 +31,11 @@ class RemoteRun:
         self.url = self.folder.url
         self._kept: set[int] = set()
 
+    @classmethod
+    def of(cls, remote: str | None, name: str, run_id: str) -> "RemoteRun | None":
+        """Remote folder of a run; None if its checkpoints stay here."""
+        return None if remote is None else cls(remote, name, run_id)
+
     def write_config(self, config: Path) -> None:
         """Upload the run's configuration and its signature; this also verifies that the store is writable."""
         for path in (config.with_name(SIGNATURE_FILE), config):

@@ -124,6 +124,18 @@ def test_files_and_functions_stay_small(path: Path):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is longer than 80 lines"
 
 
+def test_the_loop_names_no_feature():
+    """What joins training is a part or a commit. Only the constructor may switch an instrument on."""
+    words = "average|qk_?clip|evaluat|image|semi|replica|fragment|expert|mtp|ramp|quantiz|profil|spike|probe|sampl"
+    loop = (PACKAGE / "trainer/trainer.py").read_text().partition("    def run(self)")[2]
+    assert re.findall(words, loop) == []
+    assert loop.count("\n") < 160
+
+
+def test_no_order_hides_in_hooks_of_an_optimizer():
+    assert [named(path) for path in FILES if "register_step_p" in path.read_text()] == []
+
+
 def test_the_usual_file_is_short():
     assert median(path.read_text().count("\n") for path in FILES) <= 200
 

@@ -42,7 +42,7 @@ def test_a_family_is_one_short_file():
     assert set(builtin_components("model")) >= {"llama", "qwen3"}
     for name, module in builtin_components("model").items():
         lines = (PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 200, name
+        assert len(lines) <= 250, name
 
 
 def test_a_spec_says_what_is_computed_per_sequence():

@@ -34,7 +34,6 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
         "train --cfg job --resolve",
         "train --info defaults model=llama3_8b",
         "train -sc install=bash",
-        "train training.stesp=3",
         "status --help",
         "generate --help",
         "convert --help",
@@ -45,6 +44,12 @@ def test_nothing_heavy_is_imported(words: str):
     heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
     code = f"import sys; from titan_exp.cli.main import main; main(); sys.exit(str({heavy}))"
     assert run(code, *words.split()).stderr.splitlines()[-1] == "[]"
+
+
+def test_a_refusal_types_the_other_values_and_imports_no_more():
+    heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
+    code = f"import sys; from titan_exp.cli.main import main; main(); sys.exit(str({heavy}))"
+    assert run(code, "train", "training.stesp=3").stderr.splitlines()[-1] == "['pydantic']"
 
 
 def test_a_rank_composes_nothing():

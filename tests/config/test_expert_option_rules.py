@@ -28,7 +28,7 @@ def broken(overrides: str) -> list[Violation]:
         (
             f"compile.cuda_graphs=true {BF16} parallelism.dp_shard=2 parallelism.ep=2",
             "compile.cuda_graphs",
-            "every other degree 1",
+            "one rank: parallelism.dp_shard=1 parallelism.ep=1",
         ),
         (f"{FLOAT8} parallelism.tp=2 parallelism.etp=2", "", ""),
         (

@@ -176,6 +176,25 @@ def test_state_is_kept_over_a_kill_and_into_another_layout(tmp_path: Path):
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
 
 
+def test_thresholds_of_clipping_are_kept_over_a_kill(tmp_path: Path):
+    """Bitwise, also where their warm-up began with a parent's step."""
+    clipped = [*SHORT, "grad_clip=adagc", "grad_clip.warmup_steps=1", "grad_clip.relative=1.01", "checkpoint=sync"]
+    words = [*clipped, "training.steps=6", "training.max_grad_norm=null", "checkpoint.every=2", "checkpoint.keep=9"]
+    run(tmp_path / "runs/parent", *words, "grad_clip=norm", "training.stop_after=2")
+    words += [f"checkpoint.continue_from={tmp_path / 'runs/parent'}"]
+    _, whole = run(tmp_path / "runs/whole", *words)
+    _, folder = run(tmp_path / "runs/killed", *words)
+    (folder.checkpoints / "step-00000006").rename(tmp_path / "gone")
+    run(folder.path, *words)
+    found, expected = (
+        [(row["loss"], row["grad_norm"], row["clip/factor"], row["clip/share"]) for row in read_metrics(each.metrics)]
+        for each in (folder, whole)
+    )
+    assert found[-2:] == expected[-2:]
+    assert expected[0][3] == 0, "the warm-up"
+    assert expected[-1][3] > 0
+
+
 def sums_of(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:
     """Tensors that `Counter` keeps, of a checkpoint."""
     path = CheckpointFolder(folder.checkpoints).path_of(step)
@@ -248,7 +267,7 @@ def test_a_step_that_is_repeated_leaves_no_trace(tmp_path: Path):
             assert trainer.run()
             trainer.report.close("done")
             assert getattr(trainer.commit, "refused", True)
-        keys = ("step", "loss", "grad_norm", "experts/load_max", "experts/bias_range", "clip/share", "clip/factor")
+        keys = ("step", "loss", "grad_norm", "experts/balance_loss", "experts/bias_range", "clip/share", "clip/factor")
         rows.append([[row[key] for key in keys] for row in read_metrics(folder.metrics)])
         tensors.append(averages(folder.path, 4))
     assert rows[1] == rows[0]

@@ -38,8 +38,9 @@ def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) ->
             f"there are {layout.world_size} ranks (parallelism: {listed_}); sharded weights are gathered to another "
             "address in every pass, and captured collectives are untested"
         )
+        within = [key for key in ("ep", "etp") if getattr(parallelism, key) > 1]
         yield Violation(
-            _FIELD, True, reason, f"{_OFF}, or one rank: {' '.join(f'parallelism.{key}=1' for key in used)}"
+            _FIELD, True, reason, f"{_OFF}, or one rank: {' '.join(f'parallelism.{key}=1' for key in [*used, *within])}"
         )
 
 

@@ -142,6 +142,20 @@ class Counter(Part):
         return {"steps": self.steps}
 
 
+SEEN: list[dict[str, torch.Tensor]] = []
+"""Weights after each step of this process."""
+
+
+class Weights(Part):
+    """Remembers the weights after each step."""
+
+    def begin(self, run: Run) -> None:
+        self.model = run.state.model.parts[0]
+
+    def after(self, step: Step) -> None:
+        SEEN.append({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
+
+
 class Fails(Part):
     """Fails after step 2."""
 

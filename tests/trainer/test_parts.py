@@ -26,6 +26,7 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.distributed import joined_process_group
+from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.part import Part, Parts, Run
 from titan_exp.trainer.train_step import StepRefused
 from titan_exp.trainer.trainer import Trainer
@@ -202,6 +203,28 @@ def sums_of(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:
     load_into(path, tensors)
     assert len(tensors) > 10
     return tensors
+
+
+def test_a_tail_is_the_mean_of_the_weights_after_its_steps(tmp_path: Path):
+    own_parts.SEEN.clear()
+    tail = ["weight_average=tail", "weight_average.steps=2", "checkpoint=sync"]
+    _, folder = run(tmp_path / "runs/a", *SHORT, *tail, part("weights", "Weights"))
+    for name, value in averages(folder.path, 4).items():
+        mean = (own_parts.SEEN[2][name] + own_parts.SEEN[3][name]) / 2
+        torch.testing.assert_close(value, mean, atol=1e-7, rtol=1e-6)
+
+
+def test_compute_weights_are_at_the_gradient_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In bf16 on one data rank, where they are copies of the weights that an optimizer moves before the passes."""
+    passes = EagerModel.forward_backward
+
+    def checked(model: EagerModel, *given: Any) -> Any:
+        assert model.weights.copies
+        assert all(torch.equal(copy, weight.bfloat16()) for weight, copy in model.weights.copies.items())
+        return passes(model, *given)
+
+    monkeypatch.setattr(EagerModel, "forward_backward", checked)
+    assert run(tmp_path, *SHORT, "optimizer=schedule_free_adamw", "training.mixed_precision=bf16")[0]
 
 
 def test_parts_that_come_or_go_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -256,7 +256,7 @@ def test_an_error_before_the_first_step_closes_every_part(tmp_path: Path):
 def test_a_report_may_fail_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.ERROR):
         assert run(tmp_path, *SHORT, part("aloud", "FailsAloud"))[0]
-    assert "the part aloud failed, and training goes on" in caplog.text
+    assert "the part aloud failed, and training continues" in caplog.text
     assert "on purpose" in caplog.text
 
 

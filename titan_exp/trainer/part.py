@@ -36,7 +36,7 @@ from titan_exp.trainer.train_state import TrainState
 Pause = Callable[[str], AbstractContextManager[object]]
 """Excludes the `with` block of a named activity from training's throughput."""
 SHOWN_SECONDS = 0.1
-"""Least time of a part that is told at the end."""
+"""Least time of a part that the log shows at the end."""
 
 
 class Phase(IntEnum):
@@ -333,7 +333,7 @@ class Parts:
         except Exception:
             if part.fatal:
                 raise
-            get_logger().exception("the part %s failed, and training goes on", part.name)
+            get_logger().exception("the part %s failed, and training continues", part.name)
         finally:
             self._seconds[part.name] += time.perf_counter() - begun
 

@@ -93,7 +93,7 @@ class GroupCommit(Commit):
         return rows
 
     def finishes(self) -> bool:
-        """True in the leader, which others wait for: one of them takes over if it dies."""
+        """True in the leader, which others wait for: one of them takes over after its death."""
         groups = self._groups
         while not groups.leads:
             leader = groups.leader

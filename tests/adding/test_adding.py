@@ -38,10 +38,6 @@ EDITS = {
             '        "lr_schedule.lowest={optimizer.lr}",\n    ),\n',
         ),
     },
-    "source": {
-        "titan_exp/config/schema/builtins.py": ('"python_stdlib", ', '"sums", '),
-        "titan_exp/config/groups/data.py": ("`python_stdlib`, ", "`sums`, "),
-    },
     "part": {
         "titan_exp/trainer/parts.py": (
             "    # After all that leaves garbage.\n",

@@ -2,6 +2,7 @@
 docs/reference.md, and the comments in conf/.
 """
 
+import ast
 import re
 from dataclasses import MISSING
 from pathlib import Path
@@ -13,12 +14,13 @@ from tests.config.conf_files import allowed, default_of, first_here, options, wr
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.yaml_file import read_yaml
-from titan_exp.config.schema.builtins import decay_names
+from titan_exp.config.schema.builtins import decay_names, sources
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.schema import annotation_of, docstrings, example_of, hints, keys, meaning_of, value_keys
 from titan_exp.optim.lr_schedule import Decays
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
+SOURCES = Path(__file__).parents[2] / "titan_exp" / "data" / "sources"
 FILES = list(dict.fromkeys(file for option in options() for file in option.files))
 HEADING = """\
 # Every key
@@ -26,7 +28,18 @@ HEADING = """\
 Written by `make golden` from the config dataclasses; do not edit. Defaults are those of `titan-exp train` with no
 override; – marks a key that the default configuration does not have.
 """
-BUILT_IN = {"lr_schedule.decay": {name: getattr(Decays, name).__doc__ for name in decay_names()}}
+
+
+def _first_line(source: str) -> str:
+    text = ast.get_docstring(ast.parse((SOURCES / f"{source}.py").read_bytes())) or ""
+    meaning = text.partition("\n")[0].removeprefix(f"Source `{source}`: ")
+    return f"{meaning[0].upper()}{meaning[1:]}"
+
+
+BUILT_IN = {
+    "lr_schedule.decay": {name: getattr(Decays, name).__doc__ for name in decay_names()},
+    "data.source": {name: _first_line(name) for name in sources()},
+}
 """Meanings of built-in values that are described in their own modules, by key."""
 
 

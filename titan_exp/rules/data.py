@@ -29,10 +29,13 @@ from titan_exp.config.paths.data_files import (
     tokenizer_words,
     unlimited_split,
 )
-from titan_exp.config.schema.builtins import LATENTS, SOURCES, STORES, TOKENIZERS
+from titan_exp.config.schema.builtins import TOKENIZERS, sources
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.stores.token_store import STORE_OPTIONS, store_vocabulary
+
+_UNSET = {"document": "file"}
+"""Values of keys that choose an input and are never empty, where they are not set."""
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:
@@ -72,18 +75,14 @@ def input_has_text(data: DataConfig) -> Iterator[Violation]:
 
 def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
     """The source reads every given input. A user-defined source may read any of them."""
-    if data.source not in SOURCES:
+    if data.source not in sources():
         return
-    if data.source not in ("text", *STORES, *LATENTS) and data.paths:
-        yield _ignored("paths", data.paths, data.source, "text")
-    if data.source != "text" and data.document != "file":
-        yield _ignored("document", data.document, data.source, "text")
-    if data.source != "huggingface":
-        for key in ("dataset", "subset", "data_files", "validation_split"):
-            value = getattr(data, key)
-            if value:
-                yield _ignored(key, value, data.source, "huggingface")
-    if data.source in (*STORES, *LATENTS) and data.streaming:
+    own = sources()[data.source]
+    for key in dict.fromkeys(key for other in sources().values() for key in other.reads):
+        value, readers = getattr(data, key), [name for name, other in sources().items() if key in other.reads]
+        if key not in own.reads and value and value != _UNSET.get(key):
+            yield _ignored(key, value, data.source, "text" if "text" in readers else readers[0])
+    if own.holds != "text" and data.streaming:
         yield _ignored("streaming", True, data.source, "huggingface")
 
 
@@ -112,7 +111,8 @@ def files_are_divided(data: DataConfig, training: TrainingConfig) -> Iterator[Vi
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """A validation split held out of a stream has a limit, since the stream may be endless."""
-    streamed = data.source == "huggingface" and data.streaming and data.validation_split is None
+    endless = data.source in sources() and sources()[data.source].is_endless
+    streamed = endless and data.streaming and data.validation_split is None
     held_out = training.evaluate_every and data.validation_fraction
     if streamed and held_out and data.validation_documents is None:
         yield unlimited_split(data)

@@ -11,7 +11,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import COMPILE_BACKENDS, OBJECTIVES, SOURCES, decay_names, executor_names
+from titan_exp.config.schema.builtins import COMPILE_BACKENDS, OBJECTIVES, decay_names, executor_names, sources
 from titan_exp.config.schema.component import is_builtin
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
@@ -23,7 +23,7 @@ CPP_COMPILERS = ("g++", "clang++", "c++")
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
     """The data source is built in or can be imported."""
     options = {} if data.source == "images" else data.options
-    yield from _known("data.source", data.source, SOURCES, options, "my_package.data.Corpus")
+    yield from _known("data.source", data.source, tuple(sources()), options, "my_package.data.Corpus")
 
 
 def components_are_known(

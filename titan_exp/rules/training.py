@@ -12,7 +12,7 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, head_is_fp32
-from titan_exp.config.schema.builtins import STORES
+from titan_exp.config.schema.builtins import sources
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, rules
@@ -130,7 +130,7 @@ RULES = rules(
     Refuse(
         "training.evaluate_every",
         lambda data, training: (
-            data.source not in STORES
+            not (data.source in sources() and sources()[data.source].is_store)
             and training.evaluate_every
             and data.validation_fraction == 0
             and data.validation_split is None

@@ -12,8 +12,8 @@ class DataConfig:
     """A source of documents, a tokenizer, and a fixed order."""
 
     source: str
-    """Source of data: `python_stdlib`, `text`, `huggingface`, `tokens`, `latents`, `images`, or the import path of a
-    class in your own package. E.g. `data.source=my_package.data.Source`."""
+    """Source of data: a file of `titan_exp/data/sources`, or the import path of a class in your own package.
+    E.g. `data.source=my_package.data.Source`."""
     paths: tuple[str, ...]
     """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote. Source
     `latents`: one that `titan-exp encode` wrote. Source `images`: a folder, a pattern of tar files, or a Hugging Face

@@ -17,7 +17,7 @@ _KEYS |= {field.name: f"data.options.{field.name}" for field in fields(ImageOpti
 
 
 def format_of(data: DataConfig) -> LatentFormat:
-    """Format of the samples of a source of `LATENTS`.
+    """Format of the samples of a source that holds latents.
 
     Raises:
         UserError: the store cannot be used, or the options do not fit.

@@ -33,7 +33,7 @@ class LatentData:
 
 
 def open_latents(data: DataConfig) -> LatentData:
-    """Open the samples of a source of `LATENTS`; images and their encoders are loaded once in a process.
+    """Open the samples of a source that holds latents; images and their encoders are loaded once in a process.
 
     Raises:
         UserError: the store, the images or their encoders cannot be used.

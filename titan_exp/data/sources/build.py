@@ -7,7 +7,7 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest
-from titan_exp.config.schema.builtins import SOURCES
+from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.call_signature import Call, import_callable, require_members
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.data.sources.base import CONTENT, RandomAccessSource, Source, StreamingSource
@@ -19,7 +19,7 @@ INTERFACE = "titan_exp/data/sources/base.py"
 
 def builtin_source(config: DataConfig) -> ModuleType | None:
     """Module of a built-in source; None for a user's class."""
-    return import_module(f"titan_exp.data.sources.{config.source}") if config.source in SOURCES else None
+    return import_module(f"titan_exp.data.sources.{config.source}") if config.source in sources() else None
 
 
 def build_source(config: DataConfig) -> Source:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.corpus_files import corpus_entries, matching_files
+from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.sources.base import Source
 from titan_exp.data.sources.content import CorpusContent
 from titan_exp.data.sources.load_dataset import explain, load_split
@@ -17,6 +18,8 @@ from titan_exp.data.sources.text_files import FileSource
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+DESCRIPTION = SourceDescription(reads=("dataset", "subset", "data_files", "validation_split"), is_endless=True)
 
 
 def build(config: DataConfig) -> Source:

@@ -8,11 +8,14 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.corpus_files import SPLIT_FURTHER, distinct_files, is_binary, matching_files
+from titan_exp.config.schema.builtins import SourceDescription
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sources.text_files import FileSource
 
 if TYPE_CHECKING:
     from titan_exp.data.sources.split_files import SplitFileSource
+
+DESCRIPTION = SourceDescription(reads=("paths", "document"))
 
 _NAMED = 5
 """Skipped files that are named."""

@@ -23,7 +23,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.corpus_files import LARGEST_TEXT
 from titan_exp.config.paths.token_store_manifest import VERSION, Manifest, read_manifest
 from titan_exp.config.paths.user_folder import user_folder
-from titan_exp.config.schema.builtins import SOURCES
+from titan_exp.config.schema.builtins import sources
 from titan_exp.data.sources.base import STREAMING, RandomAccessSource, Source, content_identity, fingerprint
 from titan_exp.data.sources.build import builtin_source, held_out_fraction
 from titan_exp.data.sources.content import CorpusContent
@@ -113,7 +113,7 @@ class StoredText:
 def stored_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> StoredText | None:
     """Identify a text; None if its documents are tokenized while training: a stream, a text larger than
     `LARGEST_TEXT`, and a source of the user's without a fingerprint, whose documents may change without a sign."""
-    own = data.source not in SOURCES
+    own = data.source not in sources()
     if data.streaming or not isinstance(source, RandomAccessSource):
         return None
     if own and not isinstance(getattr(source, "fingerprint", None), str):

@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.schema.builtins import SOURCES
+from titan_exp.config.schema.builtins import sources
 from titan_exp.data.data_warning import warn
 from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.sources.base import SHARDS, RandomAccessSource, Source, content_identity, fingerprint
@@ -166,7 +166,7 @@ def _exact_remedy(data: DataConfig, source: Source) -> str:
         return "titan-exp tokenize makes a store, of which an epoch reads each token once"
     if data.streaming:
         return "With data.streaming=false it reads each token once"
-    if data.source not in SOURCES and not isinstance(getattr(source, "fingerprint", None), str):
+    if data.source not in sources() and not isinstance(getattr(source, "fingerprint", None), str):
         return (
             f"Give {data.source} a fingerprint that changes with its documents: they are then tokenized once, and an "
             "epoch reads each token once (titan-exp help extending)"

@@ -14,7 +14,7 @@ from titan_exp.config.images.image_options import READ_FROM_PATHS
 from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.config.paths.latent_data import format_of
 from titan_exp.config.paths.latent_store_manifest import LatentManifest
-from titan_exp.config.schema.builtins import LATENTS, SOURCES
+from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
@@ -67,10 +67,14 @@ def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> I
         yield Violation("training.evaluate_every", training.evaluate_every, reason, "training.evaluate_every=0")
 
 
+def _has_latents(data: DataConfig) -> bool:
+    return data.source in sources() and sources()[data.source].holds == "latents"
+
+
 def images_are_given(data: DataConfig) -> Iterator[Violation]:
     """Images have a kind, and a path if they are read from one."""
     if data.source != "images":
-        if data.images is not None and data.source in SOURCES:
+        if data.images is not None and data.source in sources():
             reason = f"source {data.source} reads no images"
             yield Violation("data.images", data.images, reason, f"data=images data.images={data.images}")
         return
@@ -113,13 +117,13 @@ RULES = (
     *rules(tokens_divide),
     *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
     *rules(images_are_given),
-    *rules(store_fits, when=lambda data: data.source in LATENTS),
+    *rules(store_fits, when=_has_latents),
     *rules(
         Refuse(
             "data.source",
             # Language modeling is refused with the same remedy.
             lambda data, spec, training: (
-                spec.latents is not None and data.source not in LATENTS and training.objective == _OBJECTIVE
+                spec.latents is not None and not _has_latents(data) and training.objective == _OBJECTIVE
             ),
             "it has documents, and {model.name} takes latents",
             "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes, or data=images",

@@ -13,7 +13,7 @@ from titan_exp.config.images.latent_format import HASHED_WORDS, PIXELS
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
-from titan_exp.config.schema.builtins import SOURCES
+from titan_exp.config.schema.builtins import sources
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 
@@ -57,7 +57,7 @@ def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
     Texts that are tokenized once have none."""
     shards, ranks = data.virtual_shards, layout.dp_degree
     readers = ranks // gcd(shards, ranks)
-    if readers > 1 and (data.streaming or data.source not in SOURCES):
+    if readers > 1 and (data.streaming or data.source not in sources()):
         yield (
             f"data.virtual_shards={shards} is not a multiple of the {ranks} data-parallel ranks: each document is read "
             f"and tokenized by {readers} ranks; data.virtual_shards={listed(multiples_near(shards, ranks))} reads it "

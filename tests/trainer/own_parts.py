@@ -156,6 +156,13 @@ class Weights(Part):
         SEEN.append({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
 
 
+class Hides(Part):
+    """Hides a member."""
+
+    def begin(self, run: Run) -> None:
+        self.before = run  # type: ignore[assignment,method-assign]
+
+
 class Fails(Part):
     """Fails after step 2."""
 

@@ -332,6 +332,11 @@ def test_a_name_of_ours_is_taken(tmp_path: Path):
         run(tmp_path, *SHORT, part("roofline", "Counter"))
 
 
+def test_an_attribute_that_hides_a_member_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"mine sets self\.before, which hides its member before\(\)"):
+        run(tmp_path, *SHORT, part("mine", "Hides"))
+
+
 def test_parts_are_part_of_the_run_id():
     without = experiment(*SHORT)
     assert run_id(without) != run_id(experiment(*SHORT, part("a", "Counter")))

@@ -242,6 +242,13 @@ class Parts:
         """Before the first step of this process."""
         self._modules = [module for part in run.state.model.parts for module in part.modules()]
         self._each("begin", run)
+        for part in self._parts:
+            members = {name for name, member in vars(Part).items() if callable(member)}
+            if hidden := sorted(members & vars(part).keys()):
+                raise UserError(
+                    f"The part {part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}(). Give the "
+                    "attribute another name."
+                )
 
     def before(self, step: int) -> None:
         """Before a step."""

@@ -78,9 +78,10 @@ class Trainer:
             self.report = Report(
                 self.experiment, self.folder, self.state, first_step=self.step, writes=self.commit.leads
             )
+            stack.callback(self.report.close, "failed")
             self.commit.restored()
             self.parts.begin(Run(self.experiment, self.folder, self.state, self.report, self.step))
-            stack.pop_all()  # `run` closes them
+            stack.pop_all()  # `run` closes the parts, its caller the report
 
     def run(self) -> bool:
         """Train to the last step. Returns False if a stop was requested; the state is saved either way.

@@ -1,5 +1,6 @@
 """The command in a process of its own: what it imports, and completion in a real bash."""
 
+import ast
 import os
 import pty
 import select
@@ -41,15 +42,18 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
     ],
 )
 def test_nothing_heavy_is_imported(words: str):
-    heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
-    code = f"import sys; from titan_exp.cli.main import main; main(); sys.exit(str({heavy}))"
-    assert run(code, *words.split()).stderr.splitlines()[-1] == "[]"
+    assert imported(words) == []
 
 
 def test_a_refusal_types_the_other_values_and_imports_no_more():
+    assert imported("train training.stesp=3") == ["pydantic"]
+
+
+def imported(words: str) -> list[str]:
+    """Heavy packages that a command imports."""
     heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
     code = f"import sys; from titan_exp.cli.main import main; main(); sys.exit(str({heavy}))"
-    assert run(code, "train", "training.stesp=3").stderr.splitlines()[-1] == "['pydantic']"
+    return ast.literal_eval(run(code, *words.split()).stderr.splitlines()[-1])
 
 
 def test_a_rank_composes_nothing():

@@ -18,31 +18,31 @@ class Recorder(Part):
     """Notes every call."""
 
     def begin(self, run: Run) -> None:
-        CALLS.append(f"{self.name} begin")
+        CALLS.append(f"{self.prefix[:-1]} begin")
 
     def before(self, step: int) -> None:
-        CALLS.append(f"{self.name} before {step}")
+        CALLS.append(f"{self.prefix[:-1]} before {step}")
 
     def on_batches(self, step: int, batches: Any) -> Any:
-        CALLS.append(f"{self.name} batches {step}")
+        CALLS.append(f"{self.prefix[:-1]} batches {step}")
         return batches
 
     def on_gradients(self, update: Update) -> None:
-        CALLS.append(f"{self.name} gradients {update.step}")
+        CALLS.append(f"{self.prefix[:-1]} gradients {update.step}")
 
     def on_update(self, update: Update) -> None:
-        CALLS.append(f"{self.name} update {update.step}")
+        CALLS.append(f"{self.prefix[:-1]} update {update.step}")
 
     def after(self, step: Step) -> dict[str, float]:
         known = "row" if "loss" in step.values else "no row"
-        CALLS.append(f"{self.name} after {step.step} {known}")
+        CALLS.append(f"{self.prefix[:-1]} after {step.step} {known}")
         return {"seen": step.step}
 
     def finish(self, step: Step) -> None:
-        CALLS.append(f"{self.name} finish {step.step}")
+        CALLS.append(f"{self.prefix[:-1]} finish {step.step}")
 
     def close(self) -> None:
-        CALLS.append(f"{self.name} close")
+        CALLS.append(f"{self.prefix[:-1]} close")
 
 
 class Acts(Recorder):
@@ -156,6 +156,23 @@ class Weights(Part):
         SEEN.append({name: weight.detach().clone() for name, weight in self.model.named_parameters()})
 
 
+class Tensors(Part):
+    """Returns a tensor as a number."""
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+
+    def after(self, step: Step) -> dict[str, Any]:
+        return {"norm": torch.full((self.elements,), 2.0)}
+
+
+class KeepsTensors(Part):
+    """Has a state that is no JSON."""
+
+    def state(self) -> dict[str, Any]:
+        return {"sum": torch.ones(2)}
+
+
 class Hides(Part):
     """Hides a member."""
 
@@ -183,6 +200,15 @@ class OfThisRank(Part):
     """Has another phase on every rank."""
 
     phase = Phase(int(os.environ.get("RANK", "0")))
+
+
+class Reporting(torch.optim.SGD):
+    """An optimizer with a metric."""
+
+    metric_reductions = {"seen": "mean"}  # noqa: RUF012  # as the guide has it
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        return {"seen": torch.ones(())}
 
 
 class NoPart:

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.trainer import own_parts
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
+from titan_exp.checkpoint.load_state import read_progress
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_id import run_id
@@ -232,8 +233,8 @@ def test_parts_that_come_or_go_are_named(tmp_path: Path, caplog: pytest.LogCaptu
     run(tmp_path / "a", *words, "training.stop_after=2", part("counter", "Counter"))
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "b", *words, f"checkpoint.continue_from={tmp_path / 'a'}", part("other", "Counter"))
-    assert "the checkpoint has a state of counter, which is no part of this run" in caplog.text
-    assert "the checkpoint has no state of other, which begins after step 2" in caplog.text
+    assert "the checkpoint has a state of training.parts.counter, which is no part of this run" in caplog.text
+    assert "the checkpoint has no state of training.parts.other, which begins after step 2" in caplog.text
 
 
 def test_an_error_ends_the_run_and_closes_every_part(tmp_path: Path):
@@ -256,7 +257,7 @@ def test_an_error_before_the_first_step_closes_every_part(tmp_path: Path):
 def test_a_report_may_fail_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.ERROR):
         assert run(tmp_path, *SHORT, part("aloud", "FailsAloud"))[0]
-    assert "the part aloud failed, and training continues" in caplog.text
+    assert "the part training.parts.aloud failed, and training continues" in caplog.text
     assert "on purpose" in caplog.text
 
 
@@ -312,7 +313,7 @@ def _with_a_part_of_its_own() -> None:
     ("words", "said"),
     [
         (["+training.parts.a={name:probe}"], "training.parts.a.name=probe: this is no import path"),
-        (["+training.parts.a-b={name:my.Probe}"], "use letters, digits and _"),
+        (["+training.parts.a-b={name:my.Probe}"], "+training.parts.a_b.name=my.Probe"),
         ([part("a", "Prob")], "has no Prob"),
         ([part("a", "NoPart")], "it is no Part"),
         ([part("a", "Stops", att=2)], "takes no argument att"),
@@ -327,13 +328,38 @@ def test_what_cannot_be_a_part_is_refused_before_the_launch(words: list[str], sa
     assert said in str(refused.value)
 
 
-def test_a_name_of_ours_is_taken(tmp_path: Path):
-    with pytest.raises(UserError, match="Two parts of training are called roofline"):
-        run(tmp_path, *SHORT, part("roofline", "Counter"))
+def test_a_name_of_ours_may_be_yours(tmp_path: Path):
+    words = [*SHORT, "weight_average=ema", part("weight_average", "Counter"), part("roofline", "Counter")]
+    _, folder = run(tmp_path / "runs/a", *words, "checkpoint=sync")
+    assert read_metrics(folder.metrics)[-1]["roofline/steps"] == 4
+    assert read_progress(CheckpointFolder(folder.checkpoints).path_of(4))["parts"] == {
+        "weight_average": {"mode": "ema", "steps": 4},
+        "training.parts.weight_average": {"steps": 4},
+        "training.parts.roofline": {"steps": 4},
+    }
+
+
+def test_a_number_may_be_a_tensor_of_one(tmp_path: Path):
+    _, folder = run(tmp_path / "one", *SHORT, part("mine", "Tensors", elements=1))
+    assert read_metrics(folder.metrics)[-1]["mine/norm"] == 2
+    with pytest.raises(UserError, match="mine/norm: after\\(\\) returns a Tensor, and a row has numbers"):
+        run(tmp_path / "two", *SHORT, part("mine", "Tensors", elements=2))
+
+
+@pytest.mark.parametrize("kind", ["Recorder", "Decides"])
+def test_a_number_of_a_part_replaces_none_of_ours(tmp_path: Path, kind: str):
+    words = ["optimizer.name=tests.trainer.own_parts.Reporting", "optimizer.eps=1e-4"]
+    with pytest.raises(UserError, match=r"training\.parts\.optimizer: rows have optimizer/seen already"):
+        run(tmp_path, *SHORT, "tracking.log_every=1", *words, part("optimizer", kind))
+
+
+def test_a_state_that_is_no_json_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match=r"training\.parts\.mine: state\(\) returns what JSON cannot hold"):
+        run(tmp_path, *SHORT, "checkpoint=sync", part("mine", "KeepsTensors"))
 
 
 def test_an_attribute_that_hides_a_member_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"mine sets self\.before, which hides its member before\(\)"):
+    with pytest.raises(UserError, match=r"training\.parts\.mine sets self\.before, which hides its member before\(\)"):
         run(tmp_path, *SHORT, part("mine", "Hides"))
 
 

@@ -1,5 +1,6 @@
 """Component and compile backend rules: built-in names or existing import paths."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -45,9 +46,10 @@ def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
     for label, part in training.parts.items():
         key = f"training.parts.{label}"
         if not label.isidentifier():
-            yield Violation(key, label, "this is no word", "use letters, digits and _, as in probe_1")
+            word = re.sub(r"\W|^(?=\d)", "_", label)
+            yield Violation(key, label, "this is no word", f"+training.parts.{word}.name={part.name}")
         elif not is_dotted(part.name):
-            yield Violation(f"{key}.name", part.name, "this is no import path", "as in my_package.parts.Probe")
+            yield Violation(f"{key}.name", part.name, "this is no import path", f"+{key}.name=my_package.parts.Probe")
         elif (violation := find_dotted(part.name, f"{key}.name")) is not None:
             yield violation
 

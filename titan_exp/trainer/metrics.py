@@ -130,6 +130,7 @@ class Report:
     def write(self, rows: Sequence[Row], numbers: Numbers) -> None:
         """Write rows of steps that are committed, at least one, the last with further numbers."""
         if rows[-1].row is not None:
+            _require_new(numbers, rows[-1].row)
             rows[-1].row |= numbers
         self.last_rows = [row.row for row in rows if row.row is not None]
         self._loads = {step: self._loads[step] for row in self.last_rows if (step := row["step"]) in self._loads}
@@ -189,6 +190,7 @@ class Report:
         if not self.leader:
             return Row({**numbers, **others}, None)
         memory = self.memory.read()
+        _require_new(also, {**numbers, **others})
         row = {
             "step": step,
             "tokens": tokens,
@@ -255,3 +257,10 @@ class Report:
             if not self._heartbeat_failed:
                 get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
             self._heartbeat_failed = True
+
+
+def _require_new(numbers: Numbers, row: Mapping[str, Any]) -> None:
+    """Refuse numbers of a part that stand in the row already."""
+    if taken := sorted(numbers.keys() & row.keys()):
+        label, _, name = taken[0].partition("/")
+        raise UserError(f"training.parts.{label}: rows have {taken[0]} already. Return {name} by another name.")

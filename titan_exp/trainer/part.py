@@ -10,9 +10,9 @@ list (`trainer/parts.py`), which is the same on every rank:
 """
 
 import hashlib
+import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -141,7 +141,7 @@ class Part:
     isolated: ClassVar[bool] = True
     """True if generators, gradient mode and the modules' training modes are restored after each call."""
     name: str = ""
-    """Name in checkpoints and in the log, unique in a run."""
+    """Name in checkpoints and in the log, unique in a run: of yours its key, `training.parts.NAME`."""
     prefix: str = ""
     """Prefix of its numbers in rows."""
 
@@ -199,7 +199,7 @@ class Parts:
     """The parts of a run, called in the order of their phases, and within a phase in that of the list.
 
     Raises:
-        UserError: two parts have one name, or ranks have other parts or another order.
+        UserError: ranks have other parts or another order.
     """
 
     def __init__(self, parts: Iterable[Part] = (), *, ranks: dist.ProcessGroup | None = None) -> None:
@@ -209,9 +209,7 @@ class Parts:
         """Numbers that wait for a row."""
         self._overriding: dict[str, list[Part]] = {}
         self._modules: list[nn.Module] = []
-        if len(self._seconds) < len(self._parts):
-            twice = next(name for name, found in Counter(part.name for part in self._parts).items() if found > 1)
-            raise UserError(f"Two parts of training are called {twice}. Give yours another name under training.parts.")
+        assert len(self._seconds) == len(self._parts), "names are unique"
         self._ranks = ranks
         if ranks is not None:
             _require_same_order([f"{part.phase.name.lower()} {part.name}" for part in self._parts], ranks)
@@ -225,8 +223,17 @@ class Parts:
         return {name for part in self._parts for name in part.keeps}
 
     def state(self) -> dict[str, Any]:
-        """States of all parts that have one, by name."""
-        return {part.name: state for part in self._parts if (state := part.state())}
+        """States of all parts that have one, by name. Raises UserError if one of the user's is no JSON."""
+        states = {part.name: state for part in self._parts if (state := part.state())}
+        for name in (part.name for part in self._parts if part.prefix and part.name in states):
+            try:
+                json.dumps(states[name])
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{name}: state() returns what JSON cannot hold ({error}). Return numbers, texts, "
+                    "lists and mappings; tensors belong into optimizer.state[parameter]."
+                ) from error
+        return states
 
     def restore(self, states: Mapping[str, Any], step: int) -> None:
         """Restore each part from its state after `step`, and name those that only the checkpoint or the run has."""
@@ -246,7 +253,7 @@ class Parts:
             members = {name for name, member in vars(Part).items() if callable(member)}
             if hidden := sorted(members & vars(part).keys()):
                 raise UserError(
-                    f"The part {part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}(). Give the "
+                    f"{part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}(). Give the "
                     "attribute another name."
                 )
 
@@ -287,7 +294,10 @@ class Parts:
             if part.phase == phase or (part.phase, phase) == (Phase.ACT, Phase.OBSERVE):
                 due = part.due(step.step, last=step.last)
                 with self._calling(part), pause(part.name) if due else nullcontext():
-                    self.numbers |= {f"{part.prefix}{name}": value for name, value in (part.after(step) or {}).items()}
+                    self.numbers |= {
+                        f"{part.prefix}{name}": _number(f"{part.prefix}{name}", value)
+                        for name, value in (part.after(step) or {}).items()
+                    }
         if phase is Phase.DECIDE and self._ranks is not None and any(part.phase is phase for part in self._parts):
             step.agree(self._ranks)
 
@@ -362,6 +372,18 @@ def _isolated(modules: Sequence[nn.Module]) -> Iterator[None]:
         torch.set_grad_enabled(gradients)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    """Number of a row. Raises UserError if a part returns something else; of a tensor, its one element counts."""
+    if value is None or isinstance(value, int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{name}: after() returns a {type(value).__name__}, and a row has numbers ({error})."
+        ) from error
 
 
 def _require_same_order(order: Sequence[str], ranks: dist.ProcessGroup) -> None:

@@ -40,6 +40,7 @@ def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     # Of the weights as the next step begins with them.
     if state.average is not None:
         yield Averaging(state.average)
+    # Around the optimizer alone: it keeps the weights from before the first step.
     if experiment.semi_sync.enabled:
         outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(experiment, state))
         outer.after_move = state.moved
@@ -62,6 +63,7 @@ def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layo
         yield ProfileWindow(profiling, folder.traces, mesh.device)
     if profiling.memory_step is not None:
         yield MemorySnapshot(profiling.memory_step, folder.traces, state)
+    # Its numbers join the row that the phases after it see.
     if training.evaluate_every:
         shard: dict[str, Any] = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
         loader = ValidationLoader(experiment.data, training.seq_len, **shard, micro_batch_size=layout.micro_batch_size)
@@ -102,7 +104,7 @@ def build_part(label: str, config: PartConfig) -> Part:
         remedy = "phase = Phase.REPORT, or fatal = True"
         raise UserError("This run cannot be started.", [Violation(f"{key}.name", config.name, reason, remedy)])
     part = kind(**revealed(config.options, f"{key}.options"))
-    part.name, part.prefix = label, f"{label}/"
+    part.name, part.prefix = key, f"{label}/"  # no part of ours is called like a key
     return part
 
 

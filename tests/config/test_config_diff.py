@@ -16,3 +16,9 @@ def test_of_many_the_first_are_listed():
     found = differences({str(key): 0 for key in range(50)}, {str(key): 1 for key in range(50)})
     assert len(found) == 21
     assert found[-1] == "\n  and 30 more"
+
+
+def test_an_empty_key_that_an_older_version_lacks_is_no_difference():
+    assert differences({"a": 1}, {"a": 1, "parts": {}, "ramp": []}) == []
+    assert differences({"parts": {"x": 1}}, {"parts": {}}) != []
+    assert differences({"ramp": [1]}, {"ramp": []}) == ["\n  ramp: [1] → []"]

@@ -44,6 +44,7 @@ fast_hydra.install()
 
 PARITY = re.compile(r"tests/(parity/test_|extensions/\w+/test_parity)")
 TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
+TIMED_BY_THE_MACHINE += ("tests/extensions/replica_groups/test_launch",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,8 +8,8 @@ from tests.patching import patch
 from tests.plan.layouts import allocated_peaks, experiment_of, predicted
 from tests.plan.test_extrapolated_trace import both_ways
 from tests.ranks import run_ranks
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 GROUPS = "cluster.replica_groups=2 training.steps=100 training.micro_batch_size=1 "

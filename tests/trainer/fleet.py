@@ -18,10 +18,10 @@ from tests.ranks import Ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
-from titan_exp.launch.local.lighthouse import Lighthouse
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
@@ -181,4 +181,4 @@ def _train(path: str, group: ReplicaGroup, mutate: Mutation | None, together: bo
         mutate(group)
     if together:
         _meet_at_first()
-    return trained_weights(RunFolder(path, group_logs=group.logs))
+    return trained_weights(RunFolder(path, world_logs=group.logs))

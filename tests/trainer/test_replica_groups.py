@@ -21,9 +21,8 @@ from tests.data.test_latent_store import SIZES, write
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.trainer.fleet import Dies, Fleet, Mutation
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.tracking.run_folder.group_events import read_events
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 
 STEPS = 10
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")

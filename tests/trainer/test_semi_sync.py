@@ -17,11 +17,11 @@ from tests.trainer.lone_group import LoneGroup
 from tests.trainer.semi_sync_reference import Reference, reference
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.predict import predict
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")

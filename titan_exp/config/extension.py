@@ -52,6 +52,8 @@ class Extension:
     first line of the docstring is the line of help."""
     reports: Mapping[str, str] = field(default_factory=dict)
     """Report by name: a function of a finished run's experiment and folder that yields lines to print."""
+    worlds: str = ""
+    """Class that launches runs with several worlds, as `titan_exp.launch.worlds.Worlds`."""
     folder: Path = Path()
     """Folder of the module with this description; filled by the registry."""
 

@@ -144,3 +144,9 @@ class ClusterConfig:
     def is_remote(self) -> bool:
         """True if processes run on other machines than the one that launches them."""
         return self.kind != LOCAL
+
+    @property
+    def worlds(self) -> int:
+        """Number of worlds, sets of processes in the layout of `parallelism`, that train a run together: each a share
+        of every step."""
+        return self.replica_groups

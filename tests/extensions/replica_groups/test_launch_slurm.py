@@ -1,5 +1,4 @@
-"""Replica groups as jobs: their script and status, and the epilogue, which requeues a group alone while another lives and
-closes the attempt otherwise."""
+"""Replica groups as jobs: script, status, and the epilogue, which requeues a group alone while another lives."""
 
 import subprocess
 from collections.abc import Callable

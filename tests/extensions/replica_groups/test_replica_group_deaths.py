@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extensions.replica_groups.fleet import Dies, Fleet, await_heartbeat
+from tests.extensions.replica_groups.test_replica_groups import SETTINGS, THREE, assert_exact
 from tests.parity.runs import train
-from tests.trainer.fleet import Dies, Fleet, await_heartbeat
-from tests.trainer.test_replica_groups import SETTINGS, THREE, assert_exact
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
@@ -22,7 +22,7 @@ pytestmark = [
 
 def _dies_healing(group: ReplicaGroup) -> None:
     """Group 1 dies after step 3, its second start within the transfer of the state, and the third comes at step 7."""
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     Dies(3, "sum_gradients")(group)
     join = ReplicaGroups.join
@@ -59,7 +59,7 @@ def test_a_death_while_healing(tmp_path):
 
 def _dies_sending(group: ReplicaGroup) -> None:
     """Group 1 dies after step 3, and the group from which its second start heals dies within the transfer."""
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     Dies(3, "sum_gradients")(group)
     send = ReplicaGroups._send

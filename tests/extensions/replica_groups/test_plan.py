@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.extensions.replica_groups.fleet import Fleet
+from tests.extensions.replica_groups.test_replica_groups import SETTINGS, SHARDED, STEPS
 from tests.plan.layouts import experiment_of
-from tests.trainer.fleet import Fleet
-from tests.trainer.test_replica_groups import SETTINGS, SHARDED, STEPS
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.group_share import share_of_group
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -65,7 +65,7 @@ def test_whole_passes_of_a_pipeline_are_divided():
 
 
 def _writes_sent_bytes(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     commit, all_reduce, sent = ReplicaGroups.commit, ReplicaGroups.all_reduce, list[float]()
 
@@ -89,10 +89,9 @@ def test_sent_bytes_are_those_of_a_run(tmp_path: Path, words: list[str]):
     finally:
         fleet.close()
     plan = predict(load_experiment(tmp_path / "config.yaml", trust=True), None)
-    assert plan.sent_bytes_per_token is not None
     found = [sum(json.loads(path.read_text())) for path in tmp_path.glob("sent-*")]
     assert len(found) == plan.layout.devices
-    assert sum(found) == plan.sent_bytes_per_token * plan.tokens_per_step * STEPS
+    assert sum(found) == plan.exchange.values(plan)["sent_bytes_per_token"] * plan.tokens_per_step * STEPS
 
 
 def cuda(words: str) -> Experiment:

@@ -15,6 +15,11 @@ BUCKET_BYTES = 64 * 2**20
 """Bytes of a bucket; a larger tensor has one of its own."""
 
 
+def ring_bytes(size: float, groups: int) -> float:
+    """Bytes that one member of a ring all-reduce, as Gloo's, sends for a tensor of `size` bytes."""
+    return 2 * (groups - 1) / groups * size
+
+
 @torch.no_grad()
 def exchange(
     tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *, read: bool = True, write_back: bool

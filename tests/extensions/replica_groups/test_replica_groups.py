@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.data.test_latent_store import SIZES, write
+from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
-from tests.trainer.fleet import Dies, Fleet, Mutation
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.group_events import read_events
@@ -98,7 +98,7 @@ def with_death_and_alone(path: Path, settings: list[str]) -> tuple[Curve, Curve]
 
 def test_a_failed_collective_releases_its_connections():
     """Frames of the exception have them as locals, and other groups would wait at what is still open."""
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     client = SimpleNamespace(process_group=Event(), disconnect=lambda: setattr(client, "process_group", None))
     groups, connections = ReplicaGroups.__new__(ReplicaGroups), weakref.ref(client.process_group)
@@ -185,7 +185,7 @@ def test_a_diffusion_model_survives_a_death(tmp_path):
 
 
 def _groups_clip_by_their_own_logits(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     ReplicaGroups.reduce_maxima = lambda groups, tensors: None  # type: ignore[method-assign]
 
@@ -224,7 +224,7 @@ def test_a_replay_of_the_history_is_bitwise(tmp_path):
 
 
 def _divides_by_participants(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     all_reduce = ReplicaGroups._all_reduce
 
@@ -236,7 +236,7 @@ def _divides_by_participants(_: ReplicaGroup) -> None:
 
 
 def _counts_before_it_heals(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     receive = ReplicaGroups.receive_state
     ReplicaGroups.receive_state = lambda groups, prepare: receive(  # type: ignore[method-assign]
@@ -245,7 +245,7 @@ def _counts_before_it_heals(_: ReplicaGroup) -> None:
 
 
 def _writes_before_the_commit(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     commit = ReplicaGroups.commit
 
@@ -260,7 +260,7 @@ def _writes_before_the_commit(_: ReplicaGroup) -> None:
 
 
 def _commits_what_failed(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups.quorum import QuorumClient
+    from titan_exp.extensions.replica_groups.quorum import QuorumClient
 
     vote = QuorumClient.vote
     QuorumClient.vote = lambda client, step, ready: vote(client, step, True)  # type: ignore[method-assign]
@@ -314,13 +314,13 @@ class _Both:
 
 
 def _gives_up_early(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups import replica_groups
+    from titan_exp.extensions.replica_groups import groups as replica_groups
 
     replica_groups.NEWCOMER_LIMIT = 2.0
 
 
 def _knows_no_step(group: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups import replica_groups
+    from titan_exp.extensions.replica_groups import groups as replica_groups
 
     _gives_up_early(group)
     replica_groups.known_step = lambda _: 0
@@ -346,8 +346,8 @@ def test_a_newcomer_never_starts_alone(tmp_path):
 
 def test_a_part_of_a_state_trains_nowhere(tmp_path, monkeypatch):
     """Nobody is left to heal from: the refusal names what the run knows."""
-    from titan_exp.trainer.replica_groups import replica_groups
-    from titan_exp.trainer.replica_groups.quorum import Quorum
+    from titan_exp.extensions.replica_groups import groups as replica_groups
+    from titan_exp.extensions.replica_groups.quorum import Quorum
 
     run = Fleet(tmp_path / "run", *SETTINGS)
     run.close()
@@ -375,9 +375,9 @@ class _Stops:
         self.folder = folder
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups import replica_groups
-        from titan_exp.trainer.replica_groups.quorum import QuorumClient
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups import groups as replica_groups
+        from titan_exp.extensions.replica_groups.groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups.quorum import QuorumClient
 
         join, ask, stopped, rank = ReplicaGroups.join, QuorumClient.ask, list[bool](), int(os.environ["RANK"])
         (self.folder / f"pid-{group.number}-{rank}").write_text(str(os.getpid()))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
-from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM, OuterOptimizer
+from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM, OuterOptimizer
 
 CONFIGS = [
     SemiSyncConfig("diloco"),

@@ -18,12 +18,12 @@ from tests.ranks import Ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 from titan_exp.launch.local.lighthouse import Lighthouse
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
 
 Mutation = Callable[[ReplicaGroup], None]
 T = TypeVar("T")

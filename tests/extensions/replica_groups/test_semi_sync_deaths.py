@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation, await_heartbeat, wait_for
+from tests.extensions.replica_groups.semi_sync_reference import reference
+from tests.extensions.replica_groups.test_semi_sync import DILOCO, EXPERTS, PASSES, STREAMING, assert_same, train_groups
 from tests.parity.runs import Curve
-from tests.trainer.fleet import Dies, Fleet, Mutation, await_heartbeat, wait_for
-from tests.trainer.semi_sync_reference import reference
-from tests.trainer.test_semi_sync import DILOCO, EXPERTS, PASSES, STREAMING, assert_same, train_groups
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -46,7 +46,7 @@ class _DiesTraining(Dies):
         super().__init__(4, "receive_state")
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+        from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 
         super().__call__(group)
         add, steps = SemiSync.add_step, [0]
@@ -87,8 +87,8 @@ class _AllThatTrainedDie:
     """Group 1 dies after step 3 and heals from group 0 after step 4, which then dies before that synchronization."""
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
-        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+        from titan_exp.extensions.replica_groups.groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 
         add, join, send, apply = SemiSync.add_step, ReplicaGroups.join, ReplicaGroups.send_state, SemiSync.apply
         steps, sent = [0], list[bool]()
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_the_batches_if_all_that_trained_them_die(tmp_path):
 
 class _ForgetsTokensOfTheRound(_AllThatTrainedDie):
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+        from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 
         super().__call__(group)
         heal = SemiSync.heal
@@ -169,8 +169,8 @@ class _DiesInFlight:
         self.back = back
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
-        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+        from titan_exp.extensions.replica_groups.groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 
         add, join, steps = SemiSync.add_step, ReplicaGroups.join, [0]
 
@@ -210,8 +210,8 @@ class _SendsLate:
     """Group 1 starts its first sum after group 0 has trained another step."""
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
-        from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+        from titan_exp.extensions.replica_groups.groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 
         add, start, steps = SemiSync.add_step, ReplicaGroups.start_all_reduce, [0]
 
@@ -236,7 +236,7 @@ def test_groups_train_while_a_fragment_is_in_flight(tmp_path):
 
 
 def _waits_briefly(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups import semi_sync
+    from titan_exp.extensions.replica_groups import semi_sync
 
     semi_sync.NEWCOMER_LIMIT = 2.0
 
@@ -266,8 +266,8 @@ def assert_bitwise(found: Curve, expected: Curve) -> None:
 
 
 def _outer_state_is_lost(_: ReplicaGroup) -> None:
-    from titan_exp.optim.outer.outer_optimizer import MOMENTUM
-    from titan_exp.trainer.replica_groups.commits import SemiSyncCommit
+    from titan_exp.extensions.replica_groups.commits import SemiSyncCommit
+    from titan_exp.extensions.replica_groups.outer_optimizer import MOMENTUM
 
     load = SemiSyncCommit._load_own_state
 
@@ -281,7 +281,7 @@ def _outer_state_is_lost(_: ReplicaGroup) -> None:
 
 def _stops_after_step_6(group: ReplicaGroup) -> None:
     """A stop is asked for after step 6, between two multiples of the interval."""
-    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
+    from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 
     add, steps = SemiSync.add_step, [0]
 
@@ -302,7 +302,7 @@ def test_a_stop_waits_for_the_fragment_in_flight_only(tmp_path):
 
 def _own_weights_are_lost(_: ReplicaGroup) -> None:
     """Every group continues with the outer optimizer's weights."""
-    from titan_exp.trainer.replica_groups import commits
+    from titan_exp.extensions.replica_groups import commits
 
     load = commits.load_own_state
     commits.load_own_state = lambda *words, **_: load(*words, weights=False)
@@ -316,7 +316,7 @@ def test_lost_weights_of_groups_are_noticed(tmp_path):
 
 
 def _own_state_is_lost(_: ReplicaGroup) -> None:
-    from titan_exp.trainer.replica_groups import commits
+    from titan_exp.extensions.replica_groups import commits
 
     commits.load_own_state = lambda *_, **named: False
 

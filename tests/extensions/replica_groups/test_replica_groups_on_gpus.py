@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.extensions.replica_groups.fleet import Dies
+from tests.extensions.replica_groups.test_replica_groups import run_with_death
+from tests.extensions.replica_groups.test_semi_sync import STREAMING, train_groups
 from tests.parity.runs import LINES, train
 from tests.parity.test_one_gpu import DEVICES, assert_agrees
 from tests.staged import show_gpus_to_rules, use_one_device
-from tests.trainer.fleet import Dies
-from tests.trainer.test_replica_groups import run_with_death
-from tests.trainer.test_semi_sync import STREAMING, train_groups
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 

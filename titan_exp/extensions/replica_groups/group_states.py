@@ -20,13 +20,12 @@ from titan_exp.checkpoint.optimizer_state import (
     SavedTensor,
     empty_tensors,
     init_optimizer_state,
-    is_outer,
     optimizer_state_dict,
     optimizer_values,
     prepare_optimizer_state,
 )
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, encode_json, model_state_dict, sync_tied_state
-from titan_exp.optim.outer.outer_optimizer import KEPT
+from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM
 
 GROUP_PREFIX = "group."
 WRITER = "writer"
@@ -38,7 +37,7 @@ Description = dict[str, Any]
 def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State of the inner optimizer by key, not copied, in an order that is the same in all groups."""
     state = optimizer_state_dict(parts, optimizer)
-    return {key: state[key] for key in sorted(state) if not is_outer(key)}
+    return {key: state[key] for key in sorted(state) if not key.endswith((f".{KEPT}", f".{MOMENTUM}"))}
 
 
 def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool) -> dict[str, Tensor]:

@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of
+from titan_exp.models.spec.lookup import block_count
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.trainer.part import Part, Update
+from titan_exp.trainer.train_state import TrainState
+from titan_exp.trainer.updates import Acting
 
 KEPT, MOMENTUM = "kept_weights", "outer_momentum"
 """Names in a parameter's optimizer state: weights of the last synchronization, and momentum of the outer optimizer."""
@@ -137,3 +142,35 @@ class OuterOptimizer:
 
     def _state(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
         return [local_tensor(self._optimizer.state[parameter][name]) for parameter in parameters]
+
+
+class OuterSteps(Acting):
+    """State of the outer optimizer of semi-synchronous training, which steps at synchronizations."""
+
+    name = "outer_optimizer"
+    keeps = (KEPT, MOMENTUM)
+
+    def __init__(self, outer: OuterOptimizer) -> None:
+        self.outer = outer
+
+    def on_gradients(self, update: Update) -> None:
+        """Keep the weights before the first step."""
+        self.outer.before_inner_step()
+
+    def on_update(self, update: Update) -> None:
+        """Allocate the outer state after it."""
+        self.outer.after_inner_step()
+
+
+def outer_steps(experiment: Experiment, state: TrainState) -> Iterator[Part]:
+    """The part of semi-synchronous training that acts after the optimizer."""
+    if experiment.semi_sync.enabled:
+        outer = OuterOptimizer(state.optimizer, experiment.semi_sync, _fragments(experiment, state))
+        outer.after_move = state.moved
+        yield OuterSteps(outer)
+
+
+def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
+    names = [name for name, _ in state.built.module.named_parameters()]
+    fragments = fragments_of(names, experiment.semi_sync, block_count(experiment.model))
+    return {parameter: fragments[name] for part in state.model.parts for name, parameter in part.named_parameters()}

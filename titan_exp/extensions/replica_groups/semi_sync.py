@@ -9,7 +9,7 @@ which is when groups save, evaluate and stop.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -18,19 +18,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.group_states import described, empty_state, own_state, own_weights
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig
+from titan_exp.extensions.replica_groups.group_states import described, empty_state, own_state, own_weights
+from titan_exp.extensions.replica_groups.groups import NEWCOMER_LIMIT, ReplicaGroups
+from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts.load_metrics import LOAD, is_of_experts
 from titan_exp.trainer.objective.base import Reduction
-from titan_exp.trainer.replica_groups.fragment_in_flight import FragmentInFlight
-from titan_exp.trainer.replica_groups.replica_groups import NEWCOMER_LIMIT, ReplicaGroups
 from titan_exp.trainer.row import Row
 
 T = TypeVar("T")
+
+
+@dataclass
+class FragmentInFlight:
+    """Fragment whose pseudo-gradient is being summed over the groups."""
+
+    number: int
+    moved: bool
+    """False in a group that had just healed: it has nothing to average."""
+    own: list[Tensor] | None = None
+    """Pseudo-gradient of this group, if its weights will not tell later."""
+    sum: AsyncAllReduce | None = None
+    """Running sum over the groups; None once that was refused."""
+
+    def gradients(self, outer: OuterOptimizer, *, delayed: bool) -> Iterable[Tensor]:
+        """Pseudo-gradient to send, kept for a repetition if the group trains on until a `delayed` outer step."""
+        if self.own is not None:
+            return self.own
+        gradients = outer.pseudo_gradients(self.number)
+        if not self.moved:
+            return map(torch.zeros_like, gradients)
+        if delayed:
+            self.own = list(gradients)
+        return gradients if self.own is None else self.own
 
 
 @dataclass
@@ -281,6 +305,50 @@ class SemiSync:
 
     def _present(self) -> str:
         return f"{self._config.groups} groups (alive are {', '.join(map(str, sorted(self._groups.numbers)))})"
+
+
+class LargestSynchronization:
+    """Largest synchronization of a rank on paper, of the fragment of which it has most, and of the group that writes
+    checkpoints if the run `saves` any."""
+
+    def __init__(
+        self,
+        outer: OuterOptimizer,
+        config: SemiSyncConfig,
+        parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        *,
+        saves: bool,
+    ) -> None:
+        self._outer, self._config, self._parts, self._optimizer = outer, config, parts, optimizer
+        self._saves = saves
+        self._fragment: FragmentInFlight | None = None
+
+    def send(self) -> None:
+        """Copy the pseudo-gradients as for an all-reduce; after a step of the inner optimizer."""
+        number = max(range(self._config.fragments), key=self._numbers)
+        self._fragment = FragmentInFlight(number, moved=True, sum=AsyncAllReduce())
+        assert self._fragment.sum is not None
+        self._fragment.sum.start(self._fragment.gradients(self._outer, delayed=self._config.delay > 0), lambda _: None)
+
+    def apply(self) -> None:
+        """Step the outer optimizer, and release what was in flight."""
+        fragment, self._fragment = self._fragment, None
+        assert fragment is not None
+        assert fragment.sum is not None
+        self._outer.step(fragment.sum.sums, fragment.number)
+
+    def collect(self) -> None:
+        """Receive the other groups' states for a checkpoint, and release them."""
+        if self._saves:
+            own = own_state(self._parts, self._optimizer, weights=self._config.keeps_own_weights)
+            description = described(self._parts, self._optimizer, own)
+            others = [empty_state(self._parts, own, group, description)[0] for group in range(1, self._config.groups)]
+            for state in others:
+                exchange([local_tensor(value) for value in state.values()], lambda _: None, write_back=True)
+
+    def _numbers(self, fragment: int) -> int:
+        return sum(local_tensor(parameter).numel() for parameter in self._outer.parameters(fragment))
 
 
 def _local(state: Mapping[str, Tensor]) -> list[Tensor]:

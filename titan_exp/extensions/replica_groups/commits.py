@@ -6,25 +6,25 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.group_states import WRITER, described, healing_state, load_own_state
 from titan_exp.checkpoint.state_dict import persistent_buffers, sync_tied_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
+from titan_exp.extensions.replica_groups.group_states import WRITER, described, healing_state, load_own_state
+from titan_exp.extensions.replica_groups.groups import build_replica_groups, known_step
+from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
+from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.fsdp.apply import free_gathered
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.experts.load_metrics import counts_of, load_numbers
 from titan_exp.trainer.objective.base import Reduction, token_counts
-from titan_exp.trainer.replica_groups.replica_groups import build_replica_groups, known_step
-from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.restore import adopt_progress
 from titan_exp.trainer.row import Numbers, Row, StepResult
 from titan_exp.trainer.train_step import StepRefused
 from titan_exp.trainer.training import Training
-from titan_exp.trainer.updates import OuterSteps
+from titan_exp.trainer.updates import Routing
 
 STOP, SAVE = "stop requested", "checkpoint asked for"
 
@@ -163,11 +163,14 @@ class SemiSyncCommit(GroupCommit):
         super().__init__(trainer, by_number=True)
         self._config = trainer.experiment.semi_sync
         self._outer: OuterOptimizer = next(part.outer for part in trainer.parts if isinstance(part, OuterSteps))
+        for part in trainer.parts:
+            if isinstance(part, Routing):
+                part.shares = self._config.groups
         self._batch_tokens = 0
         """Predicted tokens of the step's whole batch, of which this rank has read its part."""
 
     @property
-    def groups(self) -> int:  # type: ignore[override]
+    def worlds(self) -> int:  # type: ignore[override]
         """Living groups: each counts tokens of its own."""
         return self._groups.size
 
@@ -293,8 +296,8 @@ class SemiSyncCommit(GroupCommit):
         self._outer.after_move()
 
 
-def commit_of(experiment: Experiment) -> Callable[[Training], Commit]:
-    """Commit of a run."""
+def commit_of(experiment: Experiment) -> type[Commit] | None:
+    """Commit of a run with replica groups; None without."""
     if experiment.semi_sync.enabled:
         return SemiSyncCommit
-    return Commit if experiment.cluster.replica_groups == 1 else GroupCommit
+    return None if experiment.cluster.replica_groups == 1 else GroupCommit

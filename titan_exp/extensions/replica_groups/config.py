@@ -1,12 +1,15 @@
-"""Fragments of streaming DiLoCo: which parameters are synchronized together, by their full names. Imports no torch."""
+"""Fragments."""
 
 from collections.abc import Iterable
 
 from titan_exp.config.groups.semi_sync import SemiSyncConfig
 
+__all__ = ["SemiSyncConfig"]
+
 
 def fragments_of(names: Iterable[str], config: SemiSyncConfig, blocks: int) -> dict[str, int]:
-    """Fragment of each parameter of a model, whose names come in its own order and whose blocks are `blocks.NUMBER`."""
+    """Fragment of streaming DiLoCo of each parameter of a model, whose full names come in the model's order and whose
+    blocks are `blocks.NUMBER`."""
     block, found = 0, {}
     for name in names:
         first, _, rest = name.partition(".")

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from tests.trainer.late_copies import LateCopies, OnGPU
-from titan_exp.trainer.replica_groups import buckets
-from titan_exp.trainer.replica_groups.buckets import AsyncAllReduce, exchange
-from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+from titan_exp.extensions.replica_groups import buckets
+from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange
+from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
 SHAPES = [(3, 2), (5,), (), (4, 1)]
 

@@ -1,15 +1,23 @@
 """Predicted memory of semi-synchronous training equals allocations of real tensors, with a fragment in flight."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.extensions.replica_groups.lone_group import LoneGroup
 from tests.patching import patch
 from tests.plan.layouts import allocated_peaks, experiment_of, predicted
 from tests.plan.test_extrapolated_trace import both_ways
 from tests.ranks import run_ranks
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.extensions.replica_groups.group_states import described, own_state
+from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
+from titan_exp.extensions.replica_groups.semi_sync import SemiSync
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.plan.trace.fake_world import FakeRank
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 GROUPS = "cluster.replica_groups=2 training.steps=100 training.micro_batch_size=1 "
@@ -33,12 +41,41 @@ BY_DAY = ("fragment in flight, fsdp 2 x tp 2", "checkpoint of streaming groups")
 """Layouts that are compared in every run of the tests; the others by `make night`."""
 
 
+def synchronized(rank: FakeRank) -> Callable[[], None]:
+    """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
+    outer, config = next(part.outer for part in rank.parts if isinstance(part, OuterSteps)), rank.experiment.semi_sync
+    sync = SemiSync(config, lone := LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
+    sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]
+    first = next(step for step in itertools.count(1) if config.sent_fragment(step) == sizes.index(max(sizes)))
+
+    def run() -> None:
+        if config.delay:
+            sync.send(first)
+            rank.step()
+        else:
+            rank.step()
+            sync.send(first)
+        sync.apply(first + config.delay)
+        if rank.experiment.checkpoint.mode != "off":
+            parts, optimizer = rank.state.model.parts, rank.state.optimizer
+            lone.description = described(
+                parts, optimizer, own_state(parts, optimizer, weights=config.keeps_own_weights)
+            )
+            sync.collect_states(parts, optimizer)
+            sync.states = {}
+
+    return run
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.night]) for name in LAYOUTS]
 )
 def test_synchronizations_are_predicted_as_allocated(name: str, tmp_path: Path):
     experiment = experiment_of(LAYOUTS[name])
-    guesses, allocated = predicted(experiment, tmp_path / "plan"), allocated_peaks(experiment, tmp_path / "alone")
+    guesses, allocated = (
+        predicted(experiment, tmp_path / "plan"),
+        allocated_peaks(experiment, tmp_path / "alone", synchronized),
+    )
     for guess, most in zip(guesses, allocated, strict=True):
         numbers = 3 + (experiment.semi_sync.outer[1] > 0)  # AdamW's two, kept weights, outer momentum
         assert guess.optimizer == pytest.approx(numbers * guess.parameters, rel=1e-3)
@@ -47,7 +84,7 @@ def test_synchronizations_are_predicted_as_allocated(name: str, tmp_path: Path):
 
 def own_pseudo_gradients_are_forgotten() -> None:
     patch(
-        "titan_exp.plan.trace.outer_step.FragmentInFlight.gradients",
+        "titan_exp.extensions.replica_groups.semi_sync.FragmentInFlight.gradients",
         lambda original: lambda fragment, outer, *, delayed: original(fragment, outer, delayed=False),
     )
 
@@ -56,7 +93,7 @@ def own_pseudo_gradients_are_forgotten() -> None:
 def test_a_forgotten_copy_is_noticed(tmp_path: Path):
     experiment = experiment_of(STREAMING)
     (guess,) = predicted(experiment, tmp_path / "plan", own_pseudo_gradients_are_forgotten)
-    (most,) = allocated_peaks(experiment, tmp_path / "alone")
+    (most,) = allocated_peaks(experiment, tmp_path / "alone", synchronized)
     assert guess.passing - guess.between_steps != pytest.approx(most, rel=0.005)
 
 

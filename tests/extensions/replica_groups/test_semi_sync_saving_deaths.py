@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation, await_heartbeat
+from tests.extensions.replica_groups.semi_sync_reference import reference
+from tests.extensions.replica_groups.test_semi_sync import assert_same
+from tests.extensions.replica_groups.test_semi_sync_deaths import LONG, SAVED
 from tests.parity.runs import Curve
-from tests.trainer.fleet import Dies, Fleet, Mutation, await_heartbeat
-from tests.trainer.semi_sync_reference import reference
-from tests.trainer.test_semi_sync import assert_same
-from tests.trainer.test_semi_sync_deaths import LONG, SAVED
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
@@ -33,7 +33,7 @@ class _DiesAround:
         self.patch = patch
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
         join, folder = ReplicaGroups.join, list[Path]()
 
@@ -68,7 +68,7 @@ def _while_saving(die: Callable[[], None]) -> None:
 
 def _while_sending(die: Callable[[], None]) -> None:
     """The other group, while it sends its state to the writer, which has the description of it already."""
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     send = ReplicaGroups.send_tensors
 
@@ -108,7 +108,7 @@ def test_a_death_while_saving_costs_no_step(tmp_path):
 
 
 def _half_a_state_is_kept(die: Callable[[], None]) -> None:
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
     _while_sending(die)
     receive = ReplicaGroups.receive_tensors
@@ -137,7 +137,7 @@ class _DiesHealing(Dies):
         super().__init__(4, "all_reduce")
 
     def __call__(self, group: ReplicaGroup) -> None:
-        from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
+        from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 
         super().__call__(group)
         join = ReplicaGroups.join

@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.group_share import share_of_group
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.config.machine.devices import device_type
@@ -129,7 +128,7 @@ class Plan:
     @cached_property
     def layout(self) -> ResolvedLayout:
         """Layout of a world, with its share of a step."""
-        return ResolvedLayout.of(share_of_group(self.experiment))
+        return ResolvedLayout.of(share_of_world(self.experiment))
 
     @property
     def prediction(self) -> Prediction:
@@ -212,7 +211,7 @@ def predict(
     the largest rank is also predicted with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by
     default all. Raises UserError if an option of the run is not supported.
     """
-    began, layout = time.perf_counter(), ResolvedLayout.of(share_of_group(experiment))
+    began, layout = time.perf_counter(), ResolvedLayout.of(share_of_world(experiment))
     cuda, exchange = layout.device_type == "cuda", exchange_of(experiment)
     check_supported(experiment, device)
     if cuda and device is not None:
@@ -354,7 +353,7 @@ def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Cal
 def as_traced(experiment: Experiment, device: Device | None) -> Experiment:
     """Share of a world, for CUDA with the CPU's flash kernel in place of CUDA's flash and cuDNN kernels, since
     it saves the same tensors; also in a list of saved operators that names the one that the run takes."""
-    traced = share_of_group(experiment)
+    traced = share_of_world(experiment)
     if device_type(traced.cluster) != "cuda":
         return traced
     traced = replace(traced, model=with_attention_backend(traced.model, attention_kernel(traced)))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
-from titan_exp.extensions.replica_groups.config import fragments_of
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of
 
 NAMES = ["embedding.weight", *(f"blocks.{block}.attention.qkv" for block in range(6)), "norm.weight", "head.weight"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig
 from titan_exp.extensions.replica_groups.outer_optimizer import KEPT, MOMENTUM, OuterOptimizer
 
 CONFIGS = [

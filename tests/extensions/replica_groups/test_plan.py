@@ -12,7 +12,7 @@ from tests.extensions.replica_groups.fleet import Fleet
 from tests.extensions.replica_groups.test_replica_groups import SETTINGS, SHARDED, STEPS
 from tests.plan.layouts import experiment_of
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.group_share import share_of_group
+from titan_exp.config.layout.resolved_layout import share_of_world
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.models.spec.lookup import model_spec
@@ -58,9 +58,9 @@ def test_a_search_ranks_layouts_of_one_group():
 
 def test_whole_passes_of_a_pipeline_are_divided():
     words = GROUPS.format(2) + "parallelism.pp=2 parallelism.pp_microbatches=2 training.global_batch_size=12"
-    group = share_of_group(experiment_of(words)).training
+    group = share_of_world(experiment_of(words)).training
     assert (group.global_batch_size, group.micro_batch_size) == (6, 1)
-    (smaller,) = {share_of_group(experiment_of(f"{words} training.batch_ramp=[[3,8]]")).training.global_batch_size}
+    (smaller,) = {share_of_world(experiment_of(f"{words} training.batch_ramp=[[3,8]]")).training.global_batch_size}
     assert smaller == 6
 
 

@@ -78,7 +78,7 @@ def assert_exact(found: Curve, fleet: Fleet, expected: Curve) -> None:
 def test_a_death_leaves_the_curve_of_one_device(tmp_path, one_device, where, settings, lighthouse):
     found, fleet = run_with_death(tmp_path / "run", settings, Dies(3, where), lighthouse=lighthouse)
     assert_exact(found, fleet, one_device())
-    participants, groups = [row["participants"] for row in found.rows], fleet.experiment.cluster.replica_groups
+    participants, groups = [row["participants"] for row in found.rows], fleet.experiment.cluster.worlds
     assert participants[4] == groups - 1
     assert participants[-1] == groups, "the newcomer healed and took its share"
     assert max(row["stall"] for row in found.rows) < 10, "no collective ran into its time-out of 20 s"
@@ -347,13 +347,14 @@ def test_a_newcomer_never_starts_alone(tmp_path):
 def test_a_part_of_a_state_trains_nowhere(tmp_path, monkeypatch):
     """Nobody is left to heal from: the refusal names what the run knows."""
     from titan_exp.extensions.replica_groups import groups as replica_groups
+    from titan_exp.extensions.replica_groups.config import cluster_of
     from titan_exp.extensions.replica_groups.quorum import Quorum
 
     run = Fleet(tmp_path / "run", *SETTINGS)
     run.close()
     run.folder.beat(5)
     alone = Quorum(1, ("0-1-1",), 0, 5, None, (), 0.0, 1)
-    groups = replica_groups.ReplicaGroups(ReplicaGroup(1, 1, ""), run.experiment.cluster, Mock(), run.folder)
+    groups = replica_groups.ReplicaGroups(ReplicaGroup(1, 1, ""), cluster_of(run.experiment), Mock(), run.folder)
     groups.quorum, groups._has_state = alone, False
     groups.__dict__["_client"] = Mock(**{"ask.return_value": (alone, None)})
     monkeypatch.setattr(groups, "_from_first_rank", lambda value: value)

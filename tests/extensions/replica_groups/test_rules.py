@@ -5,8 +5,8 @@ import pytest
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.torchft import TORCHFT
+from titan_exp.extensions.replica_groups import rules
 from titan_exp.rules import violations
-from titan_exp.rules.layout import replica_groups
 from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -59,7 +59,7 @@ TWO = ["model=llama_debug", "cluster.device=cpu", "training.global_batch_size=8"
     ],
 )
 def test_replica_groups(monkeypatch, overrides, field, remedy):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    monkeypatch.setattr(rules, "torchft_version", lambda: TORCHFT)
     found = violations(experiment(*TWO, *overrides))
     assert [violation.field for violation in found] == ([field] if field else [])
     assert all(remedy in violation.remedy for violation in found)
@@ -67,7 +67,7 @@ def test_replica_groups(monkeypatch, overrides, field, remedy):
 
 @pytest.mark.parametrize(("alive", "remedy"), [(0, "a run with replica groups"), (2, ""), (3, "replica_groups=3")])
 def test_replayed_history(monkeypatch, tmp_path, alive, remedy):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    monkeypatch.setattr(rules, "torchft_version", lambda: TORCHFT)
     if alive:
         groups = list(range(alive))
         record_event(RunFolder(tmp_path), 1, event="quorum", step=0, quorum=1, groups=groups, joined=[])
@@ -77,7 +77,7 @@ def test_replayed_history(monkeypatch, tmp_path, alive, remedy):
 
 
 def test_groups_of_a_scheduler(monkeypatch):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    monkeypatch.setattr(rules, "torchft_version", lambda: TORCHFT)
     words = ["model=llama_debug", "cluster=slurm", "cluster.replica_groups=2", "cluster.gpus_per_node=1"]
     assert violations(experiment(*words, "cluster.device=cpu")) == []
     assert violations(experiment(*words)) == []
@@ -110,7 +110,7 @@ def test_groups_of_a_scheduler(monkeypatch):
     ],
 )
 def test_gpus_of_this_machine(monkeypatch, overrides, refused):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    monkeypatch.setattr(rules, "torchft_version", lambda: TORCHFT)
     give_gpus(monkeypatch, 4)
     found = violations(experiment(*TWO, "cluster.device=cuda", *overrides))
     assert [f"{violation.reason}: {violation.remedy}" for violation in found] == ([refused] if refused else [])
@@ -118,7 +118,7 @@ def test_gpus_of_this_machine(monkeypatch, overrides, refused):
 
 @pytest.mark.parametrize(("version", "reason"), [(None, "torchft is not installed"), ("0.1.1", "torchft 0.1.1 is")])
 def test_another_torchft(monkeypatch, version, reason):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: version)
+    monkeypatch.setattr(rules, "torchft_version", lambda: version)
     (found,) = violations(experiment(*TWO))
     assert reason in found.reason
     assert f"pip install 'torchft=={TORCHFT}'" in found.remedy

@@ -16,9 +16,9 @@ from tests.extensions.replica_groups.lone_group import LoneGroup
 from tests.extensions.replica_groups.semi_sync_reference import Reference, reference
 from tests.parity.runs import LINES, Curve, assert_same_curve
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, semi_sync_of
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.plan.predict import predict
@@ -146,7 +146,7 @@ def test_a_diffusion_model_is_the_reference(tmp_path, expected):
 def assert_sent_bytes_are_planned(path: Path, found: Curve) -> None:
     """Bytes of the last interval, and of its largest fragment."""
     plan = predict(load_experiment(path / "config.yaml", trust=True), None)
-    config, sent, before = plan.experiment.semi_sync, [], 0
+    config, sent, before = semi_sync_of(plan.experiment), [], 0
     for row in found.rows:
         if "sent_bytes_per_token" in row:
             sent.append(row["sent_bytes_per_token"] * (row["tokens"] - before))
@@ -278,7 +278,7 @@ def _groups_take_the_same_share(group: ReplicaGroup) -> None:
 
 
 def _offsets_of_fragments_are_exchanged(_: ReplicaGroup) -> None:
-    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+    from titan_exp.extensions.replica_groups.config import SemiSyncConfig
 
     applied = SemiSyncConfig.applied_fragment
     SemiSyncConfig.applied_fragment = lambda config, step: (  # type: ignore[method-assign]
@@ -287,7 +287,7 @@ def _offsets_of_fragments_are_exchanged(_: ReplicaGroup) -> None:
 
 
 def _applied_a_step_early(_: ReplicaGroup) -> None:
-    from titan_exp.config.groups.semi_sync import SemiSyncConfig
+    from titan_exp.extensions.replica_groups.config import SemiSyncConfig
 
     applied = SemiSyncConfig.applied_fragment
     SemiSyncConfig.sent_fragment = lambda config, step: applied(config, step + config.delay - 1)  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from tests.plan.test_extrapolated_trace import both_ways
 from tests.ranks import run_ranks
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.extensions.replica_groups.config import semi_sync_of
 from titan_exp.extensions.replica_groups.group_states import described, own_state
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
@@ -43,7 +44,7 @@ BY_DAY = ("fragment in flight, fsdp 2 x tp 2", "checkpoint of streaming groups")
 
 def synchronized(rank: FakeRank) -> Callable[[], None]:
     """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
-    outer, config = next(part.outer for part in rank.parts if isinstance(part, OuterSteps)), rank.experiment.semi_sync
+    outer, config = next(part.outer for part in rank.parts if isinstance(part, OuterSteps)), semi_sync_of(rank.experiment)
     sync = SemiSync(config, lone := LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
     sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]
     first = next(step for step in itertools.count(1) if config.sent_fragment(step) == sizes.index(max(sizes)))
@@ -77,7 +78,7 @@ def test_synchronizations_are_predicted_as_allocated(name: str, tmp_path: Path):
         allocated_peaks(experiment, tmp_path / "alone", synchronized),
     )
     for guess, most in zip(guesses, allocated, strict=True):
-        numbers = 3 + (experiment.semi_sync.outer[1] > 0)  # AdamW's two, kept weights, outer momentum
+        numbers = 3 + (semi_sync_of(experiment).outer[1] > 0)  # AdamW's two, kept weights, outer momentum
         assert guess.optimizer == pytest.approx(numbers * guess.parameters, rel=1e-3)
         assert guess.passing - guess.between_steps == pytest.approx(most, rel=0.005)
 

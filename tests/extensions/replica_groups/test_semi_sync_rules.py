@@ -5,9 +5,9 @@ import pytest
 from tests.config.composing import experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.torchft import TORCHFT
+from titan_exp.extensions.replica_groups import rules
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.rules import violations
-from titan_exp.rules.layout import replica_groups
 from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -57,14 +57,14 @@ BATCH = "training.global_batch_size", "training.global_batch_size=8"
     ],
 )
 def test_semi_sync(monkeypatch, overrides, field, remedy):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    monkeypatch.setattr(rules, "torchft_version", lambda: TORCHFT)
     found = violations(experiment(*TWO, *overrides))
     assert [violation.field for violation in found] == ([field] if field else [])
     assert all(remedy in violation.remedy for violation in found)
 
 
 def test_a_history_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(replica_groups, "torchft_version", lambda: TORCHFT)
+    monkeypatch.setattr(rules, "torchft_version", lambda: TORCHFT)
     record_event(RunFolder(tmp_path), 1, event="quorum", step=0, quorum=1, groups=[0, 1], joined=[])
     (found,) = violations(experiment(*TWO, f"cluster.group_history={tmp_path}"))
     assert found.field == "cluster.group_history"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titan_exp.checkpoint.state_dict import persistent_buffers, sync_tied_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
+from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
 from titan_exp.extensions.replica_groups.group_states import WRITER, described, healing_state, load_own_state
 from titan_exp.extensions.replica_groups.groups import build_replica_groups, known_step
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
@@ -36,7 +37,7 @@ class GroupCommit(Commit):
 
     def __init__(self, trainer: Training, *, by_number: bool = False) -> None:
         super().__init__(trainer)
-        cluster = trainer.experiment.cluster
+        cluster = cluster_of(trainer.experiment)
         self._groups = build_replica_groups(cluster, trainer.mesh, trainer.folder, by_number=by_number)
 
     @property
@@ -161,7 +162,7 @@ class SemiSyncCommit(GroupCommit):
 
     def __init__(self, trainer: Training) -> None:
         super().__init__(trainer, by_number=True)
-        self._config = trainer.experiment.semi_sync
+        self._config = semi_sync_of(trainer.experiment)
         self._outer: OuterOptimizer = next(part.outer for part in trainer.parts if isinstance(part, OuterSteps))
         for part in trainer.parts:
             if isinstance(part, Routing):
@@ -298,6 +299,6 @@ class SemiSyncCommit(GroupCommit):
 
 def commit_of(experiment: Experiment) -> type[Commit] | None:
     """Commit of a run with replica groups; None without."""
-    if experiment.semi_sync.enabled:
+    if semi_sync_of(experiment).enabled:
         return SemiSyncCommit
-    return None if experiment.cluster.replica_groups == 1 else GroupCommit
+    return None if experiment.cluster.worlds == 1 else GroupCommit

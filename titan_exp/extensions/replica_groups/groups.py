@@ -7,7 +7,7 @@ pipeline, the passes.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed import ReduceOp
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import decode_json, encode_json
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange, ring_bytes
 from titan_exp.extensions.replica_groups.quorum import Quorum, QuorumClient
 from titan_exp.ops.local_tensor import local_tensor
@@ -28,6 +27,9 @@ from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.objective.base import Reduction
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ class ReplicaGroups:
     """The groups of a run, as one rank sees them. All ranks of a group call the methods together."""
 
     def __init__(
-        self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh, folder: RunFolder, *, by_number: bool = False
+        self, group: ReplicaGroup, cluster: "GroupedCluster", mesh: Mesh, folder: RunFolder, *, by_number: bool = False
     ) -> None:
         self.group, self._folder, self._cluster, self._mesh = group, folder, cluster, mesh
         self._by_number = by_number
@@ -336,7 +338,7 @@ class ReplicaGroups:
                 self._client.disconnect()
 
 
-def build_replica_groups(cluster: ClusterConfig, mesh: Mesh, folder: RunFolder, *, by_number: bool) -> ReplicaGroups:
+def build_replica_groups(cluster: "GroupedCluster", mesh: Mesh, folder: RunFolder, *, by_number: bool) -> ReplicaGroups:
     """Groups of a run, as this rank sees them. Raises UserError without the launcher of groups."""
     group = ReplicaGroup.from_environment()
     if group is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
 from titan_exp.models.spec.lookup import block_count
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.trainer.part import Part, Update
@@ -164,13 +164,14 @@ class OuterSteps(Acting):
 
 def outer_steps(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """The part of semi-synchronous training that acts after the optimizer."""
-    if experiment.semi_sync.enabled:
-        outer = OuterOptimizer(state.optimizer, experiment.semi_sync, _fragments(experiment, state))
+    config = semi_sync_of(experiment)
+    if config.enabled:
+        outer = OuterOptimizer(state.optimizer, config, _fragments(experiment, state))
         outer.after_move = state.moved
         yield OuterSteps(outer)
 
 
 def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
     names = [name for name, _ in state.built.module.named_parameters()]
-    fragments = fragments_of(names, experiment.semi_sync, block_count(experiment.model))
+    fragments = fragments_of(names, semi_sync_of(experiment), block_count(experiment.model))
     return {parameter: fragments[name] for part in state.model.parts for name, parameter in part.named_parameters()}

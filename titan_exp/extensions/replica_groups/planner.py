@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
-from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.plan.cuda.devices import Device
@@ -36,8 +36,8 @@ class GroupExchange(Exchange):
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        self.config: SemiSyncConfig = experiment.semi_sync
-        self.groups = experiment.cluster.replica_groups
+        self.config = semi_sync_of(experiment)
+        self.groups = experiment.cluster.worlds
 
     @property
     def phase(self) -> str:  # type: ignore[override]

@@ -9,11 +9,10 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.torchft import torchft_extension
 from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.parallel.mesh import Mesh
@@ -22,6 +21,9 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number, replica_id
 from titan_exp.trainer.distributed import TIMEOUT
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 ASK_TIMEOUT = timedelta(seconds=60)
 """Timeout of one request for a quorum; requests are repeated, since a lighthouse that died is started again."""
@@ -60,7 +62,7 @@ class Quorum:
 class QuorumClient:
     """This rank's side of the quorum; all ranks of a group construct it together."""
 
-    def __init__(self, group: ReplicaGroup, cluster: ClusterConfig, mesh: Mesh, *, by_number: bool = False) -> None:
+    def __init__(self, group: ReplicaGroup, cluster: "GroupedCluster", mesh: Mesh, *, by_number: bool = False) -> None:
         torchft = torchft_extension()
         get_logger().info(
             "replica group %d of %d; time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "

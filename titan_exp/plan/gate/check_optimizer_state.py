@@ -43,7 +43,7 @@ def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment
     that a checkpoint or another world would lose."""
     name, saves = (
         experiment.optimizer.name,
-        experiment.checkpoint.mode != "off" or experiment.cluster.replica_groups > 1,
+        experiment.checkpoint.mode != "off" or experiment.cluster.worlds > 1,
     )
     trial = _Trial(_samples(named), experiment)
     required = [

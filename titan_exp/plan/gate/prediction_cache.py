@@ -65,7 +65,7 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
     inputs["data"] = {name: config["data"][name] for name in ("document_mask", "reset_positions")}
     layout = ResolvedLayout.of(experiment)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
-    inputs["cluster"] = [layout.device_type, layout.node_size, expandable, experiment.cluster.replica_groups]
+    inputs["cluster"] = [layout.device_type, layout.node_size, expandable, experiment.cluster.worlds]
     inputs["device"] = None if device is None else asdict(device)
     return json.dumps(inputs, sort_keys=True)
 

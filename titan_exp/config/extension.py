@@ -65,6 +65,18 @@ class Extension:
     """Report by name: a function of a finished run's experiment and folder that yields lines to print."""
     worlds: str = ""
     """Class that launches runs with several worlds, as `titan_exp.launch.worlds.Worlds`."""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """Commit by name: a function of an experiment that returns a class as `titan_exp.trainer.commit.Commit`, or None
+    for runs without it."""
+    updates: Mapping[str, str] = field(default_factory=dict)
+    """Parts after the optimizer by name: a function of an experiment and its train state that yields parts of
+    `titan_exp.trainer.part`. The planner runs them, too."""
+    exchanges: Mapping[str, str] = field(default_factory=dict)
+    """Exchange between the worlds of a run by name, for its plan: a function of an experiment that returns a
+    `titan_exp.plan.exchange.Exchange`, or None for runs without it; imported without torch."""
+    kept_state: Mapping[str, bool] = field(default_factory=dict)
+    """Tensors of each parameter that its parts keep in the optimizer's state, by name, without which a run may
+    continue. True if one equals the parameter whenever a checkpoint is saved, which leaves it out."""
     folder: Path = Path()
     """Folder of the module with this description; filled by the registry."""
 
@@ -101,8 +113,8 @@ def _described(module: str) -> Extension:
         raise UserError(f"The extension {module} cannot be imported{at}") from error
 
 
-def provided(what: str) -> dict[str, str]:
-    """Import paths by name in one field of all extensions, such as `families`."""
+def provided(what: str) -> dict[str, Any]:
+    """Import paths, or other values, by name in one field of all extensions, such as `families`."""
     return {name: path for extension in extensions().values() for name, path in getattr(extension, what).items()}
 
 

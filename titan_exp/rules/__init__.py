@@ -33,8 +33,6 @@ from titan_exp.rules.layout import (
     degrees,
     expert_parallel,
     pipeline_parallel,
-    replica_groups,
-    semi_sync,
     tensor_parallel,
 )
 from titan_exp.rules.layout.pipeline_parallel import schedule_is_known
@@ -68,8 +66,6 @@ _MODULES += (
     continue_from,
     degrees,
     cluster,
-    replica_groups,
-    semi_sync,
 )
 
 _MODULES += tuple(load(one.rules) for one in extensions().values() if one.rules)

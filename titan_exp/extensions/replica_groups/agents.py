@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.events import record_event
 from titan_exp.extensions.replica_groups.lighthouse import (
     CONNECT_LIMIT,
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     path, logs = arguments[0], arguments[2]
     attempt, number, *ports = (int(word) for word in (arguments[1], *arguments[3:]))
     folder, parent = RunFolder(path), os.getppid()
-    cluster, shared = load_experiment(folder.config, trust=True).cluster, folder.attempt_logs(attempt)
+    cluster, shared = cluster_of(load_experiment(folder.config, trust=True)), folder.attempt_logs(attempt)
     forwarder, life_sign = Forwarder(ports[0], lambda: lighthouse_address(shared)), LifeSign(ports[1], logs)
     print(forwarder.port, life_sign.port, flush=True)
     candidate = Candidate(

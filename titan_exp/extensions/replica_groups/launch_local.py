@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.events import GroupEventLines, ReplicaGroup, read_events, record_event
 from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
 from titan_exp.launch.local.ranks import LocalRanks
@@ -44,9 +45,10 @@ class LocalReplicaGroups(Processes):
 
     def __init__(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> None:
         self._layout, self.folder, self.attempt = layout, folder, attempt
-        self._slots = [_Slot(number) for number in range(layout.cluster.worlds)]
+        self._cluster = cluster_of(layout)
+        self._slots = [_Slot(number) for number in range(self._cluster.worlds)]
         self._starts = 0
-        self._lighthouse = Lighthouse(layout.cluster, folder, folder.attempt_logs(attempt) / "lighthouse.log")
+        self._lighthouse = Lighthouse(self._cluster, folder, folder.attempt_logs(attempt) / "lighthouse.log")
         self._lines = GroupEventLines(folder, attempt)
         self._killed = False
         self._over_since: float | None = None
@@ -81,7 +83,7 @@ class LocalReplicaGroups(Processes):
         if self._killed or self._over_since is not None:
             return not any(slot.ranks is not None for slot in self._slots)
         able = [slot for slot in self._slots if not slot.given_up]
-        if len(able) < self._layout.cluster.min_groups or self._fleet_is_dead():
+        if len(able) < self._cluster.min_groups or self._fleet_is_dead():
             self.kill()
             return True
         for slot in able:

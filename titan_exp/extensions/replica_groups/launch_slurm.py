@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.replica_groups.agents import read_name, start_agent
+from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events, record_event
 from titan_exp.launch.rank.join_attempt import check_world_size
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo
@@ -29,6 +29,9 @@ from titan_exp.tracking.run_folder.attempts import Attempt, World
 from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import FAILED, HUNG, STOPPED
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 Event = dict[str, Any]
 
@@ -209,7 +212,7 @@ def leave(arguments: Sequence[str]) -> int:
         events = read_events(folder, attempt)
         newest = {event["group"]: event["event"] for event in events if event["event"] in ("started", "leaves")}
         staying = {group for group in living_groups(events, besides=number) if newest[group] == "started"}
-        if folder.stop_requested() or len(staying) < load_experiment(folder.config, trust=True).cluster.min_groups:
+        if folder.stop_requested() or len(staying) < cluster_of(load_experiment(folder.config, trust=True)).min_groups:
             return 1
         # Recorded under the lock: of all groups at their time limit, one is the last.
         record_event(folder, attempt, event="leaves", group=number)
@@ -227,7 +230,7 @@ def epilogue(arguments: Sequence[str]) -> int:
     if own_attempt(folder, job) is None:
         return code or FAILED
     experiment = load_experiment(folder.config, trust=True)
-    cluster, size = experiment.cluster, ResolvedLayout.of(experiment).world_size
+    cluster, size = cluster_of(experiment), ResolvedLayout.of(experiment).world_size
     with groups_lock(folder):
         row = folder.read_attempts()[-1]
         start = _start_of(folder, number, job)
@@ -256,7 +259,9 @@ def epilogue(arguments: Sequence[str]) -> int:
         return _close_failed(folder, row, number, result, cluster)
 
 
-def _close_failed(folder: RunFolder, row: Attempt, number: int, result: AttemptResult, cluster: ClusterConfig) -> int:
+def _close_failed(
+    folder: RunFolder, row: Attempt, number: int, result: AttemptResult, cluster: "GroupedCluster"
+) -> int:
     """Requeue the group alone, or close the attempt; the caller holds the groups' lock."""
     events = read_events(folder, row.attempt)
     final = result.exit_code == UserError.exit_code or cluster.requeue == "never"
@@ -292,7 +297,7 @@ def _loads(events: Sequence[Event], number: int) -> bool:
     return bool(starts) and starts[-1]["loader"] == number and all(event["event"] != "quorum" for event in events)
 
 
-def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: ClusterConfig) -> int:
+def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: "GroupedCluster") -> int:
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     code = result.exit_code
     if code == STOPPED:
@@ -335,7 +340,7 @@ def _end_waiting_jobs(folder: RunFolder, row: Attempt) -> None:
         print(f"{folder.path}: jobs of other groups may wait in the queue, and end when they start ({error})")
 
 
-def _again(cluster: ClusterConfig) -> int:
+def _again(cluster: "GroupedCluster") -> int:
     return FAILED if cluster.requeue == "never" else STOPPED
 
 

@@ -18,10 +18,12 @@ from functools import cache
 from http.client import HTTPConnection, HTTPException
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 TORCHFT = "0.2.0"
 """Version whose requests the trainer speaks. They change between versions; lighthouse and groups need the same."""
@@ -78,7 +80,7 @@ def lighthouse_server(bind: str, *, min_groups: int, heartbeat: float) -> Any:
 class Lighthouse:
     """The lighthouse of a run, started again when it fails, at the same address."""
 
-    def __init__(self, cluster: ClusterConfig, folder: RunFolder, log: Path) -> None:
+    def __init__(self, cluster: "GroupedCluster", folder: RunFolder, log: Path) -> None:
         self._address = f"{HOST}:{_free_port()}"
         self._words = [str(folder.path), self._address, str(cluster.min_groups), str(cluster.group_heartbeat_seconds)]
         self._log = log
@@ -138,7 +140,7 @@ class Candidate:
     well; an older lighthouse ends when it sees a newer generation. No job of its own must queue for the next one.
     """
 
-    def __init__(self, logs: Path, number: int, cluster: ClusterConfig, on_start: Callable[[], None]) -> None:
+    def __init__(self, logs: Path, number: int, cluster: "GroupedCluster", on_start: Callable[[], None]) -> None:
         self._logs, self._cluster, self._on_start = logs, cluster, on_start
         # Candidates stand one after the other.
         self._stagger = number * POLL_INTERVAL

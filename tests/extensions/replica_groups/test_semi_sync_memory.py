@@ -44,7 +44,10 @@ BY_DAY = ("fragment in flight, fsdp 2 x tp 2", "checkpoint of streaming groups")
 
 def synchronized(rank: FakeRank) -> Callable[[], None]:
     """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
-    outer, config = next(part.outer for part in rank.parts if isinstance(part, OuterSteps)), semi_sync_of(rank.experiment)
+    outer, config = (
+        next(part.outer for part in rank.parts if isinstance(part, OuterSteps)),
+        semi_sync_of(rank.experiment),
+    )
     sync = SemiSync(config, lone := LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
     sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]
     first = next(step for step in itertools.count(1) if config.sent_fragment(step) == sizes.index(max(sizes)))

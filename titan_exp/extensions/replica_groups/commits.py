@@ -15,7 +15,7 @@ from titan_exp.extensions.replica_groups.groups import build_replica_groups, kno
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.parallel.fsdp.apply import free_gathered
+from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.trainer.commit import Commit, Flags

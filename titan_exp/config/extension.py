@@ -65,15 +65,15 @@ class Extension:
     """Report by name: a function of a finished run's experiment and folder that yields lines to print."""
     worlds: str = ""
     """Class that launches runs with several worlds, as `titan_exp.launch.worlds.Worlds`."""
-    commits: Mapping[str, str] = field(default_factory=dict)
-    """Commit by name: a function of an experiment that returns a class as `titan_exp.trainer.commit.Commit`, or None
-    for runs without it."""
-    updates: Mapping[str, str] = field(default_factory=dict)
-    """Parts after the optimizer by name: a function of an experiment and its train state that yields parts of
-    `titan_exp.trainer.part`. The planner runs them, too."""
-    exchanges: Mapping[str, str] = field(default_factory=dict)
-    """Exchange between the worlds of a run by name, for its plan: a function of an experiment that returns a
-    `titan_exp.plan.exchange.Exchange`, or None for runs without it; imported without torch."""
+    commit: str = ""
+    """Function of an experiment that returns its class of `titan_exp.trainer.commit.Commit`; None for the runs of
+    others."""
+    updates: str = ""
+    """Function that yields parts of a run which act after the optimizer, of the arguments of
+    `titan_exp.trainer.parts.acting_parts`. The planner runs them, too."""
+    exchange: str = ""
+    """Function of an experiment that returns its `titan_exp.plan.exchange.Exchange`; None for the runs of others.
+    Imported without torch."""
     kept_state: Mapping[str, bool] = field(default_factory=dict)
     """Tensors of each parameter that its parts keep in the optimizer's state, by name, without which a run may
     continue. True if one equals the parameter whenever a checkpoint is saved, which leaves it out."""
@@ -156,6 +156,11 @@ def load(path: str) -> Any:
     module, _, name = path.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
+
+
+def loaded(what: str) -> Iterator[Any]:
+    """What the import paths in one field of all extensions name, such as `rules`."""
+    return (load(path) for extension in extensions().values() if (path := getattr(extension, what)))
 
 
 def help_line(path: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from titan_exp.config.extension import extensions, load
+from titan_exp.config.extension import loaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,8 +99,7 @@ class Worlds(ABC):
 @cache
 def worlds_launch() -> Worlds | None:
     """Launch of runs with several worlds; None if no installed extension provides one."""
-    path = next((found.worlds for found in extensions().values() if found.worlds), None)
-    return None if path is None else load(path)()
+    return next((kind() for kind in loaded("worlds")), None)
 
 
 def several_worlds() -> Worlds:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.extension import load, provided
+from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.cuda.devices import Device
 
@@ -81,5 +81,5 @@ class Exchange:
 
 def exchange_of(experiment: Experiment) -> Exchange:
     """Exchange of a run: that of the extension whose run it is."""
-    found = (load(path)(experiment) for path in provided("exchanges").values())
+    found = (exchange(experiment) for exchange in loaded("exchange"))
     return next(filter(None, found), Exchange(experiment))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.extension import load, provided
+from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.trainer.row import Numbers, Row, StepResult
@@ -114,5 +114,5 @@ class Commit:
 
 def commit_of(experiment: Experiment) -> type[Commit]:
     """Commit of a run: that of the extension whose run it is."""
-    found = (load(path)(experiment) for path in provided("commits").values())
+    found = (commit(experiment) for commit in loaded("commit"))
     return next(filter(None, found), Commit)

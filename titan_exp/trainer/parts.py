@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import load, provided
+from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -36,8 +36,8 @@ def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     if state.average is not None:
         yield Averaging(state.average)
     # Those of extensions see the weights as the next step begins with them, too.
-    for path in provided("updates").values():
-        yield from load(path)(experiment, state)
+    for updates in loaded("updates"):
+        yield from updates(experiment, state)
     # First of those that observe, since others may read the load.
     if state.model.load is not None:
         yield Routing(state.model.load, experiment.training)

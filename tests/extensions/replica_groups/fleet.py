@@ -18,6 +18,7 @@ from tests.ranks import Ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
 from titan_exp.extensions.replica_groups.events import ReplicaGroup
 from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
@@ -41,7 +42,7 @@ class Fleet:
         path.mkdir(parents=True, exist_ok=True)
         self.folder.config.write_text(to_yaml(self.experiment))
         self.attempt = self.folder.add_attempt(world_size=1, hosts=["localhost"]).attempt
-        self.lighthouse = Lighthouse(self.experiment.cluster, self.folder, path / "lighthouse.log")
+        self.lighthouse = Lighthouse(cluster_of(self.experiment), self.folder, path / "lighthouse.log")
         self.lighthouse.poll()
         self.groups: list[Ranks] = []
 
@@ -53,7 +54,7 @@ class Fleet:
 
     def start_all(self, mutate: Mutation | None = None) -> list[Ranks]:
         """Start all groups; those of semi-synchronous training wait for each other by themselves."""
-        together, groups = not self.experiment.semi_sync.enabled, self.experiment.cluster.replica_groups
+        together, groups = not semi_sync_of(self.experiment).enabled, self.experiment.cluster.worlds
         return [self.start(number, mutate, together=together) for number in range(groups)]
 
     def results(self, group: Ranks, limit: float = 60.0) -> list[Any]:

@@ -12,6 +12,7 @@ import pytest
 from tests.config.composing import experiment
 from titan_exp.extensions.replica_groups import lighthouse
 from titan_exp.extensions.replica_groups.agents import Forwarder, LifeSign, Server, read_name
+from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.lighthouse import (
     TORCHFT,
     Candidate,
@@ -32,7 +33,7 @@ import os
 os._exit(0)
 """
 """Candidate in a process of its own, until it is replaced."""
-CLUSTER = experiment("cluster=slurm", "cluster.device=cpu", "cluster.group_heartbeat_seconds=0.5").cluster
+CLUSTER = cluster_of(experiment("cluster=slurm", "cluster.device=cpu", "cluster.group_heartbeat_seconds=0.5"))
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ EXTENSION = Extension(
         "semi_sync.mixing": ("semi_sync.mode", ("none", "local_sgd", "diloco")),
     },
     rules=f"{HERE}.rules",
-    commits={"replica_groups": f"{HERE}.commits:commit_of"},
-    updates={"outer_optimizer": f"{HERE}.outer_optimizer:outer_steps"},
-    exchanges={"replica_groups": f"{HERE}.planner:GroupExchange"},
+    commit=f"{HERE}.commits:commit_of",
+    updates=f"{HERE}.outer_optimizer:outer_steps",
+    exchange=f"{HERE}.planner:GroupExchange",
     kept_state={"kept_weights": True, "outer_momentum": False},
     worlds=f"{HERE}.launch:GroupLaunch",
 )

@@ -18,6 +18,7 @@ from tests.ranks import Ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.extensions.replica_groups.config import semi_sync_of
 from titan_exp.extensions.replica_groups.groups import ReplicaGroups
 from titan_exp.launch.local.lighthouse import Lighthouse
 from titan_exp.rules import check
@@ -53,7 +54,7 @@ class Fleet:
 
     def start_all(self, mutate: Mutation | None = None) -> list[Ranks]:
         """Start all groups; those of semi-synchronous training wait for each other by themselves."""
-        together, groups = not self.experiment.semi_sync.enabled, self.experiment.cluster.replica_groups
+        together, groups = not semi_sync_of(self.experiment).enabled, self.experiment.cluster.worlds
         return [self.start(number, mutate, together=together) for number in range(groups)]
 
     def results(self, group: Ranks, limit: float = 60.0) -> list[Any]:

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.extensions.replica_groups.config import SemiSyncConfig
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, semi_sync_of
 from titan_exp.models.blocks.router import Router
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -57,7 +57,7 @@ def _train(path: str, absent: Absences, lost: Lost) -> Reference:
     from titan_exp.trainer.trainer import Trainer
 
     experiment = load_experiment(RunFolder(path).config, trust=True)
-    config, training = experiment.semi_sync, experiment.training
+    config, training = semi_sync_of(experiment), experiment.training
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, RunFolder(path), device)  # for initial weights, order of data, and learning rates
         trainer.restore()

@@ -239,7 +239,7 @@ def kill_lighthouse(process: subprocess.Popen[bytes], orders: Path, step: int) -
     """Kill the lighthouse; returns 1 if there was one."""
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "titan_exp.launch.local.lighthouse" in child.cmdline():
+            if "titan_exp.extensions.replica_groups.lighthouse" in child.cmdline():
                 note(orders, {"phase": "any", "target": "lighthouse", "group": None, "step": step})
                 child.kill()
                 return 1

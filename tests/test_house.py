@@ -104,6 +104,13 @@ def test_the_core_names_no_extension_and_extensions_not_each_other():
     assert found == []
 
 
+@pytest.mark.parametrize("room", ["launch", "compare", "cli", "tracking"])
+def test_the_core_launches_worlds_and_knows_no_replica_groups(room: str):
+    words = re.compile(r"replica.?group|lighthouse|torchft|semi.?sync", re.IGNORECASE)
+    found = {named(path): words.findall(path.read_text()) for path in FILES if room_of(path) == room}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in FILES if room_of(path) in ("config", "rules") or path.name == "extension.py"],

@@ -18,12 +18,12 @@ from tests.ranks import Ranks
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
-from titan_exp.extensions.replica_groups.config import semi_sync_of
+from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
 from titan_exp.extensions.replica_groups.groups import ReplicaGroups
-from titan_exp.launch.local.lighthouse import Lighthouse
+from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 Mutation = Callable[[ReplicaGroup], None]
@@ -42,7 +42,7 @@ class Fleet:
         path.mkdir(parents=True, exist_ok=True)
         self.folder.config.write_text(to_yaml(self.experiment))
         self.attempt = self.folder.add_attempt(world_size=1, hosts=["localhost"]).attempt
-        self.lighthouse = Lighthouse(self.experiment.cluster, self.folder, path / "lighthouse.log")
+        self.lighthouse = Lighthouse(cluster_of(self.experiment), self.folder, path / "lighthouse.log")
         self.lighthouse.poll()
         self.groups: list[Ranks] = []
 
@@ -83,7 +83,9 @@ class Fleet:
         return found
 
     def _progress(self) -> int:
-        return sum(path.stat().st_size for path in (self.folder.metrics, self.folder.groups) if path.exists())
+        return sum(
+            path.stat().st_size for path in (self.folder.metrics, self.folder.path / "groups.jsonl") if path.exists()
+        )
 
     def curve(self, groups: Sequence[Ranks], limit: float = 90.0) -> Curve:
         """Curve of the run, once these groups have ended; weights on which they disagree are disputed."""
@@ -182,4 +184,4 @@ def _train(path: str, group: ReplicaGroup, mutate: Mutation | None, together: bo
         mutate(group)
     if together:
         _meet_at_first()
-    return trained_weights(RunFolder(path, group_logs=group.logs))
+    return trained_weights(RunFolder(path, world_logs=group.logs))

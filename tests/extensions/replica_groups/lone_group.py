@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
 
 
 class LoneGroup:

@@ -13,15 +13,15 @@ from tests.extensions.replica_groups.test_replica_groups import SETTINGS, SHARDE
 from tests.plan.layouts import experiment_of
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import share_of_world
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate.prediction_cache import cache_key
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.search.layout_cost import LayoutCost
 from titan_exp.plan.search.layouts import Candidate
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 WORDS = "training.micro_batch_size=1 "

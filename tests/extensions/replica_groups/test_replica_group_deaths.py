@@ -11,8 +11,8 @@ from tests.extensions.replica_groups.fleet import Dies, Fleet, await_heartbeat
 from tests.extensions.replica_groups.test_replica_groups import SETTINGS, THREE, assert_exact
 from tests.parity.runs import train
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 
 pytestmark = [
     pytest.mark.night,

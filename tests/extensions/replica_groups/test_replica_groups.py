@@ -21,9 +21,8 @@ from tests.data.test_latent_store import SIZES, write
 from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.tracking.run_folder.group_events import read_events
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 
 STEPS = 10
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
@@ -217,8 +216,9 @@ def test_a_replay_of_the_history_is_bitwise(tmp_path):
     expected, fleet = run_with_death(tmp_path / "recorded", SETTINGS, Dies(3, "sum_gradients"))
     assert {row["participants"] for row in expected.rows} == {1, 2}
     assert_bitwise(replay(tmp_path / "replay", fleet.folder.path), expected)
-    lines = fleet.folder.groups.read_text().splitlines()
-    fleet.folder.groups.write_text(f"{lines[0]}\n")  # a history without the death
+    path = fleet.folder.path / "groups.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text(f"{lines[0]}\n")  # a history without the death
     with pytest.raises(AssertionError):
         assert_bitwise(replay(tmp_path / "other", fleet.folder.path), expected)
 

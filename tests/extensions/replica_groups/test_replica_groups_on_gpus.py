@@ -11,8 +11,8 @@ from tests.extensions.replica_groups.test_semi_sync import STREAMING, train_grou
 from tests.parity.runs import LINES, train
 from tests.parity.test_one_gpu import DEVICES, assert_agrees
 from tests.staged import show_gpus_to_rules, use_one_device
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 SETTINGS = [*LINES, "training.steps=10", "training.global_batch_size=6", "training.micro_batch_size=1"]

@@ -16,13 +16,13 @@ from tests.extensions.replica_groups.lone_group import LoneGroup
 from tests.extensions.replica_groups.semi_sync_reference import Reference, reference
 from tests.parity.runs import LINES, Curve, assert_same_curve
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig, semi_sync_of
+from titan_exp.extensions.replica_groups.events import ReplicaGroup
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer
 from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.plan.predict import predict
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 # Rows hold several documents, so that groups predict different numbers of tokens. Three synchronizations.

@@ -15,11 +15,10 @@ from tests.extensions.replica_groups.test_semi_sync import DILOCO, EXPERTS, PASS
 from tests.parity.runs import Curve
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.plan.predict import predict
-from titan_exp.tracking.run_folder.group_events import read_events
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")

@@ -10,6 +10,7 @@ from titan_exp.checkpoint.state_dict import persistent_buffers, sync_tied_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
+from titan_exp.extensions.replica_groups.events import record_event
 from titan_exp.extensions.replica_groups.group_states import WRITER, described, healing_state, load_own_state
 from titan_exp.extensions.replica_groups.groups import build_replica_groups, known_step
 from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
@@ -17,7 +18,6 @@ from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.experts.load_metrics import counts_of, load_numbers
 from titan_exp.trainer.objective.base import Reduction, token_counts

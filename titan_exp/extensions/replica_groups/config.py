@@ -10,6 +10,7 @@ from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt, Sha
 if TYPE_CHECKING:
     from titan_exp.config.groups.cluster import ClusterConfig
     from titan_exp.config.groups.experiment import Experiment
+    from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ if TYPE_CHECKING:
         """Group `cluster` with the keys of replica groups, as it is where this extension is installed."""
 
 
-def cluster_of(experiment: "Experiment") -> "GroupedCluster":
-    """Group `cluster` of an experiment."""
+def cluster_of(experiment: "Experiment | ResolvedLayout") -> "GroupedCluster":
+    """Group `cluster` of an experiment, or of its layout."""
     cluster: Any = experiment.cluster
     return cluster
 

@@ -24,4 +24,5 @@ EXTENSION = Extension(
     updates=f"{HERE}.outer_optimizer:outer_steps",
     exchange=f"{HERE}.planner:GroupExchange",
     kept_state={"kept_weights": True, "outer_momentum": False},
+    worlds=f"{HERE}.launch:GroupLaunch",
 )

@@ -18,13 +18,12 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import decode_json, encode_json
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.extensions.replica_groups.buckets import AsyncAllReduce, exchange, ring_bytes
+from titan_exp.extensions.replica_groups.events import ReplicaGroup, group_number, newest_quorum
 from titan_exp.extensions.replica_groups.quorum import Quorum, QuorumClient
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.group_events import newest_quorum
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.objective.base import Reduction
 

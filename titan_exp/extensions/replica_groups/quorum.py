@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from titan_exp.config.machine.torchft import torchft_extension
-from titan_exp.config.paths.group_history import GroupHistory
+from titan_exp.extensions.replica_groups.events import GroupHistory, ReplicaGroup, group_number, replica_id
+from titan_exp.extensions.replica_groups.lighthouse import torchft_extension
 from titan_exp.parallel.collectives import LOOPBACK, served_store
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number, replica_id
 from titan_exp.trainer.distributed import TIMEOUT
 
 if TYPE_CHECKING:

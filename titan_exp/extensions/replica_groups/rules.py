@@ -14,9 +14,9 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.pipeline_schedules import is_file, takes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig
+from titan_exp.extensions.replica_groups.events import GroupHistory
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.layout.pipeline_parallel import schedule_can_be_read

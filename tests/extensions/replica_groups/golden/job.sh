@@ -45,7 +45,7 @@ signals=0
 stop() {
     signals=$((signals + 1))
     # A replica group leaves alone if others train on.
-    if [ "$signals" = 1 ] && /venv/bin/python -m titan_exp.launch.slurm.groups.leave "$RUN"; then
+    if [ "$signals" = 1 ] && /venv/bin/python -m titan_exp.extensions.replica_groups.launch_slurm leave "$RUN"; then
         kill "$step"
         return
     fi
@@ -67,7 +67,7 @@ while
 do :; done
 
 # Close the attempt. Exit code 0: done, 85: requeue, any other: failed.
-/venv/bin/python -m titan_exp.launch.slurm.groups.epilogue "$RUN" "$JOB" "$code"
+/venv/bin/python -m titan_exp.extensions.replica_groups.launch_slurm epilogue "$RUN" "$JOB" "$code"
 code=$?
 if [ "$code" = 85 ]; then
     scontrol requeue "$JOB" && exit 0

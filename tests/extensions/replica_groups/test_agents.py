@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.launch.slurm.groups import election
-from titan_exp.launch.slurm.groups.election import Candidate, lighthouse_address, newest_generation
-from titan_exp.launch.slurm.groups.servers import Forwarder, LifeSign, Server, read_name
+from titan_exp.extensions.replica_groups import lighthouse
+from titan_exp.extensions.replica_groups.agents import Forwarder, LifeSign, Server, read_name
+from titan_exp.extensions.replica_groups.config import cluster_of
+from titan_exp.extensions.replica_groups.lighthouse import (
+    TORCHFT,
+    Candidate,
+    lighthouse_address,
+    newest_generation,
+    torchft_version,
+)
 
 FIRST = """
 import sys, time
 from pathlib import Path
-from tests.launch.slurm.test_lighthouse_election import CLUSTER, Candidate
+from tests.extensions.replica_groups.test_agents import CLUSTER, Candidate
 candidate = Candidate(Path(sys.argv[1]), 0, CLUSTER, lambda: None)
 while candidate.poll():
     time.sleep(0.1)
@@ -27,13 +33,13 @@ import os
 os._exit(0)
 """
 """Candidate in a process of its own, until it is replaced."""
-CLUSTER = experiment("cluster=slurm", "cluster.device=cpu", "cluster.group_heartbeat_seconds=0.5").cluster
+CLUSTER = cluster_of(experiment("cluster=slurm", "cluster.device=cpu", "cluster.group_heartbeat_seconds=0.5"))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(election, "HANDOVER_SECONDS", 0.1)
-    monkeypatch.setattr(election, "POLL_INTERVAL", 0.1)
+    monkeypatch.setattr(lighthouse, "HANDOVER_SECONDS", 0.1)
+    monkeypatch.setattr(lighthouse, "POLL_INTERVAL", 0.1)
 
 
 @pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
@@ -64,7 +70,7 @@ def test_of_two_candidates_one_serves(tmp_path: Path, monkeypatch: pytest.Monkey
     serves: list[int] = []
     candidate = Candidate(tmp_path, 0, CLUSTER, lambda: serves.append(0))
     (tmp_path / "lighthouse-0001").touch()
-    monkeypatch.setattr(election, "newest_generation", lambda _: 0)
+    monkeypatch.setattr(lighthouse, "newest_generation", lambda _: 0)
     assert candidate.poll()
     assert serves == []
     monkeypatch.undo()

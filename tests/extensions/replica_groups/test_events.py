@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from titan_exp.cli import status
 from titan_exp.compare.compared_metrics import METRIC_BY_NAME
 from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.group_history import GroupHistory
-from titan_exp.launch.local.group_event_lines import GroupEventLines
-from titan_exp.tracking.run_folder.group_events import record_event, summarize_groups
+from titan_exp.extensions.replica_groups.events import GroupEventLines, GroupHistory, record_event, summarize_groups
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -51,7 +50,7 @@ def test_time_lost_counts_stalls_restarts_and_repeated_steps(folder):
         {"time": 105.0, "attempt": 1, "event": "quorum", "step": 0, "quorum": 1, "groups": [0, 1], "joined": []},
         {"time": 207.0, "attempt": 2, "event": "quorum", "step": 2, "quorum": 1, "groups": [0, 1], "joined": []},
     ]
-    folder.groups.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder.path / "groups.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     rows = [(1, 1, 0.5), (2, 1, 0.0), (3, 1, 0.0), (4, 1, 0.0), (3, 2, 1.5), (4, 2, 0.0)]
     written = [
         {"step": step, "tokens": 10 * step, "attempt": attempt, "stall": stall, "step_time_median": 2.0}
@@ -65,8 +64,28 @@ def test_time_lost_counts_stalls_restarts_and_repeated_steps(folder):
     folder.config.write_text("experiment: {name: made}\n")
     metric = METRIC_BY_NAME["time_lost"]
     assert metric.read(read_run(folder.path), 40) == pytest.approx(13 / 3600)
-    folder.groups.unlink()
+    (folder.path / "groups.jsonl").unlink()
     assert metric.read(read_run(folder.path), 40) is None
+
+
+def test_status_has_columns_of_groups(folder, capsys):
+    folder.config.write_text("experiment: {name: made}\n")
+    titles = ["state", "left", "GPU-hours", "groups", "quorum", "heals", "time", "lost", "continued", "from"]
+
+    def shown() -> list[str]:
+        assert status.run([str(folder.path)]) == 0
+        head = capsys.readouterr().out.splitlines()[0].split()
+        return [title for title in head if title in titles]
+
+    assert shown() == ["state", "left"]
+    record_event(folder, 1, event="started", group=0, start=0)
+    record_event(folder, 1, event="started", group=1, start=1)
+    quorum(folder, 1, 3, [0], [0])
+    assert shown() == ["state", "left", "groups", "quorum", "heals", "time", "lost"]
+    assert status.run([str(folder.path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["groups"] == {"living": 1, "groups": 2, "quorum": 1, "heals": 1, "stall": 0.0, "restarts": 0.0}
+    assert all(f'"{title}"' in status.HELP_TEXT for title in ("groups", "heals", "time lost"))
 
 
 def test_deaths_heals_and_groups_given_up_are_lines(folder):

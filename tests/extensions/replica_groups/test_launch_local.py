@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from tests.launch.launching import launch_environment, wait_until
+from tests.launch.launching import Launch, launch_environment, ranks_of, wait_until
 from tests.parity.runs import PARAGRAPHS, SMALL
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
-from titan_exp.tracking.run_folder.group_events import read_events
+from titan_exp.extensions.replica_groups.events import read_events
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -34,7 +34,6 @@ SETTINGS = [
     "cluster.group_heartbeat_seconds=1",
 ]
 pytestmark = [
-    pytest.mark.night,
     pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}"),
     pytest.mark.timeout(600),
 ]
@@ -72,7 +71,7 @@ def wait_for_step(folder: RunFolder, step: int) -> None:
 
 
 def kill_rank(folder: RunFolder, group: int, rank: int) -> None:
-    (logs, *_) = [name for name in reversed(folder.group_logs(1)) if name.startswith(f"group-{group:02d}")]
+    (logs, *_) = [name for name in reversed(folder.world_logs(1)) if name.startswith(f"group-{group:02d}")]
     record = json.loads((folder.attempt_logs(1) / logs / f"rank-{rank:05d}.json").read_text())
     os.kill(record["pid"], signal.SIGKILL)
 
@@ -96,6 +95,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[f
 FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA GPUs")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, FOUR_GPUS])])
 def test_ranks_and_lighthouse_are_killed(tmp_path, expected, device):
     words = ["cluster.replica_groups=2", "parallelism.dp_shard=2", f"cluster.device={device}"]
@@ -105,7 +105,9 @@ def test_ranks_and_lighthouse_are_killed(tmp_path, expected, device):
         kill_rank(folder, 0, 1)
         wait_for_step(folder, 15)
         children = psutil.Process(process.pid).children()
-        (lighthouse,) = [child for child in children if "titan_exp.launch.local.lighthouse" in child.cmdline()]
+        (lighthouse,) = [
+            child for child in children if "titan_exp.extensions.replica_groups.lighthouse" in child.cmdline()
+        ]
         lighthouse.kill()
         finish(process)
     assert losses(folder) == pytest.approx(expected(device), rel=1e-5)
@@ -125,6 +127,7 @@ def test_ranks_and_lighthouse_are_killed(tmp_path, expected, device):
     assert row["groups"]["groups"] == 2
 
 
+@pytest.mark.night
 def test_a_dead_fleet_continues_from_its_checkpoint_in_another_shape(tmp_path, expected):
     with training(tmp_path, "two", "cluster.replica_groups=2") as (process, folder):
         wait_for_step(folder, 30)
@@ -141,6 +144,7 @@ def test_a_dead_fleet_continues_from_its_checkpoint_in_another_shape(tmp_path, e
     assert losses(folder) == pytest.approx(expected("cpu"), rel=1e-5)
 
 
+@pytest.mark.night
 def test_a_killed_semi_synchronous_group_costs_the_other_no_step(tmp_path):
     words = ["cluster.replica_groups=2", "semi_sync=diloco", "semi_sync.interval=5", "training.steps=200"]
     with training(tmp_path, "diloco", *words) as (process, folder):
@@ -154,3 +158,12 @@ def test_a_killed_semi_synchronous_group_costs_the_other_no_step(tmp_path):
     assert {row["attempt"] for row in rows} == {1}
     (ended,) = [event for event in read_events(folder) if event["event"] == "ended" and event["exit"] != 0]
     assert ended["group"] == 1
+
+
+def test_an_orphaned_group_that_has_not_trained_leaves(tmp_path: Path) -> None:
+    """It would wait for a state of the other groups, which stop, and hold the run against the same command."""
+    run = Launch(tmp_path, "wait_for_ever", "cluster.replica_groups=2", "training.global_batch_size=8")
+    run.wait_for("seen-0.json")
+    run.process.kill()
+    wait_until(lambda: not ranks_of(tmp_path), limit=25)
+    run.finish()

@@ -1,17 +1,19 @@
 """Replica groups on this machine: sets of ranks, each started again alone when it fails, and one lighthouse for all."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.launch.local.lighthouse import Lighthouse
+from titan_exp.extensions.replica_groups.config import cluster_of
+from titan_exp.extensions.replica_groups.events import GroupEventLines, ReplicaGroup, read_events, record_event
+from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.state.exit_status import AttemptResult
-from titan_exp.tracking.run_folder.group_events import read_events, record_event
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.launch.worlds import Processes
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import HUNG
 
@@ -38,14 +40,16 @@ class _Slot:
     given_up: bool = False
 
 
-class LocalReplicaGroups:
-    """Supervises the groups of one attempt, with the interface of `LocalRanks`."""
+class LocalReplicaGroups(Processes):
+    """Supervises the groups of one attempt."""
 
     def __init__(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> None:
         self._layout, self.folder, self.attempt = layout, folder, attempt
-        self._slots = [_Slot(number) for number in range(layout.cluster.replica_groups)]
+        self._cluster = cluster_of(layout)
+        self._slots = [_Slot(number) for number in range(self._cluster.worlds)]
         self._starts = 0
-        self._lighthouse = Lighthouse(layout.cluster, folder, folder.attempt_logs(attempt) / "lighthouse.log")
+        self._lighthouse = Lighthouse(self._cluster, folder, folder.attempt_logs(attempt) / "lighthouse.log")
+        self._lines = GroupEventLines(folder, attempt)
         self._killed = False
         self._over_since: float | None = None
         """Monotonic time at which a group first ended without a failure."""
@@ -79,13 +83,17 @@ class LocalReplicaGroups:
         if self._killed or self._over_since is not None:
             return not any(slot.ranks is not None for slot in self._slots)
         able = [slot for slot in self._slots if not slot.given_up]
-        if len(able) < self._layout.cluster.min_groups or self._fleet_is_dead():
+        if len(able) < self._cluster.min_groups or self._fleet_is_dead():
             self.kill()
             return True
         for slot in able:
             if slot.ranks is None:
                 self._start_again(slot)
         return False
+
+    def news(self) -> Iterator[str]:
+        """Lines of new events."""
+        return self._lines.lines()
 
     def kill(self) -> None:
         """Kill all ranks of all groups."""
@@ -161,7 +169,7 @@ class LocalReplicaGroups:
         )
 
     def _events(self) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.folder) if event["attempt"] == self.attempt]
+        return read_events(self.folder, self.attempt)
 
     def _record(self, event: str, **fields: object) -> None:
         record_event(self.folder, self.attempt, event=event, **fields)

@@ -18,6 +18,7 @@ from titan_exp.extensions.replica_groups.events import ReplicaGroup
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.gate.gate import check_memory
 from titan_exp.plan.gate.prediction_cache import cache_key
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.search.layout_cost import LayoutCost
@@ -142,3 +143,13 @@ def test_the_sum_may_be_the_peak_on_a_cpu():
 
 def test_predictions_of_other_groups_are_not_taken_for_these():
     assert len({cache_key(experiment_of(GROUPS.format(groups)), None) for groups in (1, 2, 3)}) == 3
+
+
+def test_all_groups_share_the_memory_of_this_machine(tmp_path: Path):
+    one, two = (
+        check_memory([experiment_of(f"{GROUPS.format(groups)} plan.predict=always")], tmp_path)[0].needed
+        for groups in (1, 2)
+    )
+    assert one is not None
+    assert two is not None
+    assert two > 1.7 * one

@@ -4,6 +4,7 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.extensions.replica_groups import rules
 from titan_exp.extensions.replica_groups.events import record_event
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT
@@ -130,3 +131,17 @@ def test_every_group_has_a_micro_batch():
         for number in (1, 2, 3)
     ]
     assert [layout.gradient_accumulation for layout in sizes] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "offered"),
+    [
+        # Groups share this machine; of a scheduler, each has a job of its own.
+        (8, ["cluster.replica_groups=2"], 4),
+        (8, ["cluster.replica_groups=3", "cluster.gpus_per_node=7"], 2),
+        (0, ["cluster=slurm", "cluster.replica_groups=2", "cluster.nodes=2"], 16),
+    ],
+)
+def test_devices_of_a_group(gpus: int, overrides: list[str], offered: int, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, gpus)
+    assert offered_devices(experiment(*overrides).cluster) == offered

@@ -67,10 +67,10 @@ LAST_ROWS = 50
 def rank_main(path: str) -> None:
     """Train as a rank that carries out the orders in its phase."""
     from titan_exp.checkpoint.checkpointer import Checkpointer
+    from titan_exp.extensions.replica_groups.groups import ReplicaGroups
+    from titan_exp.extensions.replica_groups.semi_sync import SemiSync
     from titan_exp.trainer import rank_main as real
     from titan_exp.trainer.forward_backward import EagerModel
-    from titan_exp.trainer.replica_groups.replica_groups import ReplicaGroups
-    from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 
     victim = _Victim(Path(os.environ[ORDERS]))
     join = ReplicaGroups.join
@@ -239,7 +239,7 @@ def kill_lighthouse(process: subprocess.Popen[bytes], orders: Path, step: int) -
     """Kill the lighthouse; returns 1 if there was one."""
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "titan_exp.launch.local.lighthouse" in child.cmdline():
+            if "titan_exp.extensions.replica_groups.lighthouse" in child.cmdline():
                 note(orders, {"phase": "any", "target": "lighthouse", "group": None, "step": step})
                 child.kill()
                 return 1

@@ -43,7 +43,9 @@ install_import_hook(
 fast_hydra.install()
 
 PARITY = re.compile(r"tests/(parity/test_|extensions/\w+/test_parity)")
-TIMED_BY_THE_MACHINE = ("tests/launch/", "tests/cluster/", "tests/journeys/", "tests/trainer/test_rendezvous")
+TIMED_BY_THE_MACHINE = re.compile(
+    r"tests/(launch/|cluster/|journeys/|trainer/test_rendezvous|extensions/\w+/test_launch)"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _shares_fixtures(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         # A busy machine may start a process later than a test waits. What fails twice is broken; a rerun is reported.
-        if item.nodeid.startswith(TIMED_BY_THE_MACHINE) and config.pluginmanager.hasplugin("rerunfailures"):
+        if TIMED_BY_THE_MACHINE.match(item.nodeid) and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
         # Every layout is trained by night; by day about a seventh, with a compiler half as many, the same each time.
         # Mutations run only where their file is named, and then all of them.

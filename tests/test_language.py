@@ -23,6 +23,8 @@ TEXTS = sorted(
         "conf/**/*.yaml",
         "sweeps/*.yaml",
         "docs/**/*.md",
+        "titan_exp/extensions/*/**/*.yaml",
+        "titan_exp/extensions/*/guides/*.md",
         "*.md",
     )
     for path in REPOSITORY.glob(pattern)

@@ -23,7 +23,6 @@ from titan_exp.launch.local.relaunch import plan_relaunch
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.launch.state.run_lock import acquire_run
-from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink, read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
@@ -156,8 +155,12 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = RunFolder(group / BAD)
     folder.write_state(RunState("failed", 4, time.time(), 1, "out of luck"))
     (group / BAD / "lineage.json").write_text('{"parent": "study/good", "step": 1, "tokens": 100}\n')
-    record_event(folder, 1, event="started", group=0, start=0)
-    record_event(folder, 1, event="quorum", step=1, quorum=1, groups=[0], joined=[])
+    begin = {"time": 1.0, "attempt": 1}
+    events = (
+        {"event": "started", "group": 0},
+        {"event": "quorum", "step": 1, "quorum": 1, "groups": [0], "joined": []},
+    )
+    (group / BAD / "groups.jsonl").write_text("".join(f"{json.dumps(begin | event)}\n" for event in events))
     folder.stop.write_text("a test\n")
     point = {"label": "a", "variant": "a", "seed": 1, "experiment_id": "", "processes": 1, "steps": 4, "kind": "local"}
     points = [{**point, "run_id": name, "overrides": []} for name in (GOOD, BAD)]

@@ -14,9 +14,9 @@ from tests.cluster.submitting import Submitting, ends, last
 from tests.parity.runs import PARAGRAPHS, SMALL
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.extensions.replica_groups.events import read_events, summarize_groups
+from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 from titan_exp.launch.local.run import run
-from titan_exp.tracking.run_folder.group_events import read_events, summarize_groups
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -224,7 +224,11 @@ def lighthouses(folder: RunFolder, group: int) -> list[psutil.Process]:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if "titan_exp.launch.slurm.groups.agent" in words and str(folder.path) in words and words[-3] == str(group):
+        if (
+            "titan_exp.extensions.replica_groups.agents" in words
+            and str(folder.path) in words
+            and words[-3] == str(group)
+        ):
             found.append(process)
     return found
 
@@ -232,7 +236,7 @@ def lighthouses(folder: RunFolder, group: int) -> list[psutil.Process]:
 def kill_rank(folder: RunFolder, group: int) -> float:
     """`kill -9` of rank 0 of a group's newest start; returns the time."""
     attempt = last(folder).attempt
-    (logs, *_) = [name for name in reversed(folder.group_logs(attempt)) if name.startswith(f"group-{group:02d}")]
+    (logs, *_) = [name for name in reversed(folder.world_logs(attempt)) if name.startswith(f"group-{group:02d}")]
     record = json.loads((folder.attempt_logs(attempt) / logs / "rank-00000.json").read_text())
     os.kill(record["pid"], signal.SIGKILL)
     return time.time()

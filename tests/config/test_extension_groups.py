@@ -43,8 +43,8 @@ class LoudCluster:
     """Number of them. E.g. `cluster.loudspeakers=2`."""
 
     @property
-    def worlds(self) -> int:
-        return self.loudspeakers
+    def is_remote(self) -> bool:
+        return self.loudspeakers > 1
 '''
 RULES = """
 from titan_exp.rules.rule import Refuse, rules
@@ -133,7 +133,7 @@ from titan_exp.launch.run_id import run_id
 from pathlib import Path
 
 plain, loud = to_experiment(compose()), to_experiment(compose(["cluster.loudspeakers=3", "noise.mode=white"]))
-assert (plain.cluster.worlds, loud.cluster.worlds, type(plain.cluster)) == (1, 3, ClusterConfig)
+assert (plain.cluster.is_remote, loud.cluster.is_remote, type(plain.cluster)) == (False, True, ClusterConfig)
 assert pickle.loads(pickle.dumps(loud)) == loud
 Path("config.yaml").write_text(to_yaml(loud))
 assert load_experiment("config.yaml", trust=True) == loud

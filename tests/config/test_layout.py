@@ -23,10 +23,6 @@ def laid_out(*overrides: str) -> ResolvedLayout:
         (8, ["cluster.gpus_per_node=2"], "cuda", 2),
         (8, ["cluster.gpus_per_node=2", "cluster.nodes=3"], "cuda", 6),
         (0, ["cluster.device=cuda"], "cuda", 0),
-        # Groups share this machine; of a scheduler, each has a job of its own.
-        (8, ["cluster.replica_groups=2"], "cuda", 4),
-        (8, ["cluster.replica_groups=3", "cluster.gpus_per_node=7"], "cuda", 2),
-        (0, ["cluster=slurm", "cluster.replica_groups=2", "cluster.nodes=2"], "cuda", 16),
     ],
 )
 def test_what_the_cluster_offers(

@@ -33,7 +33,7 @@ def log(folder: RunFolder, step: int) -> None:
 
 def write_surroundings(folder: RunFolder) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TITAN_EXP_RENDEZVOUS")
-    names += ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "TITAN_EXP_REPLICA_GROUP")
+    names += ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "TITAN_EXP_WORLD")
     seen = {name: os.environ.get(name) for name in names}
     handlers = {name: str(signal.getsignal(getattr(signal, name))) for name in ("SIGINT", "SIGTERM", "SIGUSR2")}
     meet = Path(os.environ["TITAN_EXP_RENDEZVOUS"]).parent.is_dir() if seen["TITAN_EXP_RENDEZVOUS"] else None

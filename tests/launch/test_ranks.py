@@ -13,6 +13,7 @@ from titan_exp.launch.rank.child_env import rank_environment
 from titan_exp.launch.rank.rank_env import VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import RankError, RankRecord, read_record
 from titan_exp.launch.state import exit_status
+from titan_exp.tracking.run_folder.attempts import WORLD, World
 
 KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
 """One after the other: the kernel counts out-of-memory kills of the whole machine."""
@@ -21,7 +22,7 @@ KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
 def test_rank_environment_of_ranks(tmp_path: Path) -> None:
     # Typed in a shell of torchrun, and from within a rank of another run.
     outer = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "TITAN_EXP_ATTEMPT": "7"}
-    outer |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TITAN_EXP_REPLICA_GROUP": '{"number": 1}'}
+    outer |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TITAN_EXP_WORLD": '{"number": 1}'}
     run = Launch(tmp_path, "succeed", "parallelism.dp_shard=2", CUDA_VISIBLE_DEVICES="GPU-1234,3", **outer)
     code, _, err = run.finish()
     assert (code, err) == (0, "")
@@ -66,15 +67,16 @@ def test_threads_and_gpus_are_as_configured(tmp_path: Path) -> None:
         (None, ["cluster.device=cpu"], ["", ""]),
     ],
 )
-def test_every_replica_group_has_gpus_of_its_own(tmp_path, monkeypatch, mask, words, shown):
+def test_each_of_several_worlds_has_gpus_of_its_own(tmp_path, monkeypatch, mask, words, shown):
     give_gpus(monkeypatch, 8)
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    cluster = experiment("cluster.replica_groups=2", *words).cluster
-    found = [rank_environment(cluster, 2, 1, tmp_path, group=group)[VISIBLE_GPUS] for group in (0, 1)]
-    assert found == shown
-    alone = rank_environment(cluster, 2, 1, tmp_path)[VISIBLE_GPUS]
-    assert alone == ("" if words else mask)
+    cluster = experiment(*words).cluster
+    found = [rank_environment(cluster, 2, 1, tmp_path, world=World(number, 0)) for number in (0, 1)]
+    assert [each[VISIBLE_GPUS] for each in found] == shown
+    alone = rank_environment(cluster, 2, 1, tmp_path)
+    assert alone[VISIBLE_GPUS] == ("" if words else mask)
+    assert found[0].keys() - alone.keys() == {WORLD}
 
 
 def test_output_of_rank_0_and_metrics_are_shown(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.launch.launching import LIMIT, REPOSITORY, Launch, launch, launch_environment, ranks_of, wait_until
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.machine.torchft import TORCHFT, torchft_version
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.local.run import run
 from titan_exp.launch.run_plan import create_run_folder, plan_run
@@ -165,16 +164,6 @@ def test_orphans_do_not_wait_for_a_dead_peer(tmp_path: Path) -> None:
     run.finish()
     assert state_of(folder).state == "failed"
     assert "another rank died" in (state_of(folder).reason or "")
-
-
-@pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
-def test_an_orphaned_group_that_has_not_trained_leaves(tmp_path: Path) -> None:
-    """It would wait for a state of the other groups, which stop, and hold the run against the same command."""
-    run = Launch(tmp_path, "wait_for_ever", "cluster.replica_groups=2", "training.global_batch_size=8")
-    run.wait_for("seen-0.json")
-    run.process.kill()
-    wait_until(lambda: not ranks_of(tmp_path), limit=25)
-    run.finish()
 
 
 def test_a_broken_pipe_does_not_end_a_run(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
 
 def trained_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Train the run of a folder as one of its ranks; returns the whole weights of this rank's modules."""
+    from titan_exp.trainer.commit import commit_of
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.replica_groups.commits import commit_of
     from titan_exp.trainer.trainer import Trainer
 
     experiment = load_experiment(folder.config, trust=True)

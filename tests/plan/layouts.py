@@ -16,13 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.proofs import note
 from tests.ranks import run_ranks
-from tests.trainer.lone_group import LoneGroup
-from titan_exp.checkpoint.group_states import described, own_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, batch_tensors, fake_batches, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
@@ -30,7 +27,6 @@ from titan_exp.rules import check
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.part import Parts
 from titan_exp.trainer.parts import acting_parts
-from titan_exp.trainer.replica_groups.semi_sync import SemiSync
 from titan_exp.trainer.train_state import assemble
 
 SMALL = [
@@ -211,13 +207,20 @@ def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | No
     return [Numbers(**results[rank]) for rank in pipeline_ranks(ResolvedLayout.of(experiment))]
 
 
-def allocated_peaks(experiment: Experiment, path: Path) -> list[int]:
+def plain_step(rank: FakeRank) -> Callable[[], None]:
+    """A step of a rank, with nothing beside it."""
+    return rank.step
+
+
+def allocated_peaks(
+    experiment: Experiment, path: Path, step_of: Callable[[FakeRank], Callable[[], None]] = plain_step
+) -> list[int]:
     """Largest growth of torch's own allocator in a step, for each pipeline rank.
 
     By one process on real tensors, whose messages go nowhere: gloo's threads would allocate copies of their own.
     """
     _write(experiment, path)
-    (found,) = run_ranks(1, _alone, str(path), limit=300)
+    (found,) = run_ranks(1, _alone, str(path), step_of, limit=300)
     return found
 
 
@@ -237,7 +240,7 @@ def _predict_ranks(path: str, mutate: Callable[[], None] | None) -> list[dict[st
                 fake.state,
                 fake.step,
                 warmup_step=fake.warmup_step,
-                outer_step=fake.outer_step,
+                beside=fake.exchanges,
                 preallocated=fake.preallocated,
                 inductor=uses_inductor(experiment.compile),
             )
@@ -287,7 +290,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         return asdict(numbers)
 
 
-def _alone(path: str) -> list[int]:
+def _alone(path: str, step_of: Callable[[FakeRank], Callable[[], None]]) -> list[int]:
     torch.set_num_threads(1)
     gc.disable()  # as the trainer has it
     experiment = load_experiment(RunFolder(path).config, trust=True)
@@ -300,38 +303,11 @@ def _alone(path: str) -> list[int]:
         state.built.init_weights()
         fake = FakeRank(experiment, state, fake_batches(experiment), parts=Parts(acting_parts(experiment, state)))
         fake.step()
-        found.append(allocated_by(fake.step if fake.outer is None else _synchronized(fake), Path(path)))
+        found.append(allocated_by(step_of(fake), Path(path)))
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
         torch._dynamo.reset()
     return found
-
-
-def _synchronized(rank: FakeRank) -> Callable[[], None]:
-    """A step of this rank with the largest synchronization, as of a group that is alone: after it, or in flight."""
-    outer, config = rank.outer, rank.experiment.semi_sync
-    assert outer is not None
-    sync = SemiSync(config, lone := LoneGroup([*range(config.groups)]), outer, rank.state.mesh, {})  # type: ignore[arg-type]
-    sizes = [sum(local_tensor(weight).numel() for weight in outer.parameters(n)) for n in range(config.fragments)]
-    first = next(step for step in itertools.count(1) if config.sent_fragment(step) == sizes.index(max(sizes)))
-
-    def run() -> None:
-        if config.delay:
-            sync.send(first)
-            rank.step()
-        else:
-            rank.step()
-            sync.send(first)
-        sync.apply(first + config.delay)
-        if rank.experiment.checkpoint.mode != "off":
-            parts, optimizer = rank.state.model.parts, rank.state.optimizer
-            lone.description = described(
-                parts, optimizer, own_state(parts, optimizer, weights=config.keeps_own_weights)
-            )
-            sync.collect_states(parts, optimizer)
-            sync.states = {}
-
-    return run
 
 
 def allocated_by(step: Callable[[], None], path: Path) -> int:

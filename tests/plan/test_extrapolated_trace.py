@@ -86,7 +86,7 @@ def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[
                 fake.state,
                 fake.step,
                 warmup_step=fake.warmup_step,
-                outer_step=fake.outer_step,
+                beside=fake.exchanges,
                 preallocated=fake.preallocated,
                 cuda=extrapolator.cuda,
                 inductor=uses_inductor(experiment.compile),

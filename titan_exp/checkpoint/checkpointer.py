@@ -47,7 +47,7 @@ class Checkpointer:
     """Saves and loads the training state of one run in `path`; all ranks call every method together.
 
     Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Without `prepare`, the folder is left as
-    it is, since another replica group may be writing to it. Raises UserError if a folder is not writable.
+    it is, since another world of the run may be writing to it. Raises UserError if a folder is not writable.
     """
 
     def __init__(
@@ -118,9 +118,10 @@ class Checkpointer:
         progress: Mapping[str, Any],
         *,
         weights_only: bool = False,
-        group_states: Mapping[str, Tensor] = {},
+        other_worlds: Mapping[str, Tensor] = {},
     ) -> None:
-        """Save the state after a step, unless already saved. In async modes training may continue on return.
+        """Save the state after a step, with states of `other_worlds` by key, unless already saved. In async modes
+        training may continue on return.
 
         With `weights_only`, optimizer and data state are omitted; such a checkpoint cannot resume a run. Raises
         UserError on rank 0 if saves have failed for longer than `fail_after_minutes`.
@@ -144,7 +145,7 @@ class Checkpointer:
             weights = {**model_state_dict(parts), **average_state_dict(parts, optimizer)}
             state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
-            state = {**training_state_dict(parts, optimizer, data, progress), **group_states}
+            state = {**training_state_dict(parts, optimizer, data, progress), **other_worlds}
             self._name_differing(differing_between_ranks(state, self._group))
         writer = PublishingWriter(self.folder, step)
         save = self._pending = _PendingSave(step, begin, self._clock())

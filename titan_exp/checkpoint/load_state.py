@@ -64,23 +64,23 @@ def load_optimizer_state(
     path: Path,
     parts: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
-    group: str = "",
+    prefix: str = "",
     *,
     keeps: Collection[str] = (),
 ) -> None:
-    """Load the optimizer's state of a checkpoint, of one `group` whose keys begin with that; collective."""
-    entries, prefix = tensor_entries(path), f"{group}{VALUES_PREFIX}"
+    """Load the optimizer's state of a checkpoint, whose keys have a `prefix`; collective."""
+    entries, of_values = tensor_entries(path), f"{prefix}{VALUES_PREFIX}"
     saved = {
-        key.removeprefix(group): SavedTensor(entry.size, entry.properties.dtype)
+        key.removeprefix(prefix): SavedTensor(entry.size, entry.properties.dtype)
         for key, entry in entries.items()
-        if key.startswith(f"{group}{OPTIMIZER_PREFIX}")
+        if key.startswith(f"{prefix}{OPTIMIZER_PREFIX}")
     }
     require_stored(path, {key: tensor.shape.numel() * tensor.dtype.itemsize for key, tensor in saved.items()})
-    values = read_json_entries(path, tensor_shapes(path), prefix)
-    values = {key.removeprefix(prefix): value for key, value in values.items()}
+    values = read_json_entries(path, tensor_shapes(path), of_values)
+    values = {key.removeprefix(of_values): value for key, value in values.items()}
     prepare_optimizer_state(parts, optimizer, saved, values, keeps=keeps)
     state = optimizer_state_dict(parts, optimizer).items()
-    load_into(path, {f"{group}{key}": value for key, value in state if key in saved or not is_optional(key)})
+    load_into(path, {f"{prefix}{key}": value for key, value in state if key in saved or not is_optional(key)})
 
 
 def read_json_entries(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:

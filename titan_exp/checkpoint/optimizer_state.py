@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan_exp.checkpoint.state_values import UnsavedStateError, decode, encode, from_inline, inline
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import provided
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.clipping.adagc import AVERAGE_NORM
-from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM
 from titan_exp.optim.parameter_groups import changed_groups, reset_groups
 from titan_exp.optim.weight_average import AVERAGE
 from titan_exp.tracking.logging import get_logger
@@ -204,14 +204,14 @@ def is_average(key: str) -> bool:
 
 
 def is_optional(key: str) -> bool:
-    """True for optimizer state that a continued run may begin without: of an average, of clipping, of an outer
-    optimizer."""
-    return is_outer(key) or key.endswith((f".{AVERAGE}", f".{AVERAGE_NORM}"))
+    """True for optimizer state that a continued run may begin without: of an average, of clipping, of parts of
+    extensions."""
+    return key.rpartition(".")[2] in {AVERAGE, AVERAGE_NORM, *provided("kept_state")}
 
 
-def is_outer(key: str) -> bool:
-    """True for the key of an outer optimizer's state, which is equal in all groups of semi-synchronous training."""
-    return key.endswith((f".{KEPT}", f".{MOMENTUM}"))
+def equals_weights(key: str) -> bool:
+    """True for optimizer state that equals the weights whenever a checkpoint is saved."""
+    return provided("kept_state").get(key.rpartition(".")[2], False)
 
 
 def _named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titan_exp.checkpoint.optimizer_state import (
     VALUES_PREFIX,
+    equals_weights,
     is_average,
     optimizer_state_dict,
     optimizer_tensors,
@@ -19,7 +20,6 @@ from titan_exp.checkpoint.optimizer_state import (
 )
 from titan_exp.config.paths.foreign_json import parse_json
 from titan_exp.models.spec.moe import TRAINING_BUFFERS
-from titan_exp.optim.outer.outer_optimizer import KEPT
 
 MODEL_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "data.", "progress"
 WEIGHTS_ONLY_KEY = "weights_only"
@@ -37,8 +37,7 @@ def training_state_dict(
     """
     return {
         **model_state_dict(parts),
-        # At a synchronization the weights are the kept ones.
-        **{key: value for key, value in optimizer_state_dict(parts, optimizer).items() if not key.endswith(f".{KEPT}")},
+        **{key: value for key, value in optimizer_state_dict(parts, optimizer).items() if not equals_weights(key)},
         **{f"{VALUES_PREFIX}{key}": encode_json(value) for key, value in optimizer_values(parts, optimizer).items()},
         **{f"{DATA_PREFIX}{shard}": encode_json(state) for shard, state in data.items()},
         PROGRESS_KEY: encode_json(progress),

@@ -56,15 +56,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> RunFolder:
-    """The folder with the logs of a replica group's newest start; itself without groups."""
+    """The folder with the logs of a world's newest start; itself if the attempt has one world."""
     number = attempt or _last_attempt(folder)
-    starts = {int(name.split("-")[1]): name for name in folder.group_logs(number)} if number else {}
+    starts = {int(name.split("-")[1]): name for name in folder.world_logs(number)} if number else {}
     if group is not None and group not in starts:
-        known = f"it has groups {', '.join(map(str, sorted(starts)))}" if starts else "this run has no replica groups"
+        known = f"it has groups {', '.join(map(str, sorted(starts)))}" if starts else "this run has no groups"
         raise UserError(f"--group {group}: no such group; {known}.")
     if not starts:
         return folder
-    views = {of: folder.with_group(name) for of, name in sorted(starts.items())}
+    views = {of: folder.with_world(name) for of, name in sorted(starts.items())}
     chosen = group
     if chosen is None:
         failed = [of for of, view in views.items() if _first_to_fail(view, number) is not None]

@@ -15,8 +15,8 @@ from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, spli
 from titan_exp.launch.state.rungs import rung_lines
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
+from titan_exp.launch.worlds import worlds_launch
 from titan_exp.tracking.number_format import format_duration
-from titan_exp.tracking.run_folder.group_events import GroupSummary
 from titan_exp.tracking.sinks.sink import Value
 
 USAGE = """\
@@ -31,17 +31,15 @@ A run is new, queued, running, done, failed, preempted (it saved, stopped and ca
 without a record), or unknown (SLURM, which may hold its job, cannot be asked: the reason says why). GPU-hours are those
 of all its starts, without a parent's. "continued from" is the parent of a continued run, and the step at which it
 begins. For a planned run, "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0
-(tensors on a GPU, the process on a CPU) beside the predicted peak. Of replica groups, "groups" are those alive of all,
-"heals" counts states taken over from another, and "time lost" is waiting for others, computing again
-and restarts."""
+(tensors on a GPU, the process on a CPU) beside the predicted peak."""
+if (launch := worlds_launch()) is not None:
+    USAGE += f" {launch.status_help}"
 HELP_TEXT = options_help(USAGE, StatusOptions)
 COLUMNS = (
     *("run", "id", "rung", "state", "step", "loss", "validation loss", "tokens/s"),
-    *("/predicted", "MFU", "GiB/predicted", "left", "GPU-hours", "groups", "quorum", "heals"),
-    *("time lost", "continued from"),
+    *("/predicted", "MFU", "GiB/predicted", "left", "GPU-hours"),
 )
-OPTIONAL = ("rung", "validation loss", "/predicted", "MFU", "GiB/predicted", "GPU-hours", "continued from")
-OPTIONAL += ("groups", "quorum", "heals", "time lost")
+OPTIONAL = ("rung", "validation loss", "/predicted", "MFU", "GiB/predicted", "GPU-hours")
 WATCH_EVERY = 2.0
 """Refresh interval in seconds."""
 
@@ -87,7 +85,8 @@ def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
     """Table of runs; optional columns are shown if a run has a value."""
     with_group = in_full or len({row.group for row in rows}) > 1
     cells = [_cells(row, with_group) for row in rows]
-    names = [*COLUMNS, *sorted({metric for row in rows for metric in row.reported}), "reason"]
+    names = [*COLUMNS, *dict.fromkeys(name for row in rows if row.groups is not None for name in row.groups.cells())]
+    names += ["continued from", *sorted({metric for row in rows for metric in row.reported}), "reason"]
     fixed = set(COLUMNS).difference(OPTIONAL)
     shown = [name for name in names if name in fixed or any(row.get(name, "-") != "-" for row in cells)]
     table = Table(box=None, pad_edge=False)
@@ -116,21 +115,10 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "MFU": _number(row.mfu, ".1%"),
         "GiB/predicted": "-" if peak is None else f"{_number(row.memory, '.2f')}/{peak:.2f}",
         "GPU-hours": _number(row.gpu_hours, ",.2f"),
-        **_group_cells(row.groups),
+        **({} if row.groups is None else row.groups.cells()),
         "continued from": "-" if row.parent is None else f"{row.parent} at {row.parent_step}",
         **{metric: _number(value, ".4g") for metric, value in row.reported.items()},
         "reason": (row.reason or row.warning or "-").partition("\n")[0],
-    }
-
-
-def _group_cells(groups: GroupSummary | None) -> dict[str, str]:
-    if groups is None:
-        return {}
-    return {
-        "groups": f"{groups.living}/{groups.groups}",
-        "quorum": "-" if groups.quorum is None else str(groups.quorum),
-        "heals": str(groups.heals),
-        "time lost": format_duration(groups.lost),
     }
 
 

@@ -233,7 +233,7 @@ METRICS = (
         "time lost",
         "h",
         "min",
-        "of replica groups: waiting for others, steps computed again and restarts, scaled to these tokens",
+        "waiting for others that failed, steps computed again and restarts, scaled to these tokens",
         _lost_hours,
     ),
     Metric("gpu_hours", "GPU-hours", "h", "min", "own wall clock times processes; on CPU one each", _device_hours),

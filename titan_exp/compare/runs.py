@@ -13,9 +13,9 @@ from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import read_values
+from titan_exp.launch.worlds import summarize_worlds
 from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.number_format import format_items
-from titan_exp.tracking.run_folder.group_events import summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage, ancestors, read_history
 from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.run_folder.overrides import read_overrides
@@ -152,7 +152,7 @@ class Run:
     source: str
     """Folder or URL."""
     lost_seconds: float | None = None
-    """Seconds lost to failures of replica groups, over all attempts; None without groups."""
+    """Seconds lost to failures of worlds, over all attempts; None if the run has one."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
     """Predictions made before the start."""
     lineage: Lineage | None = None
@@ -224,7 +224,7 @@ def read_run(path: str | Path) -> Run:
         dirty=any(part.get("dirty") for part in code.get("imported", ())) or code.get("dirty"),
         overrides=read_overrides(folder.overrides) or (),
         source=str(path),
-        lost_seconds=None if (groups := summarize_groups(folder)) is None else groups.lost,
+        lost_seconds=None if (worlds := summarize_worlds(folder)) is None else worlds.lost,
         predicted=read_predicted_metrics(folder),
         lineage=None if ancestor is None else ancestor.lineage,
         parent=None if ancestor is None or ancestor.folder is None else _read_parent(ancestor.folder),

@@ -63,6 +63,20 @@ class Extension:
     first line of the docstring is the line of help."""
     reports: Mapping[str, str] = field(default_factory=dict)
     """Report by name: a function of a finished run's experiment and folder that yields lines to print."""
+    worlds: str = ""
+    """Class that launches runs with several worlds, as `titan_exp.launch.worlds.Worlds`."""
+    commit: str = ""
+    """Function of an experiment that returns its class of `titan_exp.trainer.commit.Commit`; None for the runs of
+    others."""
+    updates: str = ""
+    """Function that yields parts of a run which act after the optimizer, of the arguments of
+    `titan_exp.trainer.parts.acting_parts`. The planner runs them, too."""
+    exchange: str = ""
+    """Function of an experiment that returns its `titan_exp.plan.exchange.Exchange`; None for the runs of others.
+    Imported without torch."""
+    kept_state: Mapping[str, bool] = field(default_factory=dict)
+    """Tensors of each parameter that its parts keep in the optimizer's state, by name, without which a run may
+    continue. True if one equals the parameter whenever a checkpoint is saved, which leaves it out."""
     folder: Path = Path()
     """Folder of the module with this description; filled by the registry."""
 
@@ -99,8 +113,8 @@ def _described(module: str) -> Extension:
         raise UserError(f"The extension {module} cannot be imported{at}") from error
 
 
-def provided(what: str) -> dict[str, str]:
-    """Import paths by name in one field of all extensions, such as `families`."""
+def provided(what: str) -> dict[str, Any]:
+    """Import paths, or other values, by name in one field of all extensions, such as `families`."""
     return {name: path for extension in extensions().values() for name, path in getattr(extension, what).items()}
 
 
@@ -142,6 +156,11 @@ def load(path: str) -> Any:
     module, _, name = path.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
+
+
+def loaded(what: str) -> Iterator[Any]:
+    """What the import paths in one field of all extensions name, such as `rules`."""
+    return (load(path) for extension in extensions().values() if (path := getattr(extension, what)))
 
 
 def help_line(path: str) -> str:

@@ -102,7 +102,7 @@ class TrainLoader(Iterator[Any]):
         self._seek(self._sampler.restrict(_positions(state)))
 
     def seek(self, state: Mapping[str, Any]) -> None:
-        """Resume after the batches consumed by this rank, or by the same rank of another replica group."""
+        """Resume after the batches consumed by this rank, or by the same rank of another world of the run."""
         self._keep_order(state)
         self._seek(_positions(state))
 

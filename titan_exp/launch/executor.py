@@ -21,6 +21,7 @@ from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values
 from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class JobStatus:
     reason: str | None = None
     """Pending reason, or how the job ended."""
     jobs: Mapping[str, str] = field(default_factory=dict)
-    """`queued` or `running` by job id, if each replica group has a job."""
+    """`queued` or `running` by job id, if each of several worlds has a job."""
 
 
 class Executor(ABC):
@@ -120,9 +121,9 @@ class Executor(ABC):
     def rank_info(self) -> RankInfo | None:
         """Rank of this process, from the environment; None under another launcher."""
 
-    def join_group(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
-        """Join the attempt as a rank of a replica group; returns the folder as its ranks see it, and the rank with its
-        attempt number. None for a job without groups."""
+    def join_world(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
+        """Join the attempt as a rank of one of several worlds, which has this job; returns the folder as its ranks see
+        it, and the rank with its attempt number. None if the job has the whole run."""
         return None
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
@@ -182,9 +183,9 @@ def print_dry_run(executor: Executor, plan: RunPlan) -> None:
 
 
 def _size(layout: ResolvedLayout) -> str:
-    nodes, tasks, groups = layout.nodes, min(layout.world_size, layout.node_size), layout.cluster.replica_groups
+    nodes, tasks, worlds = layout.nodes, min(layout.world_size, layout.node_size), layout.cluster.worlds
     size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
-    return size if groups == 1 else f"{groups} replica groups, each of {size}"
+    return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
 
 
 def last_executor(folder: RunFolder) -> str:

@@ -65,7 +65,7 @@ class QKClip:
 
     @property
     def largest(self) -> list[Tensor]:
-        """Largest logits of the step so far, by layer of this rank; equal ranks of replica groups raise them, in place,
+        """Largest logits of the step so far, by layer of this rank; equal ranks of other worlds raise them, in place,
         to those of all."""
         return [self._tracked(module).largest for module in self._own.values()]
 

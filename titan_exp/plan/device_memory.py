@@ -209,7 +209,7 @@ def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> 
         if not cluster.memory_gb:
             return DeviceMemory(None, None, processes, overhead, "a node", unknown)
         return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
-    name, processes = cpu_name(), processes * cluster.replica_groups
+    name, processes = cpu_name(), processes * cluster.worlds
     device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
     overhead = round(read_constants(cache, name).get("overhead_gb", CPU_OVERHEAD_GB) * 1e9)
     capacity = host_memory()

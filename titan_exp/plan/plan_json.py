@@ -25,7 +25,7 @@ class RankTime:
     operators: float = 0.0
     """Host time of all operators by which it exceeds the device's; all of it on a CPU."""
     exchange: float = 0.0
-    """Sums over replica groups, for which the step waits."""
+    """Exchange between worlds, for which the step waits."""
 
     @property
     def total(self) -> float:

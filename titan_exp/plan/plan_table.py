@@ -11,7 +11,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from titan_exp.config.command_line.terminal import Terminal
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.caching_allocator import STEPS
 from titan_exp.plan.device_memory import room_of, symmetric_memory
@@ -24,10 +23,7 @@ from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
 COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
 AT_MOST = " Attention's backward is counted with its largest workspace: this is an upper bound."
-OF_RUN = (
-    *("gpu_hours", "tokens", "sent_bytes_per_token", "sent_bytes_at_once"),
-    *("checkpoint_bytes", "checkpoint_bytes_per_node", "host_bytes_per_node"),
-)
+OF_RUN = ("gpu_hours", "tokens", "checkpoint_bytes", "checkpoint_bytes_per_node", "host_bytes_per_node")
 """Values of a plan that its JSON repeats by name."""
 _SHORT = {
     "parameters": "params",
@@ -43,7 +39,7 @@ def print_plan(plan: Plan, console: Console | None = None, *, kernels: bool = Fa
     """Print a plan on a terminal; with `kernels`, also the step of the largest rank by class of kernels."""
     console = console or Terminal()
     training, layout = plan.experiment.training, plan.layout
-    devices = f"{groups_of(plan.experiment)}{layout.world_size} x {plan.device.name if plan.device else 'CPU process'}"
+    devices = f"{plan.exchange.title}{layout.world_size} x {plan.device.name if plan.device else 'CPU process'}"
     micro_batch = f"{layout.micro_batch_size} x {training.seq_len} tokens per micro-batch"
     step = f"{micro_batch}, {layout.gradient_accumulation} per step"
     console.print(f"{plan.experiment.model.name} on {devices}: {step}", highlight=False)
@@ -78,7 +74,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device and asdict(plan.device),
         "world_size": plan.layout.world_size,
-        "replica_groups": plan.experiment.cluster.replica_groups,
+        **plan.exchange.values(plan),
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         **{name: value for name, value in vars(plan.prediction).items() if name != "ranks"},
@@ -271,13 +267,13 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"{format_si(flops, 'FLOP')} per rank and step"
     seconds = plan.checkpoint_bytes_per_node / 1e9
     yield f"checkpoint: {format_si(plan.checkpoint_bytes, 'B')}, {seconds:.2g} s at 1 GB/s per node"
-    yield from _synchronizations(plan)
+    yield from plan.exchange.lines(plan)
     times = [rank.time for rank in plan.ranks if rank.time is not None]
     if not times or plan.step_seconds is None:
         return
     slowest = max(times, key=lambda time: time.total)
     operators = f"launches beyond these {slowest.operators:.3g}, " if slowest.operators else ""
-    exchange = f", sums over replica groups {slowest.exchange:.3g}" if slowest.exchange else ""
+    exchange = f", {plan.exchange.seconds_name} {slowest.exchange:.3g}" if slowest.exchange else ""
     computed = f"matmuls {slowest.matmuls:.3g}, elementwise {slowest.elementwise:.3g}, {operators}"
     sent = f"communication {slowest.exposed:.3g} exposed and {slowest.behind:.3g} overlapped{exchange}"
     yield f"{plan.step_seconds:.3g} s per step, estimated: {computed}{sent}; bubble {plan.bubble:.0%}"
@@ -286,29 +282,6 @@ def _speed(plan: Plan) -> Iterator[str]:
     mfu, unit = ("", "device-hours") if plan.mfu is None else (f", MFU {plan.mfu:.0%}", "GPU-hours")
     run = f"{plan.experiment.training.last_step} steps: {plan.tokens:,} tokens, {shown} {unit}"
     yield f"{plan.tokens_per_second:,.0f} tokens/s per device{mfu}; {run}"
-
-
-def groups_of(experiment: Experiment) -> str:
-    """Number of replica groups before that of their devices; empty without groups."""
-    groups = experiment.cluster.replica_groups
-    return "" if groups == 1 else f"{groups} replica groups of "
-
-
-def _synchronizations(plan: Plan) -> Iterator[str]:
-    """Line about the messages between replica groups."""
-    config, rate, most = plan.experiment.semi_sync, plan.sent_bytes_per_token, plan.sent_bytes_at_once
-    if rate is None:
-        return
-    interval = config.interval if config.enabled else 1
-    size = format_bytes(rate * interval * plan.tokens_per_step / plan.layout.devices)
-    who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
-    when = f"every {interval} steps" if config.enabled else "in every step"
-    parts = ""
-    if config.fragments > 1 and most is not None:
-        during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
-        parts = f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
-    groups = plan.experiment.cluster.replica_groups
-    yield f"{groups} groups send {rate:,.6g} bytes per token: {when} {who} sends {size}{parts}"
 
 
 def _gib(size: float) -> str:

@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.group_share import share_of_group
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.layout.schedule_timeline import pipeline_seconds
 from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.config.machine.devices import device_type
@@ -21,6 +20,7 @@ from titan_exp.plan.cuda.caching_allocator import Reserved, steady_reserved
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import deterministic_attention, fake_cuda_capability
 from titan_exp.plan.device_memory import room_of
+from titan_exp.plan.exchange import Exchange, exchange_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.extrapolate.sample import Samples
@@ -29,21 +29,15 @@ from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.plan_json import Prediction, RankPrediction, RankTime
 from titan_exp.plan.planner_processes import Call, PlannerProcesses
 from titan_exp.plan.supported import attention_kernel, check_supported, with_run_kernels
-from titan_exp.plan.synchronization import (
-    NUMBER,
-    checkpoint_numbers,
-    exchange_seconds,
-    largest_fragment,
-    with_bucket,
-)
 from titan_exp.plan.time.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.received_rows import assume_expert_load
 from titan_exp.plan.trace.trace_step import Trace, trace_step
-from titan_exp.trainer.replica_groups.sent_bytes import ring_bytes
 
 T = TypeVar("T")
+NUMBER = 4
+"""Bytes of an fp32 number."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +121,14 @@ class Plan:
     if that was not asked, or if it changes nothing."""
 
     @cached_property
+    def exchange(self) -> Exchange:
+        """Exchange between the worlds of the run."""
+        return exchange_of(self.experiment)
+
+    @cached_property
     def layout(self) -> ResolvedLayout:
-        """Layout of the run, or of a replica group with its share of a step."""
-        return ResolvedLayout.of(share_of_group(self.experiment))
+        """Layout of a world, with its share of a step."""
+        return ResolvedLayout.of(share_of_world(self.experiment))
 
     @property
     def prediction(self) -> Prediction:
@@ -152,29 +151,6 @@ class Plan:
         """Tokens of the whole run."""
         training = self.experiment.training
         return training.sequences_after(training.last_step) * training.seq_len
-
-    @property
-    def sent_bytes_per_token(self) -> float | None:
-        """Bytes that replica groups send for every token; None without any. If weights do not divide evenly over ranks,
-        an upper bound."""
-        config, groups = self.experiment.semi_sync, self.experiment.cluster.replica_groups
-        if groups == 1:
-            return None
-        predicted = sum(rank.trace.persistent["parameters"] for rank in self.ranks)
-        weights = self.layout.world_size * predicted // len(self.ranks)
-        steps = config.interval if config.enabled else 1
-        return groups * ring_bytes(weights, groups) / (steps * self.tokens_per_step)
-
-    @property
-    def sent_bytes_at_once(self) -> float | None:
-        """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
-        for models without a description."""
-        spec, config = model_spec(self.experiment.model), self.experiment.semi_sync
-        if not config.enabled or spec is None:
-            return None
-        weights = {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in self.ranks}
-        sizes = (largest_fragment(config, spec, self.layout, rank) * size for rank, size in weights.items())
-        return ring_bytes(max(sizes), config.groups)
 
     @property
     def checkpoint_bytes_per_node(self) -> float:
@@ -235,8 +211,8 @@ def predict(
     the largest rank is also predicted with `plan.worst_expert_load`. Several ranks are predicted on `cores` cores, by
     default all. Raises UserError if an option of the run is not supported.
     """
-    began, layout = time.perf_counter(), ResolvedLayout.of(share_of_group(experiment))
-    cuda, semi_sync = layout.device_type == "cuda", experiment.semi_sync
+    began, layout = time.perf_counter(), ResolvedLayout.of(share_of_world(experiment))
+    cuda, exchange = layout.device_type == "cuda", exchange_of(experiment)
     check_supported(experiment, device)
     if cuda and device is not None:
         device = with_run_kernels(device, experiment)
@@ -256,11 +232,11 @@ def predict(
         seconds = None
         if rated is not None:
             seconds = rank_time(trace.costs, trace.axes, rated, layout.node_size if cuda else layout.world_size)
-            exchange = exchange_seconds(experiment, trace.persistent["parameters"], rated, seconds.total)
-            seconds = replace(seconds, exchange=exchange)
+            waited = exchange.seconds(trace.persistent["parameters"], rated, seconds.total)
+            seconds = replace(seconds, exchange=waited)
         kernels, allocator = class_times(trace.costs, rated), None if replayed is None else replayed.result()
-        saved = round(weights * checkpoint_numbers(semi_sync, state / max(1, weights)))
-        trace = trace if cuda else with_bucket(experiment, trace)
+        saved = round(weights * exchange.saved_numbers(state / max(1, weights)))
+        trace = trace if cuda else exchange.traced_on_cpu(trace)
         return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved)
 
     load, worst = experiment.plan.worst_expert_load, None
@@ -276,7 +252,7 @@ def predict(
     weights, state = (sum(part) for part in zip(*(_state(plan.trace) for plan in plans), strict=True))
     # Optimizer state is proportional to the weights of every rank.
     model, _ = found[numbers[-1]]
-    checkpoint = round(model.parameters * NUMBER * checkpoint_numbers(semi_sync, state / weights))
+    checkpoint = round(model.parameters * NUMBER * exchange.saved_numbers(state / weights))
     bubble = pipeline_bubble(layout)
     times = {plan.pipeline_rank: plan.time.total for plan in plans if plan.time is not None}
     step = pipeline_seconds(times, layout.parallelism.pp, bubble) if times else None
@@ -340,9 +316,8 @@ def _traces(
                 rank.state,
                 rank.step,
                 warmup_step=rank.warmup_step,
-                outer_step=rank.outer_step,
+                beside=(*rank.exchanges, *rank.evaluations),
                 recorder=rank.recorder,
-                evaluation=rank.evaluation,
                 preallocated=rank.preallocated,
                 cuda=cuda,
                 inductor=uses_inductor(traced.compile),
@@ -376,9 +351,9 @@ def _assuming(assumptions: Callable[[], AbstractContextManager[None]], call: Cal
 
 
 def as_traced(experiment: Experiment, device: Device | None) -> Experiment:
-    """Share of a replica group, for CUDA with the CPU's flash kernel in place of CUDA's flash and cuDNN kernels, since
+    """Share of a world, for CUDA with the CPU's flash kernel in place of CUDA's flash and cuDNN kernels, since
     it saves the same tensors; also in a list of saved operators that names the one that the run takes."""
-    traced = share_of_group(experiment)
+    traced = share_of_world(experiment)
     if device_type(traced.cluster) != "cuda":
         return traced
     traced = replace(traced, model=with_attention_backend(traced.model, attention_kernel(traced)))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import extensions, load
+from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
@@ -33,8 +33,6 @@ from titan_exp.rules.layout import (
     degrees,
     expert_parallel,
     pipeline_parallel,
-    replica_groups,
-    semi_sync,
     tensor_parallel,
 )
 from titan_exp.rules.layout.pipeline_parallel import schedule_is_known
@@ -68,11 +66,9 @@ _MODULES += (
     continue_from,
     degrees,
     cluster,
-    replica_groups,
-    semi_sync,
 )
 
-_MODULES += tuple(load(one.rules) for one in extensions().values() if one.rules)
+_MODULES += tuple(loaded("rules"))
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""

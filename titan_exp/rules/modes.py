@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.grad_clip import GradClipConfig
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE
 from titan_exp.config.schema.schema import choices_of, hints
@@ -15,22 +15,16 @@ from titan_exp.rules.rule import rules
 
 def clipping_has_its_own_keys(grad_clip: GradClipConfig) -> Iterator[Violation]:
     """Keys of the other modes of clipping have their defaults."""
-    return _keys_of_other_modes("grad_clip", grad_clip)
+    return keys_of_other_modes("grad_clip", grad_clip)
 
 
 def average_has_its_own_keys(weight_average: WeightAverageConfig) -> Iterator[Violation]:
     """Keys of the other averages have their defaults."""
-    return _keys_of_other_modes("weight_average", weight_average)
+    return keys_of_other_modes("weight_average", weight_average)
 
 
-def semi_synchronous_training_has_its_own_keys(semi_sync: SemiSyncConfig) -> Iterator[Violation]:
-    """Keys of the other modes of semi-synchronous training have their defaults."""
-    return _keys_of_other_modes("semi_sync", semi_sync)
-
-
-def _keys_of_other_modes(
-    group: str, config: GradClipConfig | WeightAverageConfig | SemiSyncConfig
-) -> Iterator[Violation]:
+def keys_of_other_modes(group: str, config: Any) -> Iterator[Violation]:
+    """Keys that the `mode` of a group's `config` does not read, and that are not at their defaults."""
     modes = choices_of(hints(type(config))["mode"])
     for field in dataclasses.fields(config):
         key, value = f"{group}.{field.name}", getattr(config, field.name)
@@ -40,4 +34,4 @@ def _keys_of_other_modes(
             yield Violation(key, value, f"{group}={config.mode} does not read this key", f"it comes with {others}")
 
 
-RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys, semi_synchronous_training_has_its_own_keys)
+RULES = rules(clipping_has_its_own_keys, average_has_its_own_keys)

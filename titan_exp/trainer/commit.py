@@ -1,4 +1,5 @@
-"""Commit: how the groups of a run agree on a step. `Commit` itself is that of a run without replica groups."""
+"""Commit: how the worlds of a run agree on a step. A world is a process group that trains the whole model on a share of
+every step; `Commit` itself is that of a run with one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_exp.config.extension import loaded
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.trainer.row import Numbers, Row, StepResult
 from titan_exp.trainer.train_step import sync_step_flags
@@ -27,40 +30,40 @@ class Flags:
 
 
 class Commit:
-    """Agreement of the groups of a run, of which this is the only one. All ranks of a group call each member together,
+    """Agreement of the worlds of a run, of which this is the only one. All ranks of a world call each member together,
     in this order: `restored`, then for each step `meet`, `divide`, `reduce`, `settle`, `rows`, `collect` and `resume`,
     then `finishes` and `leave`."""
 
     sums = False
-    """True if gradients are summed over groups, in the dtype of their parameters."""
-    groups = 1
-    """Groups that train sequences of the same step, each of which counts its own."""
+    """True if gradients are summed over worlds, in the dtype of their parameters."""
+    worlds = 1
+    """Worlds that train sequences of the same step, each of which counts its own."""
     leads = True
-    """True in the group that writes rows, checkpoints and exports."""
+    """True in the world that writes rows, checkpoints and exports."""
     restores = True
-    """True if this group begins with a checkpoint; False if it takes over a living group's state."""
+    """True if this world begins with a checkpoint; False if it takes over a living world's state."""
     states: Mapping[str, Tensor] = {}
-    """States of other groups, for the next checkpoint."""
+    """States of other worlds, by their keys in the next checkpoint."""
 
     def __init__(self, trainer: Training) -> None:
         self._trainer, self._flags, self._result = trainer, Flags(), StepResult({}, torch.zeros(()), 0)
 
     def takes_over(self) -> bool:
-        """True if the state to begin with comes from a living group."""
+        """True if the state to begin with comes from a living world."""
         return False
 
     def restored(self) -> None:
-        """After the state that this group begins with is loaded."""
+        """After the state that this world begins with is loaded."""
 
     def meet(self) -> Flags | None:
-        """Before a step: wait for its groups. Flags if they agree on the present step first, after which the caller
+        """Before a step: wait for its worlds. Flags if they agree on the present step first, after which the caller
         logs and saves; else None."""
         return None
 
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
-        """This group's share of the micro-batches of a step, and the predicted tokens that its loss is a mean of, as
+        """This world's share of the micro-batches of a step, and the predicted tokens that its loss is a mean of, as
         `train_step` takes them. The flags are this rank's."""
         trainer = self._trainer
         tokens, stop, save = sync_step_flags(
@@ -70,15 +73,15 @@ class Commit:
         return batches, tokens
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients over the groups, in place, and metrics, which are returned.
+        """Sum gradients over the worlds, in place, and metrics, which are returned.
 
         Raises:
-            StepRefused: the groups repeat the step; weights and optimizer are as before it.
+            StepRefused: the worlds repeat the step; weights and optimizer are as before it.
         """
         return metrics
 
     def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
-        """After a step: flags if the groups agree on the weights, or None if they train on alone. `logs` is True if the
+        """After a step: flags if the worlds agree on the weights, or None if they train on alone. `logs` is True if the
         row of this step is due."""
         self._result = result
         return self._flags
@@ -92,18 +95,24 @@ class Commit:
         return [trainer.report.row(trainer.step, trainer.tokens, self._result, lr=trainer.lr, also=numbers())]
 
     def collect(self) -> None:
-        """Gather states of other groups for a checkpoint."""
+        """Gather states of other worlds for a checkpoint."""
 
     def resume(self, flags: Flags) -> None:
         """After rows and checkpoint of an agreed step."""
 
     def finishes(self) -> bool:
-        """True in the group that saves and exports the last state; in the others False, once that is done."""
+        """True in the world that saves and exports the last state; in the others False, once that is done."""
         return True
 
     def leave(self) -> None:
-        """After the last checkpoint and export, let the other groups end, too."""
+        """After the last checkpoint and export, let the other worlds end, too."""
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint says of the groups, as JSON."""
+        """What a checkpoint says of the worlds, as JSON."""
         return {}
+
+
+def commit_of(experiment: Experiment) -> type[Commit]:
+    """Commit of a run: that of the extension whose run it is."""
+    found = (commit(experiment) for commit in loaded("commit"))
+    return next(filter(None, found), Commit)

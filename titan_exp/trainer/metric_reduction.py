@@ -66,7 +66,7 @@ class MetricReducer:
         return {name: kind for name, kind in self.reductions.items() if name.startswith(MODEL) and kind == "max"}
 
     def module_metrics(self) -> dict[str, Tensor]:
-        """This rank's share of the modules' metrics so far, by logged name and name of its count. Replica groups reduce
+        """This rank's share of the modules' metrics so far, by logged name and name of its count. Worlds reduce
         it before the step is finished, and hand it to `reduce` among the metrics."""
         found: dict[str, Tensor] = {}
         for name, value in (item for module in self._modules for item in module.metrics().items()):  # type: ignore[operator]

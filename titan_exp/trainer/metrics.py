@@ -58,13 +58,13 @@ class Report:
             experts=self._experts,
         )
         self.writes = writes
-        """True if this group writes rows and heartbeats."""
+        """True if this world writes rows and heartbeats."""
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
-        """True on the first rank of a group, which knows the whole row."""
+        """True on the first rank of a world, which knows the whole row."""
         self.last_rows: list[dict[str, Any]] = []
-        """Newest rows, which another replica group may have died over; empty before the first."""
+        """Newest rows, which another world may have died over; empty before the first."""
         self._heartbeat_failed = False
         self._warning: str | None = None
         attempts = folder.read_attempts()
@@ -84,7 +84,7 @@ class Report:
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self._experiment, self._written = experiment, 0
         self.sinks: list[Sink] = []
-        """Open on the first rank, of the group that writes, like the record of experts' load."""
+        """Open on the first rank, of the world that writes, like the record of experts' load."""
         self._load_log: ExpertLoadLog | None = None
         self._loads: dict[int, Mapping[str, list[int]]] = {}
         """Tokens per expert in the steps of `last_rows`, by layer; written with the rows."""
@@ -139,7 +139,7 @@ class Report:
     def _write(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if not self.writes or row["step"] <= self._written:
-                continue  # another group writes the row, or has before it died
+                continue  # another world writes the row, or has before it died
             self._written = step = row["step"]
             if self._load_log is not None and step in self._loads:
                 self._load_log.log(step, self._loads[step])
@@ -176,7 +176,7 @@ class Report:
     def share(
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
     ) -> Row:
-        """Reduce the metrics of a step of this group's sequences, without those of experts, which `expert_row` makes
+        """Reduce the metrics of a step of this world's sequences, without those of experts, which `expert_row` makes
         from its values and `expert_counts`; all ranks call it."""
         own = dataclasses.astuple(self.times.take())
         reported, rows = self.reducer.reduce(result.metrics, own)

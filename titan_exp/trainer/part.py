@@ -95,7 +95,7 @@ class Step:
     tokens: int
     """Predicted tokens so far."""
     agreed: bool = True
-    """False between synchronizations of groups that train alone: the weights are this group's own."""
+    """False where worlds train alone: the weights are this world's own."""
     rows: Sequence[Row] = ()
     """From phase DECIDE on: the rows of this step, the newest last; empty where none is logged."""
     numbers: Numbers = field(default_factory=dict)
@@ -148,9 +148,9 @@ class Part:
     keeps: Sequence[str] = ()
     """Names of tensors of each parameter that it keeps in `optimizer.state`, where checkpoints restore them."""
     sums: Sequence[Tensor] = ()
-    """Tensors of this rank's share of a step that replica groups sum in place before the update."""
+    """Tensors of this rank's share of a step that the worlds of a run sum in place before the update."""
     maxima: Sequence[Tensor] = ()
-    """Those of which replica groups take the maximum, in place."""
+    """Those of which they take the maximum, in place."""
 
     def state(self) -> dict[str, Any]:
         """State for the checkpoint, as JSON. Tensors of a parameter belong into `optimizer.state` by names in `keeps`:
@@ -182,7 +182,7 @@ class Part:
         """After the optimizer's step, with gradients still there; in phase ACT before compute weights follow."""
 
     def refused(self, step: int) -> None:
-        """After a step that replica groups repeat."""
+        """After a step that the worlds of a run repeat."""
 
     def after(self, step: Step) -> Numbers | None:
         """After a step, in the part's phase. Numbers join the row of the step, or the next where none is logged."""
@@ -280,7 +280,7 @@ class Parts:
                     part.on_update(update)
 
     def refused(self, step: int) -> None:
-        """After a step that groups repeat."""
+        """After a step that worlds repeat."""
         self._each("refused", step)
 
     def due(self, step: int, *, last: bool) -> bool:

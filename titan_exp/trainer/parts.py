@@ -4,19 +4,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.call_signature import Call, import_callable
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.models.spec.lookup import block_count
-from titan_exp.optim.outer.fragments import fragments_of
-from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.gc import GarbageCollection
@@ -25,29 +21,26 @@ from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import RooflineNote
 from titan_exp.trainer.train_state import TrainState
-from titan_exp.trainer.updates import Averaging, ClippingState, LogitClipping, OuterSteps, Routing
+from titan_exp.trainer.updates import Averaging, ClippingState, LogitClipping, Routing
 from titan_exp.trainer.validate import Evaluation
 
 
 def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """Parts that follow the optimizer's update, which the planner runs, too."""
-    optimizer, built = state.optimizer, state.built
     # First, so that all others see the scaled weights.
     if (limit := experiment.optimizer.max_logit) is not None:
-        yield LogitClipping(QKClip(built.module, [*state.model.parts], limit, state.mesh))
+        yield LogitClipping(QKClip(state.built.module, [*state.model.parts], limit, state.mesh))
     # Anywhere after the optimizer, which creates its own state where it finds none.
     yield ClippingState(state.clipper)
     # Of the weights as the next step begins with them.
     if state.average is not None:
         yield Averaging(state.average)
-    # Around the optimizer alone: it keeps the weights from before the first step.
-    if experiment.semi_sync.enabled:
-        outer = OuterOptimizer(optimizer, experiment.semi_sync, _fragments(experiment, state))
-        outer.after_move = state.moved
-        yield OuterSteps(outer)
+    # Those of extensions see the weights as the next step begins with them, too.
+    for updates in loaded("updates"):
+        yield from updates(experiment, state)
     # First of those that observe, since others may read the load.
     if state.model.load is not None:
-        yield Routing(state.model.load, experiment.training, shares=experiment.semi_sync.shares)
+        yield Routing(state.model.load, experiment.training)
 
 
 def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layout: ResolvedLayout) -> Iterator[Part]:
@@ -144,7 +137,7 @@ class Export(Part):
         self._state = state
 
     def begin(self, run: Run) -> None:
-        """One of several groups exports."""
+        """One of several worlds exports."""
         self._report = run.report
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -163,9 +156,3 @@ class Export(Part):
                 f"The weights after step {step.step} could not be exported; see the log for the reason. Free disk "
                 "space and start the run again: it then exports them."
             )
-
-
-def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
-    names = [name for name, _ in state.built.module.named_parameters()]
-    fragments = fragments_of(names, experiment.semi_sync, block_count(experiment.model))
-    return {parameter: fragments[name] for part in state.model.parts for name, parameter in part.named_parameters()}

@@ -13,12 +13,12 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.file_lock import LockedError
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
+from titan_exp.trainer.commit import commit_of
 from titan_exp.trainer.distributed import joined
 from titan_exp.trainer.log_head import log_head
 from titan_exp.trainer.profiling.compile_cache import set_compile_cache
 from titan_exp.trainer.profiling.oom_report import explain_oom
 from titan_exp.trainer.profiling.slow_option_warnings import log_slow_options
-from titan_exp.trainer.replica_groups.commits import commit_of
 from titan_exp.trainer.trainer import Trainer
 
 

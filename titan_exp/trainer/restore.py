@@ -34,7 +34,7 @@ def restore_state(trainer: Training, commit: Commit) -> None:
     checkpointer = trainer.checkpointer
     step = checkpointer.latest() if commit.restores else None
     if commit.takes_over():
-        trainer.state.built.init_weights()  # replaced by those of a living group
+        trainer.state.built.init_weights()  # replaced by those of a living world
     elif step is not None:
         _continue_own(trainer, step)
     elif trainer.experiment.checkpoint.continue_from is not None:
@@ -44,7 +44,7 @@ def restore_state(trainer: Training, commit: Commit) -> None:
 
 
 def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
-    """Take over step, tokens and states of parts from a checkpoint or another group."""
+    """Take over step, tokens and states of parts from a checkpoint or another world."""
     trainer.step, trainer.tokens = progress["step"], progress["tokens"]
     trainer.ended = progress.get(ENDED)
     # Older checkpoints have states beside the step.

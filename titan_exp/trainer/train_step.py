@@ -22,11 +22,11 @@ from titan_exp.trainer.train_state import TrainState
 
 
 class StepRefused(Exception):
-    """The groups of a run repeat the step: one has died, or a collective between them has failed."""
+    """The worlds of a run repeat the step: one has died, or a collective between them has failed."""
 
 
 class ReducesGradients(Protocol):
-    """Sum of a step over the groups of a run, as of `Commit`."""
+    """Sum of a step over the worlds of a run, as of `Commit`."""
 
     sums: bool
     """True if gradients are summed, in the dtype of their parameters."""

@@ -29,7 +29,7 @@ from titan_exp.trainer.training import Training
 
 
 class Trainer:
-    """One rank of a training run. All ranks construct it, then call `restore` and `run` together. How groups agree on a
+    """One rank of a training run. All ranks construct it, then call `restore` and `run` together. How worlds agree on a
     step is a `Commit`, built from the trainer.
 
     Raises:
@@ -113,14 +113,14 @@ class Trainer:
         return self.is_over
 
     def _one_step(self) -> bool:
-        """Train one step and do what follows it, once all groups agree. Returns True if training stops."""
+        """Train one step and do what follows it, once all worlds agree. Returns True if training stops."""
         flags = self.commit.meet()
         if flags is None and not self.is_over:
             flags = self._train()
         return flags is not None and self._log_and_save(flags)
 
     def _train(self) -> Flags | None:
-        """Train one step. Returns None if it is repeated, or the groups train on without agreeing on it."""
+        """Train one step. Returns None if it is repeated, or the worlds train on without agreeing on it."""
         step, times, position = self.step + 1, self.report.times, self.loader.state_dict()
         self.report.begin_step()
         self.parts.before(step)
@@ -142,7 +142,7 @@ class Trainer:
             self.loader.seek(position)
             return None
         self.step, self.tokens = step, self.tokens + result.tokens
-        self.report.end_step(step, result.tokens * self.commit.groups)
+        self.report.end_step(step, result.tokens * self.commit.worlds)
         PROGRESS.step(step)
         agreed = self.commit.settle(result, logs=self._logs)
         if agreed is None:
@@ -185,11 +185,11 @@ class Trainer:
                 self.loader.state_dict(),
                 self.progress(),
                 weights_only=self._saves_weights_only,
-                group_states=self.commit.states,
+                other_worlds=self.commit.states,
             )
 
     def progress(self) -> dict[str, Any]:
-        """State beside tensors and data, for checkpoints and for groups that take it over."""
+        """State beside tensors and data, for checkpoints and for worlds that take it over."""
         progress = {"step": self.step, "tokens": self.tokens, ENDED: self.ended, "config": to_dict(self.experiment)}
         return {**progress, PARTS: self.parts.state(), **self.commit.progress()}
 

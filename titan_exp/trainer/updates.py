@@ -8,7 +8,6 @@ from torch import Tensor
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.optim.clipping.adagc import AVERAGE_NORM
 from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
-from titan_exp.optim.outer.outer_optimizer import KEPT, MOMENTUM, OuterOptimizer
 from titan_exp.optim.weight_average import AVERAGE, WeightAverage
 from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.tracking.logging import get_logger
@@ -87,24 +86,6 @@ class Averaging(Acting):
         self._average.update(update.step)
 
 
-class OuterSteps(Acting):
-    """State of the outer optimizer of semi-synchronous training, which steps at synchronizations."""
-
-    name = "outer_optimizer"
-    keeps = (KEPT, MOMENTUM)
-
-    def __init__(self, outer: OuterOptimizer) -> None:
-        self.outer = outer
-
-    def on_gradients(self, update: Update) -> None:
-        """Keep the weights before the first step."""
-        self.outer.before_inner_step()
-
-    def on_update(self, update: Update) -> None:
-        """Allocate the outer state after it."""
-        self.outer.after_inner_step()
-
-
 class Routing(Acting):
     """Balance of experts: routers learn the load of the global batch. Their biases are no weights, which others keep in
     another dtype."""
@@ -112,8 +93,10 @@ class Routing(Acting):
     name = "routing"
     phase = Phase.OBSERVE
 
-    def __init__(self, load: ExpertLoad, training: TrainingConfig, *, shares: int) -> None:
-        self._load, self._training, self._shares = load, training, shares
+    def __init__(self, load: ExpertLoad, training: TrainingConfig) -> None:
+        self._load, self._training = load, training
+        self.shares = 1
+        """Equal parts of a batch, each of which counts and is balanced alone."""
 
     @property
     def sums(self) -> Sequence[Tensor]:  # type: ignore[override]
@@ -122,7 +105,7 @@ class Routing(Acting):
 
     def before(self, step: int) -> None:
         """Tell routers the size of the batch."""
-        self._load.set_sequences(self._training.batch_size_at(step) // self._shares)
+        self._load.set_sequences(self._training.batch_size_at(step) // self.shares)
 
     def on_update(self, update: Update) -> None:
         """Update biases from the counts of the step."""

@@ -34,22 +34,6 @@ def test_reason_of_an_ended_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert (found.state, found.job_id, found.reason) == ("gone", "7", reason)
 
 
-def test_jobs_of_replica_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = RunFolder(tmp_path)
-    folder.add_attempt(world_size=2, hosts=(), launched_by="slurm", token="abc", job_id="7", start=1.0)
-    jobs = [
-        Job("7_0", "RUNNING", "None", "abc_0"),
-        Job("7_1", "FAILED", "None", "abc_1"),
-        Job("9_1", "PENDING", "Resources", "abc_1"),
-        Job("8_0", "RUNNING", "None", "abcd_0"),
-    ]
-    monkeypatch.setattr(executor, "listed_jobs", lambda _: jobs)
-    found = executor.SlurmExecutor("slurm").status([folder])[tmp_path]
-    assert (found.state, found.job_id) == ("running", "7,9")
-    assert found.reason == "replica group 1 pending: Resources"
-    assert found.jobs == {"7_0": "running", "9_1": "queued"}
-
-
 def test_users_of_one_folder_submit_without_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(executor, "SUBMITTER_LIMIT", 0.0)
     with executor._submitting(tmp_path):

@@ -11,7 +11,7 @@ from tests.config.composing import experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.slurm.script import Script, render, sbatch_options
+from titan_exp.launch.slurm.script import Script, render
 from titan_exp.launch.slurm.submit import _without_outer_jobs, group_by_resources, resources_of
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -74,20 +74,8 @@ def test_golden_text_of_an_array(golden: Callable[[Path, str], None]):
     golden(GOLDEN / "array.sh", render(replace(one, name="x", folder="/runs/.slurm/feedbeefcafe", array=16)))
 
 
-def test_golden_text_of_replica_groups(golden: Callable[[Path, str], None]):
-    one = script("cluster=slurm", "cluster.device=cpu", "cluster.replica_groups=3")
-    golden(GOLDEN / "replica_groups.sh", render(replace(one, groups=(0, 2))))
-
-
-def test_a_group_asks_for_its_own_gpus():
-    words = ["cluster=slurm", "cluster.gpus_per_node=4", "cluster.replica_groups=3", "parallelism.dp_shard=8"]
-    options = dict(sbatch_options(replace(script(*words), groups=(0, 1, 2))))
-    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == (2, 4, "4")
-    assert options["array"] == "0,1,2"
-
-
 def test_no_stale_golden_text():
-    assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "array", "replica_groups"}
+    assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "array"}
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sh")), ids=lambda path: path.stem)
@@ -98,9 +86,6 @@ def test_bash_can_read_it(path: Path):
 def test_runs_with_equal_resources_share_an_array():
     plans = [planned("cluster=slurm", f"parallelism.tp={tp}") for tp in (1, 2, 1, 4)]
     assert [[plans.index(plan) for plan in group] for group in group_by_resources(plans)] == [[0, 2], [1], [3]]
-    groups = ["cluster=slurm", "cluster.device=cpu", "cluster.replica_groups=2"]
-    runs = [replace(planned(*groups), run_id=run_id) for run_id in ("a", "b")]
-    assert group_by_resources(runs) == [[runs[0]], [runs[1]]]  # an array has the groups of one run
 
 
 def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:

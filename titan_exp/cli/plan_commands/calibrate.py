@@ -145,9 +145,9 @@ def _gpu(env: dict, experiment: Experiment, cache: Path) -> Device:
 
 def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
     name, world = f"{env.get('cpu')}, {env.get('cores')} cores", ResolvedLayout.of(experiment).world_size
-    groups = 1 if experiment.cluster.is_remote else experiment.cluster.replica_groups
-    threads = experiment.cluster.threads_per_process or max(1, int(env.get("cores_usable") or 1) // (world * groups))
-    processes = groups * min(world, node_size(experiment.cluster, world))
+    worlds = 1 if experiment.cluster.is_remote else experiment.cluster.worlds
+    threads = experiment.cluster.threads_per_process or max(1, int(env.get("cores_usable") or 1) // (world * worlds))
+    processes = worlds * min(world, node_size(experiment.cluster, world))
     dtype = experiment.training.mixed_precision
     device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)
     if device is None:

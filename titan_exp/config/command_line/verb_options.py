@@ -317,4 +317,4 @@ class LogsOptions:
     attempt: Count | None = None
     """Attempt, from 1; by default the last."""
     group: Count | None = None
-    """Replica group, at its newest start; by default the first to fail, or 0."""
+    """Group of a run with several, at its newest start; by default the first to fail, or 0."""

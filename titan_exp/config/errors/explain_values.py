@@ -15,6 +15,7 @@ from titan_exp.config.extension import is_default_of_missing, lacking
 from titan_exp.config.schema.component import one_value
 from titan_exp.config.schema.schema import (
     choices_of,
+    example_of,
     group_in_mapping,
     hints,
     is_number,
@@ -159,9 +160,9 @@ def _choice(value: Any, annotation: Any) -> tuple[str, str]:
 
 
 def about(field: str, meaning: str) -> str:
-    """Example of a key, from the comments of the shipped YAML, and its meaning."""
+    """Example of a key, from the comments of the shipped YAML or its docstring, and its meaning."""
     means = f"it means: {meaning}" if meaning else f"give {field} another value"
-    example = _examples().get(field)
+    example = _examples().get(field) or example_of(field)
     return f"for example {example}; {means}" if example else means
 
 

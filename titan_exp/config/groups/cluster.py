@@ -45,27 +45,6 @@ class ClusterConfig:
     """Let CUDA's allocator grow its segments instead of reserving new ones, which wastes less memory. Not with
     `compile.cuda_graphs`, nor where PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is set.
     E.g. `cluster.expandable_segments=false`."""
-    replica_groups: PositiveInt = 1
-    """Groups of processes that each train in the layout of `parallelism` and divide every step among those alive; a
-    group that fails costs no step, and comes back alone.
-
-    Groups of GPUs, too, exchange tensors over host memory and the network by TCP: a death then closes connections, and
-    no communicator of GPUs must be aborted. More than 1 needs `pip install titan_exp[replica-groups]`.
-    E.g. `cluster.replica_groups=2`."""
-    min_groups: PositiveInt = 1
-    """Living replica groups below which training waits. E.g. `cluster.min_groups=2`."""
-    group_heartbeat_seconds: PositiveFloat = 5.0
-    """Seconds without a heartbeat after which a replica group counts as dead.
-    E.g. `cluster.group_heartbeat_seconds=1`."""
-    group_timeout_seconds: PositiveFloat = 300.0
-    """Timeout of a collective between replica groups; above the difference between their step times, below the 20
-    minutes of a collective within a group. E.g. `cluster.group_timeout_seconds=60`."""
-    group_history: str | None = None
-    """Run folder whose history of replica groups is replayed: every step is divided as it was there, so that the same
-    layout gives the same bits; null replays none.
-
-    Needs at least as many of `replica_groups` as were alive there.
-    E.g. `cluster.group_history=runs/default/20261126-abcdef`."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process.
     E.g. `cluster=slurm cluster.processes_per_node=8`."""
@@ -151,4 +130,4 @@ class ClusterConfig:
     def worlds(self) -> int:
         """Number of worlds, sets of processes in the layout of `parallelism`, that train a run together: each a share
         of every step."""
-        return self.replica_groups
+        return 1

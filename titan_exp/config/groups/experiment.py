@@ -15,7 +15,6 @@ from titan_exp.config.groups.parametrization import ParametrizationConfig
 from titan_exp.config.groups.plan import PlanConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.groups.run import PathsConfig, RunConfig
-from titan_exp.config.groups.semi_sync import SemiSyncConfig
 from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
@@ -46,8 +45,6 @@ class Experiment:
     """Gradient clipping; runs of older versions have the default."""
     weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
     """Average of the weights over steps; runs of older versions have none."""
-    semi_sync: SemiSyncConfig = field(default_factory=SemiSyncConfig)
-    """Training alone between synchronizations of replica groups; runs of older versions have none."""
     quantization: QuantizationConfig
     """Low-precision matmuls."""
     activation_checkpoint: ActivationCheckpointConfig

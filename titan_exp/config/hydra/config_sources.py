@@ -67,7 +67,7 @@ def _with_extensions(file: Any, config_path: str, values: dict[str, Any]) -> dic
 
     group = config_path.rpartition("/")[0]
     if group or file != CONF_DIR / f"{CONFIG_NAME}.yaml":
-        return values if "defaults" in values else {**added_keys(group), **values}
+        return values if "defaults" in values else {**values, **added_keys(group), **values}
     lines = values["defaults"]
     known = {*values, *(name for line in lines if isinstance(line, dict) for name in line)}
     options = {name: shipped_options(name) for name in added_groups() if name not in known}

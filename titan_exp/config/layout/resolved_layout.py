@@ -74,8 +74,8 @@ class ResolvedLayout:
 
     @property
     def devices(self) -> int:
-        """Number of processes of all replica groups, each on its device."""
-        return self.world_size * self.cluster.replica_groups
+        """Number of processes of all worlds, each on its device."""
+        return self.world_size * self.cluster.worlds
 
     @cached_property
     def node_size(self) -> int:
@@ -110,8 +110,8 @@ class ResolvedLayout:
         share, unit = self.common_share, self.parallelism.pp_microbatches or 1
         if self.parallelism.pp > 1 and (self.parallelism.pp_microbatches is None or share % unit):
             return share // self._default_microbatches(share)
-        # Every replica group computes at least one micro-batch, or one pass of a pipeline.
-        units = next((number for number in divisors(share // unit) if number >= self.cluster.replica_groups), 1)
+        # Every world computes at least one micro-batch, or one pass of a pipeline.
+        units = next((number for number in divisors(share // unit) if number >= self.cluster.worlds), 1)
         return share // (units * unit)
 
     @cached_property
@@ -132,7 +132,7 @@ class ResolvedLayout:
 
     @property
     def indivisible_microbatches(self) -> int:
-        """Micro-batches that one replica group computes: a pass through a pipeline, else 1."""
+        """Micro-batches that one world computes: a pass through a pipeline, else 1."""
         return self.pipeline_microbatches if self.parallelism.pp > 1 else 1
 
     @cached_property
@@ -234,6 +234,21 @@ class ResolvedLayout:
         ]
         enough = [number for number in works if number >= MICROBATCHES_PER_RANK * self.parallelism.pp]
         return (enough or works[-1:] or [1])[0]
+
+
+def share_of_world(experiment: Experiment) -> Experiment:
+    """The run as one of its worlds trains it: with the largest share of a step that one has while all are alive."""
+    worlds = experiment.cluster.worlds
+    if worlds == 1:
+        return experiment
+    layout = ResolvedLayout.of(experiment)
+    unit = layout.indivisible_microbatches
+    own = -(-layout.gradient_accumulation // (unit * worlds)) * unit
+    sequences = own * layout.micro_batch_size * layout.dp_degree
+    training = replace(
+        experiment.training, global_batch_size=sequences, micro_batch_size=layout.micro_batch_size, batch_ramp=[]
+    )
+    return replace(experiment, training=training)
 
 
 def head_is_fp32(training: TrainingConfig) -> bool:

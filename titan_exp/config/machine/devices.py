@@ -24,17 +24,17 @@ def has_triton() -> bool:
 
 
 def offered_devices(cluster: ClusterConfig) -> int:
-    """Number of devices for `parallelism.dp_shard=-1`, of each replica group; a CPU machine offers one process."""
+    """Number of devices for `parallelism.dp_shard=-1`, of each world of a run; a CPU machine offers one process."""
     if device_type(cluster) == "cpu":
         return 1
     devices = (cluster.nodes or 1) * (cluster.gpus_per_node or visible_gpus())
-    # Groups share this machine; elsewhere each has a job with nodes of its own.
-    return devices if cluster.is_remote else devices // cluster.replica_groups
+    # Worlds share this machine; elsewhere each has a job with nodes of its own.
+    return devices if cluster.is_remote else devices // cluster.worlds
 
 
 def process_threads(cluster: ClusterConfig, world_size: int) -> int:
-    """Threads of each process of a run on this machine, whose cores all ranks of all replica groups share."""
-    return cluster.threads_per_process or max(1, usable_cores() // (world_size * cluster.replica_groups))
+    """Threads of each process of a run on this machine, whose cores all ranks of all worlds share."""
+    return cluster.threads_per_process or max(1, usable_cores() // (world_size * cluster.worlds))
 
 
 def node_size(cluster: ClusterConfig, world_size: int) -> int:

@@ -24,8 +24,8 @@ from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.file_lock import FileLock
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.temporary_folder import create_temporary_folder, remove_stale_temporary_folders
 
@@ -42,14 +42,12 @@ TEN_YEARS = 10 * 365 * 24 * 60
 
 
 class LocalRanks:
-    """Rank processes of one attempt, or of one start of a replica group; the caller holds the run lock."""
+    """Rank processes of one attempt, or of one start of one of its worlds; the caller holds the run lock."""
 
-    def __init__(
-        self, layout: ResolvedLayout, folder: RunFolder, attempt: int, group: ReplicaGroup | None = None
-    ) -> None:
-        self._group = group
-        if group is not None:
-            folder = folder.with_group(group.logs)
+    def __init__(self, layout: ResolvedLayout, folder: RunFolder, attempt: int, world: World | None = None) -> None:
+        self._world = world
+        if world is not None:
+            folder = folder.with_world(world.logs)
         self.folder, self.attempt = folder, attempt
         self.world_size = layout.world_size
         self.logs = folder.attempt_logs(attempt)
@@ -84,9 +82,9 @@ class LocalRanks:
         remove_stale_temporary_folders()
         self._rendezvous_folder, self._folder_lock = create_temporary_folder()
         command = [sys.executable, "-u", "-m", RANK, str(self.folder.path)]
-        number = None if self._group is None else self._group.number
-        changes = rank_environment(self._cluster, self.world_size, self.attempt, self._rendezvous_folder, group=number)
-        changes |= {} if self._group is None else self._group.to_environment()
+        changes = rank_environment(
+            self._cluster, self.world_size, self.attempt, self._rendezvous_folder, world=self._world
+        )
         logs = self.logs
         if "%" in str(logs):  # submitit would replace %j and %t
             logs = self._rendezvous_folder / "logs"
@@ -123,6 +121,10 @@ class LocalRanks:
         if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
             self.kill()
         return False
+
+    def news(self) -> Iterable[str]:
+        """No lines: those of the logs say all."""
+        return ()
 
     def kill(self) -> None:
         """Kill all ranks, and the controller if it does not exit."""

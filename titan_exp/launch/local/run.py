@@ -9,9 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.local.group_event_lines import GroupEventLines
 from titan_exp.launch.local.ranks import LocalRanks
-from titan_exp.launch.local.replica_groups import LocalReplicaGroups
 from titan_exp.launch.provenance.changes import report_large_patch
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
@@ -21,6 +19,7 @@ from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
 from titan_exp.launch.summary import Summary, describe, summarize
+from titan_exp.launch.worlds import Processes, several_worlds
 from titan_exp.tracking.run_folder.folder_watch import FolderWatch
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import FAILED
@@ -78,8 +77,8 @@ def _if_done(plan: RunPlan, console: RunConsole) -> RunOutcome | None:
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:
     """Record the intent to start; returns the attempt number."""
-    folder, groups = plan.folder, plan.layout.cluster.replica_groups
-    size = plan.layout.world_size * groups
+    folder, worlds = plan.folder, plan.layout.cluster.worlds
+    size = plan.layout.world_size * worlds
     last = state.attempt if state else 0
     close_dead_attempts(folder)
     refresh_snapshot(plan, last)
@@ -89,7 +88,7 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) ->
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
-    processes += "" if groups == 1 else f" in {groups} replica groups"
+    processes += "" if worlds == 1 else f" in {worlds} {several_worlds().noun}s"
     if last and state is not None:
         previous = state.reason or (DIED_UNRECORDED if state.state in ("running", "pending") else state.state)
         console.echo(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({previous})")
@@ -103,11 +102,10 @@ class _Execution:
 
     def __init__(self, plan: RunPlan, attempt: int, console: RunConsole) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
-        ranks = LocalRanks if plan.layout.cluster.replica_groups == 1 else LocalReplicaGroups
-        self.ranks = ranks(plan.layout, plan.folder, attempt)
+        supervise = LocalRanks if plan.layout.cluster.worlds == 1 else several_worlds().supervise
+        self.ranks: Processes = supervise(plan.layout, plan.folder, attempt)
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
         self.log = FileTail(self.ranks.log(0))
-        self.events = GroupEventLines(plan.folder, attempt)
         self._next_warning = 0.0
         self.interrupts = Interrupts()
         self.folder_watch = FolderWatch(plan.folder.path)
@@ -167,7 +165,7 @@ class _Execution:
         self.console.log_lines(self.log.lines())
         for row in rows(self.metrics.lines(), self.attempt):
             self.console.row(row)
-        for line in self.events.lines():
+        for line in self.ranks.news():
             self.console.echo(line)
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + WARNING_INTERVAL

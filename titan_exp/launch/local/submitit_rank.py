@@ -9,7 +9,7 @@ import sys
 
 from titan_exp.launch.rank.main import run_rank
 from titan_exp.launch.rank.rank_env import ATTEMPT, LAUNCHER, VISIBLE_GPUS, RankInfo, extend_import_path
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
+from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -33,8 +33,8 @@ def submitit_rank() -> RankInfo:
 
 def run_submitit_rank(path: str) -> None:
     """Run one rank of the run folder at `path`; calls `sys.exit` with a nonzero exit code."""
-    group = ReplicaGroup.from_environment()
-    folder = RunFolder(path, group_logs=None if group is None else group.logs)
+    world = World.from_environment()
+    folder = RunFolder(path, world_logs=None if world is None else world.logs)
     code = run_rank(folder, submitit_rank())
     if code:
         sys.exit(code)

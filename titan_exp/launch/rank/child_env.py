@@ -14,14 +14,14 @@ from titan_exp.config.machine.devices import device_type, process_threads
 from titan_exp.config.machine.local_machine import visible_gpus
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS, outer_launch
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
+from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.temporary_folder import redirect_temporary_files
 
 
 def rank_environment(
-    cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path, *, group: int | None = None
+    cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path, *, world: World | None = None
 ) -> dict[str, str | None]:
-    """Changes to the launcher's environment for the ranks, of a replica `group` if there are several; None unsets a
-    variable.
+    """Changes to the launcher's environment for the ranks, of one `world` if there are several; None unsets a variable.
 
     `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
     """
@@ -37,13 +37,14 @@ def rank_environment(
         LAUNCHER: str(os.getpid()),
         FALLBACK_FOLDER: str(rendezvous_folder),
         **redirect_temporary_files(rendezvous_folder),
-        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else _gpus_of_group(world_size, group),
+        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else _gpus_of(world, world_size),
         "PYTHONPATH": os.pathsep.join(_python_path()),
         # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.
         "PYTHONSAFEPATH": "1",
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
         # Dump the stack on a crash in native code.
         "PYTHONFAULTHANDLER": "1",
+        **({} if world is None else world.to_environment()),
     }
 
 
@@ -66,14 +67,14 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _gpus_of_group(world_size: int, group: int | None) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the ranks: the launcher's, of which every replica group has its own part."""
+def _gpus_of(world: World | None, world_size: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the ranks: the launcher's, of which each of several worlds has its own part."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if group is None:
+    if world is None:
         return gpus
     count = visible_gpus()
     shown = list(map(str, range(count))) if gpus is None else gpus.split(",")[:count]
-    return ",".join(gpu.strip() for gpu in shown[group * world_size :][:world_size])
+    return ",".join(gpu.strip() for gpu in shown[world.number * world_size :][:world_size])
 
 
 def _python_path() -> list[str]:

@@ -70,7 +70,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
 
 
 def check_world_size(folder: RunFolder, rank: RankInfo) -> None:
-    """Raise UserError if the job has not as many ranks as the layout of the run, or of one of its replica groups."""
+    """Raise UserError if the job has not as many ranks as the layout of the run, or of one of its worlds."""
     expected = ResolvedLayout.of(load_experiment(folder.config, trust=True)).world_size
     if rank.world_size != expected:
         raise UserError(

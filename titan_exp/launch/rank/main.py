@@ -47,8 +47,8 @@ from titan_exp.launch.rank.rank_status import (
 )
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.attempts import World
 from titan_exp.tracking.run_folder.folder_watch import FolderWatch
-from titan_exp.tracking.run_folder.replica_group import ReplicaGroup
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, ENDED_STATES, FAILED, HUNG, STOPPED
 from titan_exp.tracking.run_folder.temporary_folder import (
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
             if rank.rank == 0:
                 print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        joined = None if executor is None else executor.join_group(folder, rank)
+        joined = None if executor is None else executor.join_world(folder, rank)
         folder, rank = joined or (folder, join_attempt(folder, rank, executor))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -120,8 +120,8 @@ class _Rank:
         self.parent_watchdog: ParentWatchdog | None = None
         self._record_lock = threading.Lock()
         self.folder_watch = FolderWatch(folder.path)
-        self._in_group = ReplicaGroup.from_environment() is not None
-        self._in_group_job = self._in_group and rank.launcher is None
+        self._is_of_several = World.from_environment() is not None
+        self._has_own_job = self._is_of_several and rank.launcher is None
 
     def run(self) -> int:
         """Run the trainer; returns the exit code. The rank's lock is held until this process exits."""
@@ -166,8 +166,8 @@ class _Rank:
         self._record(end=time.time(), exit=code, error=error)
         alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
         orphaned = self.parent_watchdog is not None and self.parent_watchdog.orphaned
-        # A group's end is not the run's, unless no launcher is left to say so.
-        closes = orphaned or not self._in_group
+        # A world's end is not the run's, unless no launcher is left to say so.
+        closes = orphaned or not self._is_of_several
         if closes and self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
@@ -217,7 +217,7 @@ class _Rank:
         self._request_stop(number, frame)
 
     def _request_stop(self, number: int, _: FrameType | None) -> None:
-        if self._in_group_job:
+        if self._has_own_job:
             return  # the thread of `_record_signal` ends this rank
         with contextlib.suppress(OSError):  # a full disk
             if self._has_folder():
@@ -229,8 +229,8 @@ class _Rank:
         while not (found := numbers.intersection(pipe.recv(1))):
             pass
         number = found.pop()
-        if self._in_group_job:
-            # Its peers are gone, or its job is to end: the other groups train on, and nothing is to be saved.
+        if self._has_own_job:
+            # Its peers are gone, or its job is to end: the other worlds train on, and nothing is to be saved.
             self._record(signal=signal.Signals(number).name)
             _kill_self(128 + number)
         self._request_stop(number, None)
@@ -252,9 +252,9 @@ class _Rank:
         self.parent_watchdog.start()
 
     def _leave_if_new(self) -> None:
-        """Exit as a rank of a replica group that has finished no step: it has nothing to save, and would wait for a
-        state of other groups, which have stopped."""
-        if self._in_group and not PROGRESS.has_stepped:
+        """Exit as a rank of one of several worlds that has finished no step: it has nothing to save, and would wait for
+        a state of the others, which have stopped."""
+        if self._is_of_several and not PROGRESS.has_stepped:
             self._record(end=time.time(), exit=STOPPED)
             self._remove_rendezvous_folder()
             _kill_self(STOPPED)

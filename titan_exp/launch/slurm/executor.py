@@ -14,16 +14,14 @@ from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submis
 from titan_exp.launch.provenance.changes import report_changes, report_large_patch
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
-from titan_exp.launch.rank.rank_env import RankInfo, forget_torchrun
+from titan_exp.launch.rank.rank_env import GROUP, RankInfo, forget_torchrun
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.epilogue import CANCELLED
-from titan_exp.launch.slurm.groups.life import group_of_job
-from titan_exp.launch.slurm.groups.start import join_group
 from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous, srun_rank
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
     Batch,
-    MissingGroups,
+    MissingWorlds,
     RejectedError,
     UncertainError,
     group_by_resources,
@@ -32,6 +30,7 @@ from titan_exp.launch.slurm.submit import (
 )
 from titan_exp.launch.state.close_attempt import close_dead_attempts
 from titan_exp.launch.state.thread_map import thread_map
+from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError
 from titan_exp.tracking.run_folder.folder_owner import own_folder
@@ -78,9 +77,9 @@ class SlurmExecutor(Executor):
             jobs = listed_jobs([(path / "attempts.jsonl").stat().st_uid for path in known])
         except UnreachableError as error:
             return statuses | {path: JobStatus("unknown", row.job_id, str(error)) for path, row in known.items()}
-        groups = {path: found for path, row in known.items() if (found := _groups_of(row, jobs))}
-        statuses |= {path: _status_of_groups(found) for path, found in groups.items()}
-        known = {path: row for path, row in known.items() if path not in groups}
+        several = {path: found for path, row in known.items() if (found := _worlds_of(row, jobs))}
+        statuses |= {path: _status_of_worlds(found) for path, found in several.items()}
+        known = {path: row for path, row in known.items() if path not in several}
         matched = {path: _job_of(row, jobs) for path, row in known.items()}
         missing = [row.job_id for path, row in known.items() if matched[path] is None and row.job_id and not row.end]
         ends = accounted(missing)
@@ -125,16 +124,16 @@ class SlurmExecutor(Executor):
             lines[folder.path] = "; ".join(filter(None, [lines.get(folder.path), line]))
         return lines
 
-    def missing_groups(self, plan: RunPlan, status: JobStatus) -> MissingGroups | None:
-        """Replica groups without a job, of a run with jobs of others; None without any."""
+    def missing_worlds(self, plan: RunPlan, status: JobStatus) -> MissingWorlds | None:
+        """Worlds without a job, of a run with jobs of others; None without any."""
         row = self._attempt(plan.folder)
         if not status.jobs or row is None or row.token is None or row.end is not None:
             return None
         if is_being_submitted(_runs(plan), row.token):
             return None
         present = {int(job.rpartition("_")[2]) for job in status.jobs}
-        numbers = tuple(number for number in range(plan.layout.cluster.replica_groups) if number not in present)
-        return MissingGroups(row.token, numbers) if numbers else None
+        numbers = tuple(number for number in range(plan.layout.cluster.worlds) if number not in present)
+        return MissingWorlds(row.token, numbers) if numbers else None
 
     def rank_info(self) -> RankInfo | None:
         """Rank from srun's environment."""
@@ -143,10 +142,10 @@ class SlurmExecutor(Executor):
             forget_torchrun()
         return rank
 
-    def join_group(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
-        """Join as a rank of the job's replica group."""
-        number = group_of_job()
-        return None if number is None or rank.token is None else join_group(folder, rank, number)
+    def join_world(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
+        """Join as a rank of the job's world."""
+        number = os.environ.get(GROUP)
+        return None if number is None or rank.token is None else several_worlds().join(folder, rank, int(number))
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         """Write rank 0's address into the attempt's log folder."""
@@ -195,7 +194,7 @@ def _submit(
     for plan in plans:
         status = statuses.get(plan.folder.path)
         submission = slurm.existing(plan, status) if plan.folder.path in old else None
-        missing = None if submission is None or status is None else slurm.missing_groups(plan, status)
+        missing = None if submission is None or status is None else slurm.missing_worlds(plan, status)
         if missing is not None:
             yield _submit_missing(plan, Batch(runs, [plan], snapshot, missing), missing)
             continue
@@ -248,8 +247,8 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
     yield from thread_map(_submitted, zip(batch.plans, attempts, jobs, strict=True))
 
 
-def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingGroups) -> Submission:
-    """Submit jobs of groups; their attempt is recorded already, and its token is in their comments."""
+def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingWorlds) -> Submission:
+    """Submit jobs of worlds; their attempt is recorded already, and its token is in their comments."""
     batch.prepare()
     try:
         (job,) = batch.submit()
@@ -283,15 +282,16 @@ def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobSt
     return JobStatus("gone", row.job_id if job is None else job.job_id, row.reason or text)
 
 
-def _groups_of(row: Attempt, jobs: Sequence[Job]) -> list[Job]:
-    """Live jobs of a run's replica groups; empty without groups."""
+def _worlds_of(row: Attempt, jobs: Sequence[Job]) -> list[Job]:
+    """Live jobs of a run's worlds; empty if it has one."""
     return [job for job in jobs if row.token and job.phase != "gone" and job.token.rpartition("_")[0] == row.token]
 
 
-def _status_of_groups(jobs: Sequence[Job]) -> JobStatus:
+def _status_of_worlds(jobs: Sequence[Job]) -> JobStatus:
     states = {job.job_id: "queued" if job.phase == "queued" else "running" for job in jobs}
     state = "running" if "running" in states.values() else "queued"
-    waiting = [f"replica group {job.job_id.rpartition('_')[2]} {job}" for job in jobs if job.phase == "queued"]
+    noun = several_worlds().noun
+    waiting = [f"{noun} {job.job_id.rpartition('_')[2]} {job}" for job in jobs if job.phase == "queued"]
     job_id = ",".join(dict.fromkeys(job.partition("_")[0] for job in states))
     return JobStatus(state, job_id, "; ".join(waiting) or None, states)
 

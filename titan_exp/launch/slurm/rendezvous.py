@@ -47,7 +47,7 @@ def slurm_job_id() -> str:
 
 
 def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = None) -> None:
-    """Write rank 0's address and links to the rank logs into the attempt's log folder, or that of a replica group.
+    """Write rank 0's address and links to the rank logs into the attempt's log folder, or that of a world.
 
     Without `host` the address is the loopback interface on one node, else the node's name.
     """

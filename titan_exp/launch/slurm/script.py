@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
+from titan_exp.launch.rank.rank_env import GROUP
 from titan_exp.launch.slurm.srun_log import START
+from titan_exp.launch.worlds import several_worlds
 
 MARK = "titan_exp:"
 """Prefix of the token in the job comment."""
@@ -43,22 +45,24 @@ class Script:
     runs: str
     """Folder of all runs, mounted in a container."""
     array: int | None = None
-    groups: tuple[int, ...] | None = None
-    """Replica groups of one run, each an array task; None without groups."""
+    worlds: tuple[int, ...] | None = None
+    """Worlds of one run, each an array task; None if a run has one."""
 
     @property
     def tasks(self) -> bool:
         """True if the job is an array."""
-        return self.array is not None or self.groups is not None
+        return self.array is not None or self.worlds is not None
 
 
 def render(script: Script) -> str:
     """Render the batch script."""
     cluster = script.resources.cluster
-    # A group that comes back must not take back the request to the others.
+    # A world that comes back must not take back the request to the others.
     clear, leave = 'rm -f "$RUN/stop"\n', ""
-    if script.groups is not None:
-        clear, leave = "", _LEAVE.replace("@PYTHON@", _closing(script))
+    if script.worlds is not None:
+        launch = several_worlds()
+        clear, leave = "", _LEAVE.replace("@NOUN@", launch.noun)
+        leave = leave.replace("@LEAVE@", f"{_closing(script)} -m {launch.leave}")
     stop = (
         _STOP.replace("@CLEAR@", clear)
         .replace("@LEAVE@", leave)
@@ -78,8 +82,8 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
     if script.array is not None:
         limit = "" if cluster.array_limit is None else f"%{cluster.array_limit}"
         yield "array", f"0-{script.array - 1}{limit}"
-    if script.groups is not None:
-        yield "array", ",".join(map(str, script.groups))
+    if script.worlds is not None:
+        yield "array", ",".join(map(str, script.worlds))
     for option in ("partition", "account", "qos", "constraint", "reservation", "exclude"):
         yield option, getattr(cluster, option)
     yield "nodes", resources.nodes
@@ -108,17 +112,17 @@ def _head(script: Script) -> str:
 def _size(script: Script) -> str:
     nodes, tasks = script.resources.nodes, script.resources.tasks_per_node
     size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
-    if script.groups is not None:
-        return f"{len(script.groups)} replica group{'s' * (len(script.groups) > 1)}, each of {size}"
+    if script.worlds is not None:
+        return f"{len(script.worlds)} {several_worlds().noun}{'s' * (len(script.worlds) > 1)}, each of {size}"
     return size if script.array is None else f"{script.array} runs, each of {size}"
 
 
 def _run(script: Script) -> str:
-    if script.groups is not None:
+    if script.worlds is not None:
         lines = [
-            "# The run, and the replica group of this array task.",
+            f"# The run, and the {several_worlds().noun} of this array task.",
             f"RUN={shlex.quote(script.folder)}",
-            'export TITAN_EXP_GROUP="$SLURM_ARRAY_TASK_ID"',
+            f'export {GROUP}="$SLURM_ARRAY_TASK_ID"',
             'JOB="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
             f"export TITAN_EXP_TOKEN={script.token}",
         ]
@@ -174,8 +178,8 @@ log=@LOG@"/slurm-$JOB.out"
 
 
 _LEAVE = """\
-    # A replica group leaves alone if others train on.
-    if [ "$signals" = 1 ] && @PYTHON@ -m titan_exp.launch.slurm.groups.leave "$RUN"; then
+    # A @NOUN@ leaves alone if others train on.
+    if [ "$signals" = 1 ] && @LEAVE@ "$RUN"; then
         kill "$step"
         return
     fi
@@ -200,7 +204,7 @@ def _ranks(script: Script) -> str:
     if cluster.cpus_per_gpu is not None:
         arguments.append(f"--cpus-per-task={cluster.cpus_per_gpu}")
     arguments += cluster.srun_args
-    epilogue = "epilogue" if script.groups is None else "groups.epilogue"
+    epilogue = "titan_exp.launch.slurm.epilogue" if script.worlds is None else several_worlds().epilogue
     log = '"${RUN//%/%%}/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
     lines = [
         "# One process per rank. srun kills the peers of a failed rank.",
@@ -215,7 +219,7 @@ def _ranks(script: Script) -> str:
         "do :; done",
         "",
         "# Close the attempt. Exit code 0: done, 85: requeue, any other: failed.",
-        f'{_closing(script)} -m titan_exp.launch.slurm.{epilogue} "$RUN" "$JOB" "$code"',
+        f'{_closing(script)} -m {epilogue} "$RUN" "$JOB" "$code"',
         "code=$?",
     ]
     if cluster.requeue != "never":
@@ -231,8 +235,8 @@ def _closing(script: Script) -> str:
 
 def _requeue(script: Script) -> list[str]:
     requeue = ['scontrol requeue "$JOB" && exit 0']
-    group = "" if script.groups is None else ' --array="$TITAN_EXP_GROUP"'
-    chain = [f'sbatch{group} --dependency="afterany:$JOB" "$RUN/job.sh"']
+    task = "" if script.worlds is None else f' --array="${GROUP}"'
+    chain = [f'sbatch{task} --dependency="afterany:$JOB" "$RUN/job.sh"']
     if script.resources.cluster.requeue == "auto":
         return [*requeue, "# Requeueing is forbidden here: submit a new job.", *chain]
     return requeue if script.resources.cluster.requeue == "requeue" else chain

@@ -67,8 +67,8 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
     """Group runs by equal resources, at most `ARRAY_LIMIT` per group, in order."""
     groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
-        # An array of its own has the replica groups of one run.
-        alone = plan.run_id if plan.layout.cluster.replica_groups > 1 else ""
+        # An array of its own has the worlds of one run.
+        alone = plan.run_id if plan.layout.cluster.worlds > 1 else ""
         groups.setdefault(alone + repr(resources_of(plan)), []).append(plan)
     return [
         group[first : first + ARRAY_LIMIT] for group in groups.values() for first in range(0, len(group), ARRAY_LIMIT)
@@ -76,8 +76,8 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
 
 
 @dataclass(frozen=True)
-class MissingGroups:
-    """Replica groups of a run that trains, without a job."""
+class MissingWorlds:
+    """Worlds of a run that trains, without a job."""
 
     token: str
     """Submission token of its attempt."""
@@ -95,12 +95,12 @@ class Batch:
         runs: Path,
         plans: Sequence[RunPlan],
         snapshot: CodeSnapshot,
-        missing: MissingGroups | None = None,
+        missing: MissingWorlds | None = None,
         token: str | None = None,
     ) -> None:
         self.plans = plans
-        groups = plans[0].layout.cluster.replica_groups
-        self._groups = missing.numbers if missing else tuple(range(groups)) if groups > 1 else None
+        worlds = plans[0].layout.cluster.worlds
+        self._worlds = missing.numbers if missing else tuple(range(worlds)) if worlds > 1 else None
         self.token = missing.token if missing else token or uuid.uuid4().hex[:12]
         """Token in the job comment."""
         self.folder = submissions_folder(runs) / self.token
@@ -118,7 +118,7 @@ class Batch:
             submission=str(self.folder),
             runs=str(runs),
             array=None if single else len(plans),
-            groups=self._groups,
+            worlds=self._worlds,
         )
 
     @property
@@ -144,7 +144,7 @@ class Batch:
                 token=self.token_of(index),
                 folder=str(folder.path),
                 array=None,
-                groups=self._groups and tuple(range(plan.layout.cluster.replica_groups)),
+                worlds=self._worlds and tuple(range(plan.layout.cluster.worlds)),
             )
             write_atomically(folder.path / "job.sh", render(single), durable=False)
 

@@ -12,8 +12,8 @@ from titan_exp.config.paths.foreign_file import read_text
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
+from titan_exp.launch.worlds import WorldsSummary, summarize_worlds
 from titan_exp.plan.gate.predicted import read_predicted_metrics
-from titan_exp.tracking.run_folder.group_events import GroupSummary, summarize_groups
 from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.provenance_records import read_environment_record
@@ -66,8 +66,8 @@ class StatusRow:
     """Step at which a continued run begins."""
     rung: int | None = None
     """Rung of successive halving, from 1."""
-    groups: GroupSummary | None = None
-    """Replica groups; None without any."""
+    groups: WorldsSummary | None = None
+    """What happened to the worlds of the run; None if it has one."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics reported by the objective, the model and the optimizer, by name."""
 
@@ -124,14 +124,14 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         parent=None if lineage is None else lineage.name,
         parent_step=None if lineage is None else lineage.step,
         rung=None if entry.point is None or not entry.rungs else entry.point.round,
-        groups=_groups(entry.folder),
+        groups=_worlds(entry.folder),
         reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
 
 
-def _groups(folder: RunFolder) -> GroupSummary | None:
+def _worlds(folder: RunFolder) -> WorldsSummary | None:
     with suppress(UserError):  # damaged metrics
-        return summarize_groups(folder)
+        return summarize_worlds(folder)
     return None
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.plan.exchange import exchange_of
 from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition, small_run
 from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.extrapolate.unroll import Token, unroll
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
-    SYNCHRONIZATION,
     AllocationEvent,
     GradientKey,
     Segment,
@@ -46,7 +46,7 @@ class OptimizerStepTrace:
     others: Sequence[Sequence[int]]
     """Other prior allocations in order, for each step: placeholder metrics, and everything else that the step reads."""
     costs: OpCosts
-    """Costs of the second step, without a synchronization."""
+    """Costs of the second step, without an exchange between worlds."""
     parameters: int
     """Parameters of the whole model."""
     flops_per_token: float
@@ -75,8 +75,7 @@ def _depths(experiment: Experiment) -> range | None:
     (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
     few = distinct + last + 2 * period
     few += (layers - few) % period
-    # Fragments of semi-synchronous training are not linear in the layers.
-    if experiment.parallelism.pp > 1 or experiment.semi_sync.enabled or layers < MIN_DEPTH * (few + 2 * period):
+    if experiment.parallelism.pp > 1 or exchange_of(experiment).phase or layers < MIN_DEPTH * (few + 2 * period):
         return None
     return range(few, few + 3 * period, period)
 
@@ -171,7 +170,7 @@ def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTra
         trace = trace_step(
             fake.state,
             fake.optimizer_step,
-            outer_step=fake.outer_step,
+            beside=fake.exchanges,
             preallocated=fake.preallocated,
             cuda=cuda,
             rounds=False,
@@ -187,6 +186,7 @@ def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTra
         ends.append(own[first:])
     names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
     setup = [segment for segment in segments if segment.position.step < 0]
-    costs = sum_costs(segment.costs for segment in ends[1] if segment.where != SYNCHRONIZATION)
+    phase = exchange_of(experiment).phase
+    costs = sum_costs(segment.costs for segment in ends[1] if segment.where != phase)
     model = built.parameters, built.flops_per_token, trace.host and trace.host.persistent
     return OptimizerStepTrace(setup, ends, names, others, costs, *model)

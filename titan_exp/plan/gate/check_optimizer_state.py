@@ -40,10 +40,10 @@ _WITHOUT = "or train without checkpoints: checkpoint=none"
 
 def optimizer_violations(named: Sequence[NamedParameter], experiment: Experiment) -> Iterator[Violation]:
     """Violations of an optimizer of a model's parameters, which may be on the meta device: steps that fail, and state
-    that a checkpoint or a replica group would lose."""
+    that a checkpoint or another world would lose."""
     name, saves = (
         experiment.optimizer.name,
-        experiment.checkpoint.mode != "off" or experiment.cluster.replica_groups > 1,
+        experiment.checkpoint.mode != "off" or experiment.cluster.worlds > 1,
     )
     trial = _Trial(_samples(named), experiment)
     required = [

@@ -20,6 +20,7 @@ from titan_exp.config.machine.cuda_allocator import uses_expandable_segments
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.exchange import exchange_of
 from titan_exp.plan.plan_json import Prediction, from_json
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
@@ -31,14 +32,13 @@ IRRELEVANT_KEYS = {
     "optimizer": ("lr", "betas", "eps"),
     "grad_clip": ("max_value", "relative", "decay", "warmup_steps"),
     "weight_average": ("decay", "steps"),
-    "semi_sync": ("outer_lr", "outer_nesterov"),
 }
 """Keys of relevant groups without effect on predictions."""
-ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",), "semi_sync": ("mixing",)}
+ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys compared only as set or unset."""
 RELEVANT_GROUPS = (
     *("model", "training", "parallelism", "optimizer", "parametrization", "quantization"),
-    *("grad_clip", "weight_average", "semi_sync", "activation_checkpoint", "compile"),
+    *("grad_clip", "weight_average", "activation_checkpoint", "compile"),
 )
 
 
@@ -58,15 +58,14 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
         inputs[group] = {name: value for name, value in inputs[group].items() if name not in names}
     for group, names in ON_OFF_KEYS.items():
         inputs[group] |= {name: bool(inputs[group][name]) for name in names}
-    # The group that writes a checkpoint collects the states of all.
-    inputs["collects_states"] = experiment.semi_sync.enabled and experiment.checkpoint.mode != "off"
+    inputs["exchange"] = exchange_of(experiment).inputs
     schedule = experiment.parallelism.pp_schedule
     if is_file(schedule):
         inputs["parallelism"]["pp_schedule"] = Path(schedule).expanduser().read_text(encoding="utf-8")
     inputs["data"] = {name: config["data"][name] for name in ("document_mask", "reset_positions")}
     layout = ResolvedLayout.of(experiment)
     expandable = uses_expandable_segments(experiment.cluster, experiment.compile)
-    inputs["cluster"] = [layout.device_type, layout.node_size, expandable, experiment.cluster.replica_groups]
+    inputs["cluster"] = [layout.device_type, layout.node_size, expandable, experiment.cluster.worlds]
     inputs["device"] = None if device is None else asdict(device)
     return json.dumps(inputs, sort_keys=True)
 

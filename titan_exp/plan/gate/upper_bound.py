@@ -9,6 +9,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.plan.device_memory import symmetric_memory
+from titan_exp.plan.exchange import exchange_of
 
 BYTES_PER_PARAMETER = 128
 """20 for weight, gradient and three numbers of optimizer state; 28 for FSDP's gathered and reduced copies; 20 for
@@ -36,11 +37,7 @@ def upper_bound(experiment: Experiment) -> int | None:
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A CUDA graph keeps its memory in addition to an evaluation's.
     passes = 2 if experiment.compile.cuda_graphs else 1
-    # Weights of the last synchronization, outer momentum, and during a synchronization pseudo-gradients and their sum,
-    # before a checkpoint that has the states and weights of all groups.
-    numbers = state + experiment.weight_average.enabled
-    if experiment.semi_sync.enabled:
-        numbers += 4 + (experiment.semi_sync.groups - 1) * (state + 1)
+    numbers = state + experiment.weight_average.enabled + exchange_of(experiment).most_numbers(state)
     per_parameter = BYTES_PER_PARAMETER + BYTES_PER_STATE * max(0, numbers - 3)
     tensors = int(per_parameter * spec.parameters) + passes * 4 * rows * seq * (blocks + ends)
     compiler = 2**30 if experiment.compile.enabled else 0

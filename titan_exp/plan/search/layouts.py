@@ -16,8 +16,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.axes import DEGREES, regroups_experts
-from titan_exp.config.layout.group_share import share_of_group
-from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_kernels, share_of_world
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.plan.search.layout_checks import LayoutChecks
@@ -78,8 +77,8 @@ class Candidate:
 
     @cached_property
     def layout(self) -> ResolvedLayout:
-        """Resolved layout, of a replica group with its share of a step."""
-        return ResolvedLayout.of(share_of_group(self.experiment))
+        """Resolved layout, of a world with its share of a step."""
+        return ResolvedLayout.of(share_of_world(self.experiment))
 
     @property
     def parallelism(self) -> ParallelismConfig:

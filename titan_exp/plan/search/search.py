@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.group_share import share_of_group
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, share_of_world
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.device_memory import room_of
@@ -318,7 +317,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _too_long(experiment: Experiment) -> str | None:
-    layout = ResolvedLayout.of(share_of_group(experiment))
+    layout = ResolvedLayout.of(share_of_world(experiment))
     if layout.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
         return None
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"

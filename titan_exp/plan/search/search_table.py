@@ -12,7 +12,8 @@ from titan_exp.config.groups import batch_ramp
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_table import groups_of, print_lines, print_unwrapped, table_of
+from titan_exp.plan.exchange import exchange_of
+from titan_exp.plan.plan_table import print_lines, print_unwrapped, table_of
 from titan_exp.plan.search.layout_cost import LayoutCost, short_key
 from titan_exp.plan.search.layouts import SearchSpace
 from titan_exp.plan.search.search import SearchResult
@@ -26,7 +27,7 @@ def print_search(
     known."""
     console, first = Terminal(), result.rows[0].candidate
     training = first.experiment.training
-    devices = f"{groups_of(first.experiment)}{first.layout.world_size} x {device.name}"
+    devices = f"{exchange_of(first.experiment).title}{first.layout.world_size} x {device.name}"
     step = f"{training.global_batch_size} sequences of {training.seq_len} tokens per step"
     console.print(f"{first.experiment.model.name} on {devices}: {step}", highlight=False)
     print_unwrapped(console, _table(result, tokens))

@@ -26,10 +26,9 @@ from titan_exp.data.batch import Batch, MicroBatch
 from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
-from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
+from titan_exp.plan.exchange import Beside, exchange_of
 from titan_exp.plan.trace.graph_capture import FakeRecorder
-from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.symmetric_messages import assumes_symmetric_memory
 from titan_exp.plan.trace.torch_patches import replaced_attributes, restored_compiler_settings
 from titan_exp.trainer.objective.base import MetricSums
@@ -37,7 +36,6 @@ from titan_exp.trainer.part import Parts
 from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
-from titan_exp.trainer.updates import OuterSteps
 
 DEVICE = torch.device("cpu")
 """Device of fake tensors. Torch without CUDA cannot run backward on fake CUDA tensors."""
@@ -59,26 +57,18 @@ class FakeRank:
     """Parts that follow the optimizer's update."""
 
     @property
-    def outer(self) -> OuterOptimizer | None:
-        """Outer optimizer of semi-synchronous training."""
-        return next((part.outer for part in self.parts if isinstance(part, OuterSteps)), None)
+    def exchanges(self) -> Sequence[Beside]:
+        """What an exchange between worlds does beside some steps."""
+        return exchange_of(self.experiment).beside(self)
 
     @property
-    def outer_step(self) -> OuterStep | None:
-        """Synchronization of semi-synchronous training."""
-        state, config, outer = self.state, self.experiment.semi_sync, self.outer
-        if outer is None:
-            return None
-        saves = self.experiment.checkpoint.mode != "off"
-        return OuterStep(outer, config, state.model.parts, state.optimizer, saves=saves)
-
-    @property
-    def evaluation(self) -> Callable[[], object] | None:
-        """Evaluation of a micro-batch beside a captured pass, whose memory it cannot have; None for others, which need
+    def evaluations(self) -> Sequence[Beside]:
+        """Evaluation of a micro-batch beside a captured pass, whose memory it cannot have; none of others, which need
         less than training."""
         if not (self.experiment.compile.cuda_graphs and self.experiment.training.evaluate_every):
-            return None
-        return torch.no_grad()(lambda: self.state.model.loss_sum(self.batches[:1]))
+            return ()
+        loss = torch.no_grad()(lambda: self.state.model.loss_sum(self.batches[:1]))
+        return (Beside("activations", "evaluation", (loss,)),)
 
     @property
     def preallocated(self) -> list[torch.Tensor]:

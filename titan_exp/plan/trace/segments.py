@@ -34,8 +34,6 @@ from titan_exp.plan.trace.step_position import (
     StepPosition,
 )
 
-SYNCHRONIZATION = "synchronization"
-"""Phase of what semi-synchronous training does between two steps."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by category, in the order of `CATEGORIES`."""
 

@@ -1,7 +1,7 @@
 """Trace of one rank's step: memory over time, FLOPs, messages. The rank is fake or real."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -15,15 +15,15 @@ from titan_exp.plan.cuda.caching_allocator import GRAPH, MIN_BLOCK, Events
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspaces
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel
+from titan_exp.plan.exchange import Beside
 from titan_exp.plan.garbage_collection import no_garbage_collection
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.graph_capture import CAPTURE, FakeRecorder
 from titan_exp.plan.trace.inductor import compile_as_for_cuda, reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING
 from titan_exp.plan.trace.memory_tracker import Moment
-from titan_exp.plan.trace.outer_step import OuterStep
 from titan_exp.plan.trace.phases import track_phases
-from titan_exp.plan.trace.segments import SYNCHRONIZATION, SegmentObserver, SegmentTracker
+from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState
 
 
@@ -68,9 +68,8 @@ def trace_step(
     step: Callable[[], object],
     *,
     warmup_step: Callable[[], object] | None = None,
-    outer_step: OuterStep | None = None,
+    beside: Sequence[Beside] = (),
     recorder: FakeRecorder | None = None,
-    evaluation: Callable[[], object] | None = None,
     preallocated: Iterable[Tensor] = (),
     cuda: bool = False,
     inductor: bool = False,
@@ -81,11 +80,10 @@ def trace_step(
     """Run two steps and trace the second.
 
     The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
-    are tensors allocated before it, besides the model. An `outer_step` follows the second step, at no costs; if it is
-    delayed, its fragment is in flight during that step. A `recorder` is that of a captured model, and an `evaluation`
-    follows the second step at no costs, too. With `cuda`, sizes follow CUDA's kernels and allocator, and the
-    matmul library keeps `matmul_workspace` bytes per calling thread; without `rounds`, sizes are those of the tensors.
-    With `inductor`, compiled kernels are skipped.
+    are tensors allocated before it, besides the model. What lies `beside` the second step is at no costs. A `recorder`
+    is that of a captured model. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul library keeps
+    `matmul_workspace` bytes per calling thread; without `rounds`, sizes are those of the tensors. With `inductor`,
+    compiled kernels are skipped.
     `segments` is an empty tracker, from which the caller reads the step's segments.
 
     Raises:
@@ -119,17 +117,15 @@ def trace_step(
             recorder.mode = mode
         tracker.next_step()
         (warmup_step or step)()
-        if outer_step is not None and outer_step.delayed:
-            _add_memory(mode, "communication", SYNCHRONIZATION, outer_step.send)
+        for other in beside:
+            if other.before:
+                _add_memory(mode, other.category, other.phase, other.before)
         mode.costs = OpCosts()
         tracker.outside_passes = EMBEDDING
         tracker.begin_step()
         step()
-        if outer_step is not None:
-            sends = () if outer_step.delayed else (outer_step.send,)
-            _add_memory(mode, "communication", SYNCHRONIZATION, *sends, outer_step.apply, outer_step.collect)
-        if evaluation is not None:
-            _add_memory(mode, "activations", "evaluation", evaluation)
+        for other in beside:
+            _add_memory(mode, other.category, other.phase, other.after)
         tracker.cut(tracker.position)
         return Trace(
             tracker.peak(),
@@ -144,7 +140,7 @@ def trace_step(
         )
 
 
-def _add_memory(mode: CostMode, category: str, phase: str, *actions: Callable[[], object]) -> None:
+def _add_memory(mode: CostMode, category: str, phase: str, actions: Sequence[Callable[[], object]]) -> None:
     """Trace the memory of a phase that is not part of every step's costs."""
     tracker, costs = mode.tracker, mode.costs
     tracker.begin_phase(category, phase, COMPUTE_WEIGHTS)

@@ -25,7 +25,7 @@ def ranks_have_gpus(
 ) -> Iterator[Violation]:
     """On CUDA, every rank has its own GPU."""
     offered, world = offered_devices(cluster), layout.world_size
-    if device == "cuda" and offered and world > offered and cluster.replica_groups == 1:
+    if device == "cuda" and offered and world > offered and cluster.worlds == 1:
         field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"
         degree = getattr(parallelism, field)
         room = offered // (world // degree)

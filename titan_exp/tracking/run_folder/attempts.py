@@ -1,18 +1,21 @@
-"""attempts.jsonl: one row per start of a run."""
+"""attempts.jsonl: one row per start of a run, which may be of several worlds."""
 
 import json
+import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from titan_exp.config.paths.foreign_file import of_kind, parse_json, read_lines
 from titan_exp.config.secrets.variables import concealed
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.file_lock import FileLock
 
+WORLD = "TITAN_EXP_WORLD"
+"""Environment variable: world of a rank as JSON; unset if the attempt has one."""
 LOCK_TIMEOUT = 30.0
 """Lock timeout in seconds; a rewrite of the file takes milliseconds."""
 
@@ -49,6 +52,31 @@ class Attempt:
     """Consecutive automatic requeues without a new checkpoint before this start; 0 if a user submitted it."""
     checkpoint: int | None = None
     """Step of the newest checkpoint at the start; 0 without one."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One start of one of several worlds of an attempt."""
+
+    number: int
+    """From 0 to `ClusterConfig.worlds` - 1."""
+    start: int
+    """Starts of all worlds in this attempt before this one."""
+
+    @property
+    def logs(self) -> str:
+        """Name of the log folder below the attempt's."""
+        return f"group-{self.number:02d}-start-{self.start:03d}"
+
+    def to_environment(self) -> dict[str, str]:
+        """Variables for the ranks."""
+        return {WORLD: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """World of this process; None if the attempt has one. A subclass's fields need not be read."""
+        values = json.loads(os.environ.get(WORLD, "null"))
+        return None if values is None else cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 _HINTS = get_type_hints(Attempt)

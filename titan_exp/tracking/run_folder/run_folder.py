@@ -31,12 +31,12 @@ HEARTBEAT_SECONDS = 1.0
 class RunFolder:
     """Paths of a run folder, and its state, heartbeat, attempts and locks.
 
-    For the ranks of a replica group, `group_logs` names their folder below the attempt's logs.
+    For the ranks of one of several worlds, `world_logs` names their folder below the attempt's logs.
     """
 
-    def __init__(self, path: str | Path, *, group_logs: str | None = None) -> None:
+    def __init__(self, path: str | Path, *, world_logs: str | None = None) -> None:
         self.path = Path(path)
-        self._group_logs = group_logs
+        self._world_logs = world_logs
         self.config = self.path / "config.yaml"
         """Resolved configuration."""
         self.signature = self.path / SIGNATURE_FILE
@@ -60,8 +60,6 @@ class RunFolder:
         """Last heartbeat of rank 0."""
         self.metrics = self.path / "metrics.jsonl"
         """One row per logged step."""
-        self.groups = self.path / "groups.jsonl"
-        """Events of replica groups; absent without any."""
         self.expert_load = self.path / "expert_load.jsonl"
         """Tokens per expert of about 500 steps; absent without experts."""
         self.logs = self.path / "logs"
@@ -86,14 +84,14 @@ class RunFolder:
     def attempt_logs(self, number: int) -> Path:
         """Log folder of attempt `number`, with the ranks' status records."""
         logs = self.logs / f"attempt-{number:03d}"
-        return logs if self._group_logs is None else logs / self._group_logs
+        return logs if self._world_logs is None else logs / self._world_logs
 
-    def with_group(self, group_logs: str) -> "RunFolder":
-        """The folder as the ranks of a replica group see it."""
-        return RunFolder(self.path, group_logs=group_logs)
+    def with_world(self, world_logs: str) -> "RunFolder":
+        """The folder as the ranks of a world see it."""
+        return RunFolder(self.path, world_logs=world_logs)
 
-    def group_logs(self, number: int) -> list[str]:
-        """Names of the log folders of replica groups in an attempt, in the order of their starts."""
+    def world_logs(self, number: int) -> list[str]:
+        """Names of the log folders of several worlds in an attempt, in the order of their starts."""
         folders = self.attempt_logs(number).glob("group-*-start-*")
         return sorted((folder.name for folder in folders), key=lambda name: name.rpartition("-")[2])
 

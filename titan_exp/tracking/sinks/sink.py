@@ -35,8 +35,6 @@ Row = Mapping[str, Value]
 | `experts/bias_range` | max − min of the router biases, largest of the layers |
 | `experts/balance_loss`, `experts/z_loss` | sum over layers, with their factors; `loss` is without them |
 | `experts/layer_3/NAME` | the same of one layer |
-| `participants`, `quorum`, `stall` | replica groups (`semi_sync`: averaged), quorum, seconds lost since the last row |
-| `sent_bytes_per_token` | bytes that replica groups sent each other for weights since the last row (`semi_sync`) |
 | `epoch`, `epoch/NAME` | passes over the training documents so far; per source of a mixture |
 """
 

@@ -44,7 +44,7 @@ class ExpertLoad:
 
     @property
     def step_sums(self) -> list[Tensor]:
-        """This rank's counts and losses of the step so far; equal ranks of replica groups add theirs, in place."""
+        """This rank's counts and losses of the step so far; equal ranks of other worlds add theirs, in place."""
         return [sums for router in self._routers.values() for sums in (router.counts, router.losses)]
 
     def discard(self) -> None:

@@ -104,7 +104,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def load_numbers(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Tokens per expert by layer as numbers of a step, which groups add up."""
+    """Tokens per expert by layer as numbers of a step, which worlds add up."""
     return {f"{LOAD}{layer}/{expert}": count for layer, loads in counts.items() for expert, count in enumerate(loads)}
 
 

@@ -1,0 +1,1 @@
+"""Replica groups and semi-synchronous training."""

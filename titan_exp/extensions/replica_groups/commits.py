@@ -1,0 +1,304 @@
+"""Commits of replica groups: every step together, or training alone between synchronizations."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_exp.checkpoint.state_dict import persistent_buffers, sync_tied_state
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data.batch import MicroBatch
+from titan_exp.extensions.replica_groups.config import cluster_of, semi_sync_of
+from titan_exp.extensions.replica_groups.events import record_event
+from titan_exp.extensions.replica_groups.group_states import WRITER, described, healing_state, load_own_state
+from titan_exp.extensions.replica_groups.groups import build_replica_groups, known_step
+from titan_exp.extensions.replica_groups.outer_optimizer import OuterOptimizer, OuterSteps
+from titan_exp.extensions.replica_groups.semi_sync import SemiSync
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.fsdp import free_gathered
+from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.commit import Commit, Flags
+from titan_exp.trainer.experts.load_metrics import counts_of, load_numbers
+from titan_exp.trainer.objective.base import Reduction, token_counts
+from titan_exp.trainer.restore import adopt_progress
+from titan_exp.trainer.row import Numbers, Row, StepResult
+from titan_exp.trainer.train_step import StepRefused
+from titan_exp.trainer.training import Training
+from titan_exp.trainer.updates import Routing
+
+STOP, SAVE = "stop requested", "checkpoint asked for"
+
+
+class GroupCommit(Commit):
+    """Replica groups divide the micro-batches of every step, sum their gradients, and commit the step or repeat it."""
+
+    sums = True
+
+    def __init__(self, trainer: Training, *, by_number: bool = False) -> None:
+        super().__init__(trainer)
+        cluster = cluster_of(trainer.experiment)
+        self._groups = build_replica_groups(cluster, trainer.mesh, trainer.folder, by_number=by_number)
+
+    @property
+    def leads(self) -> bool:  # type: ignore[override]
+        """True in the oldest living group."""
+        return self._groups.leads
+
+    @property
+    def restores(self) -> bool:  # type: ignore[override]
+        """True in one group, before the attempt's first step."""
+        return self._groups.restores
+
+    def takes_over(self) -> bool:
+        """True if another group knows a step."""
+        trainer = self._trainer
+        return not self.restores and bool(trainer.checkpointer.from_leader(known_step(trainer.folder)))
+
+    def meet(self) -> Flags | None:
+        """Wait for the groups of the next step, and heal or let others heal."""
+        self._join()
+        return None
+
+    def divide(
+        self, step: int, batches: Sequence[MicroBatch], flags: Flags
+    ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
+        """The tokens are those of all groups, over which the loss is a mean."""
+        batches, tokens = super().divide(step, batches, flags)
+        self._step = step
+        return self._groups.share(batches, self._trainer.layout.indivisible_microbatches), tokens
+
+    def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Reduce gradients, numbers of parts and metrics over the groups, then vote."""
+        trainer, groups = self._trainer, self._groups
+        reducer, parts = trainer.report.reducer, trainer.parts
+        metrics = {**metrics, **reducer.module_metrics()}
+        groups.sum_gradients(parameters)
+        groups.all_reduce([tensor for part in parts for tensor in part.sums])
+        groups.reduce_maxima([tensor for part in parts for tensor in part.maxima])
+        flags = {STOP: self._flags.stop, SAVE: self._flags.save and groups.leads}
+        reductions: Mapping[str, Reduction] = {**reducer.module_reductions, **trainer.model.objective.metrics}
+        sums = groups.reduce_scalars({**metrics, **flags}, reductions)
+        if not groups.commit(self._step):
+            raise StepRefused
+        self._flags = Flags(bool(sums.pop(STOP)), bool(sums.pop(SAVE)))
+        trainer.seed()  # groups with other shares have drawn other numbers
+        return sums
+
+    def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
+        """Rows tell of the groups, too."""
+        rows = super().rows(numbers, due=due)
+        for row in rows:
+            if row.row is not None:
+                row.row |= self._groups.row()
+        return rows
+
+    def finishes(self) -> bool:
+        """True in the leader, which others wait for: one of them takes over after its death."""
+        groups = self._groups
+        while not groups.leads:
+            leader = groups.leader
+            self._join()  # the leader joins when it has finished, or is dead
+            if groups.leader == leader:
+                return False
+        return True
+
+    def leave(self) -> None:
+        """Meet the groups that wait for the end."""
+        self._join()
+
+    def _join(self) -> None:
+        """Wait for the groups of the next step, and heal or let others heal."""
+        trainer, groups = self._trainer, self._groups
+        quorum = groups.join(trainer.step, self._position)
+        while (quorum.behind or quorum.source is not None) and not self._heal(behind=quorum.source is not None):
+            quorum = groups.join(trainer.step, self._position)
+        report, step = trainer.report, trainer.step
+        if groups.leads and groups.changed and report.leader:
+            quorum_of = {"quorum": groups.quorum_id, "groups": groups.numbers, "joined": groups.joined}
+            record_event(trainer.folder, report.attempt, event="quorum", step=step, **quorum_of)
+        devices = dist.get_world_size() * groups.size
+        report.take_over(step, devices=devices, writes=groups.leads, changed=groups.changed)
+
+    @property
+    def _position(self) -> int | None:
+        """Progress in quorums, if it is not the step."""
+        return None
+
+    def _heal(self, *, behind: bool) -> bool:
+        """Send the state to groups that are behind, or take over another's. Returns False if that has not arrived."""
+        trainer, groups = self._trainer, self._groups
+        parts, optimizer = trainer.model.parts, trainer.optimizer
+        free_gathered(parts)
+
+        def tensors(description: Any = None) -> list[Tensor]:
+            return [local_tensor(x) for x in healing_state(parts, optimizer, description).values()]
+
+        if not behind:
+            state = described(parts, optimizer, healing_state(parts, optimizer))
+            also = {"data": trainer.loader.state_dict(), "rows": trainer.report.last_rows, "state": state}
+            groups.send_state({**trainer.progress(), **also}, tensors())
+            return True
+        progress = groups.receive_state(lambda progress: tensors(progress["state"]))
+        if progress is None:
+            return False
+        sync_tied_state(parts, optimizer)
+        adopt_progress(trainer, progress)
+        trainer.loader.seek(progress["data"])
+        trainer.report.last_rows = progress["rows"]
+        self._after_healing(progress)
+        trainer.state.refresh()
+        get_logger().info("healed: continuing after step %d", trainer.step)
+        return True
+
+    def _after_healing(self, progress: Mapping[str, Any]) -> None:
+        """Take over what else another group has sent."""
+
+
+class SemiSyncCommit(GroupCommit):
+    """Groups train alone, each on its block of every step's sequences, and synchronize every few steps."""
+
+    sums = False
+
+    def __init__(self, trainer: Training) -> None:
+        super().__init__(trainer, by_number=True)
+        self._config = semi_sync_of(trainer.experiment)
+        self._outer: OuterOptimizer = next(part.outer for part in trainer.parts if isinstance(part, OuterSteps))
+        for part in trainer.parts:
+            if isinstance(part, Routing):
+                part.shares = self._config.groups
+        self._batch_tokens = 0
+        """Predicted tokens of the step's whole batch, of which this rank has read its part."""
+
+    @property
+    def worlds(self) -> int:  # type: ignore[override]
+        """Living groups: each counts tokens of its own."""
+        return self._groups.size
+
+    @property
+    def states(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        """States of groups from the last `collect`."""
+        return self._semi_sync.states
+
+    def restored(self) -> None:
+        """Begin a round with the state of a checkpoint, and with this group's own optimizer state."""
+        trainer = self._trainer
+        self._semi_sync = SemiSync(
+            self._config,
+            self._groups,
+            self._outer,
+            trainer.mesh,
+            trainer.report.reducer.reductions,
+            buffers=persistent_buffers(trainer.model.parts),
+        )
+        self._semi_sync.begin(trainer.step, trainer.tokens)
+        if trainer.step:
+            self._load_own_state()
+
+    def meet(self) -> Flags | None:
+        """Before the first step, meet the other groups."""
+        return self._synchronize() if self._groups.quorum is None else None
+
+    def divide(
+        self, step: int, batches: Sequence[MicroBatch], flags: Flags
+    ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
+        """The tokens are those of this group's share, over which its loss is a mean."""
+        self._batch_tokens = sum(token_counts(self._trainer.model.objective, batch)[0] for batch in batches)
+        return Commit.divide(self, step, self._semi_sync.share(batches), flags)
+
+    def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Nothing is sent."""
+        return metrics
+
+    def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
+        """Keep the row of a step until the groups synchronize, and synchronize them if due."""
+        trainer, semi_sync = self._trainer, self._semi_sync
+        save = self._flags.save or trainer.checkpointer.due(trainer.step)
+        semi_sync.add_step(self._batch_tokens, stop=self._flags.stop, save=save)
+        if logs:
+            share = trainer.report.share(trainer.step, trainer.tokens, result, lr=trainer.lr)
+            values = share.values | ({} if share.row is None else load_numbers(trainer.report.expert_counts()))
+            semi_sync.add_row(values, share.row, result.tokens)
+        return self._synchronize() if semi_sync.due(trainer.step) else None
+
+    def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
+        """Rows of the steps since the last synchronization."""
+        report = self._trainer.report
+        rows: list[Row] = [*self._semi_sync.finished_rows(report.attempt, numbers())]
+        for row in rows:
+            if row.row is not None:
+                row.row |= report.expert_row(row.row["step"], row.values, counts_of(row.values))
+        return rows
+
+    def collect(self) -> None:
+        """Gather the inner optimizers' states in the group that saves."""
+        self._semi_sync.collect_states(self._trainer.model.parts, self._trainer.optimizer)
+
+    def resume(self, flags: Flags) -> None:
+        """Train on with this group's own weights."""
+        if self._trainer.is_over:
+            return
+        self._semi_sync.states = {}  # the save has copies
+        if not flags.stop:
+            self._use_agreed_weights(False)
+
+    def progress(self) -> dict[str, Any]:
+        """The group that writes, and the round."""
+        return {WRITER: self._groups.group.number, "semi_sync": self._semi_sync.progress()}
+
+    def _synchronize(self) -> Flags | None:
+        """Join the groups until they are synchronized after this step, or have met to begin, which returns None."""
+        trainer, semi_sync = self._trainer, self._semi_sync
+        while True:
+            if not semi_sync.in_flight:
+                self._join()
+                if semi_sync.synchronized == trainer.step:
+                    if trainer.is_over or semi_sync.complete():
+                        return None
+                    continue
+                semi_sync.send(trainer.step)
+            if not semi_sync.applies(trainer.step):
+                return None
+            agreement = semi_sync.apply(trainer.step)
+            if agreement is not None:
+                break
+        trainer.tokens = semi_sync.tokens
+        self._use_agreed_weights(True)
+        return Flags(agreement.stop, agreement.save)
+
+    def _use_agreed_weights(self, agreed: bool) -> None:
+        """Evaluate, save and export the outer optimizer's weights, if this group trains others."""
+        if self._config.keeps_own_weights and self._outer.swapped != agreed:
+            self._outer.swap()
+
+    @property
+    def _position(self) -> int:
+        return self._semi_sync.position(self._trainer.step)
+
+    def _after_healing(self, progress: Mapping[str, Any]) -> None:
+        """Take over the round of another group; before the first, load this group's own state from the checkpoint."""
+        trainer = self._trainer
+        self._semi_sync.heal(trainer.step, progress["semi_sync"])
+        if self._semi_sync.synchronized == trainer.step and not trainer.is_over:
+            self._use_agreed_weights(False)
+            self._outer.back_to_kept()
+            self._load_own_state()
+
+    def _load_own_state(self) -> None:
+        """Load this group's own state from the checkpoint after a step, if there is one; else it has another's."""
+        trainer, number = self._trainer, self._groups.group.number
+        path = trainer.checkpointer.folder.path_of(trainer.step)
+        saved = trainer.checkpointer.from_leader(path.exists())
+        weights, parts = self._config.keeps_own_weights, trainer.model.parts
+        if not saved or not load_own_state(path, number, parts, trainer.optimizer, weights=weights):
+            get_logger().warning(
+                "group %d begins after step %d with the optimizer state of another", number, trainer.step
+            )
+        self._outer.after_move()
+
+
+def commit_of(experiment: Experiment) -> type[Commit] | None:
+    """Commit of a run with replica groups; None without."""
+    if semi_sync_of(experiment).enabled:
+        return SemiSyncCommit
+    return None if experiment.cluster.worlds == 1 else GroupCommit

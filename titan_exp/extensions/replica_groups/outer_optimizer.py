@@ -1,0 +1,177 @@
+"""Outer optimizer (LocalSGD, DiLoCo): steps the last synchronization's weights by the groups' mean pseudo-gradient.
+
+Its weights and its momentum are fp32 state of each parameter beside the inner optimizer's, so they are sharded, saved,
+resharded and planned like any other. Streaming DiLoCo steps one fragment of the parameters at a time; DiLoCo has one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
+from titan_exp.models.spec.lookup import block_count
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.trainer.part import Part, Update
+from titan_exp.trainer.train_state import TrainState
+from titan_exp.trainer.updates import Acting
+
+KEPT, MOMENTUM = "kept_weights", "outer_momentum"
+"""Names in a parameter's optimizer state: weights of the last synchronization, and momentum of the outer optimizer."""
+
+
+class OuterOptimizer:
+    """SGD with momentum over what an inner `optimizer` has learnt since the last synchronization (torch's SGD).
+
+    `fragments` has the fragment of each parameter; by default all are in one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: SemiSyncConfig,
+        fragments: Mapping[Tensor, int] | None = None,
+    ) -> None:
+        self._optimizer, self._fragments = optimizer, fragments
+        self._lr, self._momentum, self._nesterov = config.outer
+        self._mixing = config.mixing
+        self.after_move: Callable[[], object] = lambda: None
+        """Recomputes what is kept of the weights elsewhere."""
+        self.swapped = False
+        """True while the parameters hold the kept weights, which are equal in all groups, and the state `KEPT` this
+        group's own."""
+        self._first: dict[Tensor, Tensor] = {}
+        """Weights before the first step, until the inner optimizer has allocated its state, which must be empty."""
+
+    def parameters(self, fragment: int | None = None) -> list[Tensor]:
+        """Parameters of this rank that are trained, of one fragment or of all; empty before the first step."""
+        return [
+            parameter
+            for parameter in self._all()
+            if KEPT in self._optimizer.state.get(parameter, {})
+            and (fragment is None or self._fragments is None or self._fragments[parameter] == fragment)
+        ]
+
+    @torch.no_grad()
+    def pseudo_gradients(self, fragment: int | None = None) -> Iterator[Tensor]:
+        """Weights of the last synchronization less the present ones, this rank's shards, in fp32, one after another."""
+        parameters = self.parameters(fragment)
+        for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
+            yield kept - local_tensor(parameter)
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor], fragment: int | None = None) -> None:
+        """Step a fragment's kept weights along the mean pseudo-gradient, which is overwritten. They become the present
+        ones, or are mixed with them: θ ← α·θ + (1 − α)·θ_kept."""
+        parameters = self.parameters(fragment)
+        kept = self._state(KEPT, parameters)
+        if self._momentum:
+            momenta = self._state(MOMENTUM, parameters)
+            torch._foreach_mul_(momenta, self._momentum)
+            torch._foreach_add_(momenta, gradients)
+            if self._nesterov:
+                torch._foreach_add_(gradients, momenta, alpha=self._momentum)
+            else:
+                gradients = momenta
+        torch._foreach_add_(kept, gradients, alpha=-self._lr)
+        self.mix(parameters)
+        self.after_move()
+
+    @torch.no_grad()
+    def mix(self, parameters: list[Tensor]) -> None:
+        """Take the mixture of present and kept weights for the present ones."""
+        present, kept = [local_tensor(parameter) for parameter in parameters], self._state(KEPT, parameters)
+        if self._mixing:
+            torch._foreach_mul_(present, self._mixing)
+            torch._foreach_add_(present, kept, alpha=1 - self._mixing)
+        else:
+            torch._foreach_copy_(present, kept)
+
+    @torch.no_grad()
+    def back_to_kept(self) -> None:
+        """Take the weights of the last synchronization for the present ones."""
+        if parameters := self.parameters():
+            torch._foreach_copy_([local_tensor(parameter) for parameter in parameters], self._state(KEPT, parameters))
+        self.after_move()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the present weights with the kept ones."""
+        parameters = self.parameters()
+        for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
+            present = local_tensor(parameter)
+            own = present.clone()
+            present.copy_(kept)
+            kept.copy_(own)
+        self.swapped = not self.swapped
+        self.after_move()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take the present weights, of a checkpoint, for those of the last synchronization."""
+        self._first = {
+            parameter: parameter.detach().clone().float()
+            for parameter in self._all()
+            if (state := self._optimizer.state.get(parameter)) and KEPT not in state
+        }
+        self.after_inner_step()
+        if parameters := self.parameters():
+            torch._foreach_copy_(self._state(KEPT, parameters), [local_tensor(parameter) for parameter in parameters])
+
+    @torch.no_grad()
+    def before_inner_step(self) -> None:
+        """Keep the weights before the first step of the inner optimizer."""
+        for parameter in self._all():
+            if parameter.grad is not None and KEPT not in self._optimizer.state.get(parameter, {}):
+                self._first[parameter] = parameter.detach().clone().float()
+
+    @torch.no_grad()
+    def after_inner_step(self) -> None:
+        """Allocate the outer state after the first step."""
+        while self._first:
+            parameter, weights = self._first.popitem()
+            state = self._optimizer.state[parameter]
+            state[KEPT] = weights
+            if self._momentum and MOMENTUM not in state:  # a checkpoint has it alone
+                state[MOMENTUM] = torch.zeros_like(weights)
+
+    def _all(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _state(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        return [local_tensor(self._optimizer.state[parameter][name]) for parameter in parameters]
+
+
+class OuterSteps(Acting):
+    """State of the outer optimizer of semi-synchronous training, which steps at synchronizations."""
+
+    name = "outer_optimizer"
+    keeps = (KEPT, MOMENTUM)
+
+    def __init__(self, outer: OuterOptimizer) -> None:
+        self.outer = outer
+
+    def on_gradients(self, update: Update) -> None:
+        """Keep the weights before the first step."""
+        self.outer.before_inner_step()
+
+    def on_update(self, update: Update) -> None:
+        """Allocate the outer state after it."""
+        self.outer.after_inner_step()
+
+
+def outer_steps(experiment: Experiment, state: TrainState) -> Iterator[Part]:
+    """The part of semi-synchronous training that acts after the optimizer."""
+    config = semi_sync_of(experiment)
+    if config.enabled:
+        outer = OuterOptimizer(state.optimizer, config, _fragments(experiment, state))
+        outer.after_move = state.moved
+        yield OuterSteps(outer)
+
+
+def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
+    names = [name for name, _ in state.built.module.named_parameters()]
+    fragments = fragments_of(names, semi_sync_of(experiment), block_count(experiment.model))
+    return {parameter: fragments[name] for part in state.model.parts for name, parameter in part.named_parameters()}

@@ -1,0 +1,179 @@
+"""Replica groups on paper: sums over the groups, synchronizations of semi-synchronous training, and its checkpoints.
+
+Imports torch only where a step has been traced.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
+from titan_exp.extensions.replica_groups.config import SemiSyncConfig, fragments_of, semi_sync_of
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.exchange import Beside, Exchange
+from titan_exp.tracking.number_format import format_bytes
+
+if TYPE_CHECKING:
+    from titan_exp.plan.predict import Plan
+    from titan_exp.plan.trace.fake_world import FakeRank
+    from titan_exp.plan.trace.trace_step import Trace
+
+SYNCHRONIZATION = "synchronization"
+"""Phase of what semi-synchronous training does between two steps."""
+WITHOUT_EFFECT = ("outer_lr", "outer_nesterov")
+"""Keys of `semi_sync` without effect on predictions."""
+
+
+class GroupExchange(Exchange):
+    """Sums over replica groups: of gradients in every step, or of pseudo-gradients at synchronizations."""
+
+    seconds_name = "sums over replica groups"
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        self.config = semi_sync_of(experiment)
+        self.groups = experiment.cluster.worlds
+
+    @property
+    def phase(self) -> str:  # type: ignore[override]
+        """Synchronizations of semi-synchronous training: its fragments are not linear in the layers."""
+        return SYNCHRONIZATION if self.config.enabled else ""
+
+    @property
+    def title(self) -> str:
+        """Number of groups."""
+        return "" if self.groups == 1 else f"{self.groups} replica groups of "
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Semi-synchronous training, and whether checkpoints have the states of all groups."""
+        config = {name: value for name, value in asdict(self.config).items() if name not in WITHOUT_EFFECT}
+        saves = self.config.enabled and self.experiment.checkpoint.mode != "off"
+        return {**config, "mixing": self.config.mixing > 0, "collects_states": saves}
+
+    def most_numbers(self, state: float) -> float:
+        """Weights of the last synchronization, outer momentum, and during a synchronization pseudo-gradients and their
+        sum, before a checkpoint that has the states and weights of all groups."""
+        return 4 + (self.config.groups - 1) * (state + 1) if self.config.enabled else 0
+
+    def saved_numbers(self, state: float) -> float:
+        """Every group's inner state, and its own weights if they differ, and the outer momentum; the kept weights are
+        the weights."""
+        if not self.config.enabled:
+            return 1 + state
+        momentum = int(self.config.outer[1] > 0)
+        return 1 + momentum + self.config.groups * (state - 1 - momentum + self.config.keeps_own_weights)
+
+    def seconds(self, weights: float, device: Device, step: float) -> float:
+        """Sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
+        synchronization, less the steps that train meanwhile."""
+        from titan_exp.extensions.replica_groups.buckets import BUCKET_BYTES
+        from titan_exp.plan.time.roofline import message_seconds
+
+        if self.groups == 1:
+            return 0.0
+        interval, fragments, delay = 1, 1, 0
+        if self.config.enabled:
+            interval, fragments, delay = self.config.interval, self.config.fragments, self.config.delay
+        part = weights / fragments
+        calls = math.ceil(part / BUCKET_BYTES)
+        seconds = message_seconds("all-reduce", round(part), range(self.groups), device, 1, calls=calls)
+        if device_type(self.experiment.cluster) == "cuda":
+            seconds += 2 * part / (device.host_gbs * 1e9 * device.link_efficiency)
+        return fragments * max(0.0, seconds - delay * step) / interval
+
+    def beside(self, rank: "FakeRank") -> Sequence[Beside]:
+        """The largest synchronization: a fragment in flight, its outer step, and a checkpoint. The trainer's own code
+        runs; messages between groups are not traced."""
+        from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
+        from titan_exp.extensions.replica_groups.semi_sync import LargestSynchronization
+
+        outer = next((part.outer for part in rank.parts if isinstance(part, OuterSteps)), None)
+        if outer is None:
+            return ()
+        saves = self.experiment.checkpoint.mode != "off"
+        model = rank.state.model.parts, rank.state.optimizer
+        largest = LargestSynchronization(outer, self.config, *model, saves=saves)
+        sends, ends = [largest.send], [largest.apply, largest.collect]
+        if self.config.delay:
+            return (Beside("communication", SYNCHRONIZATION, ends, before=sends),)
+        return (Beside("communication", SYNCHRONIZATION, [*sends, *ends]),)
+
+    def traced_on_cpu(self, trace: "Trace") -> "Trace":
+        """The peak may be the sum of gradients over the groups, with a copy of a bucket."""
+        from titan_exp.extensions.replica_groups.buckets import BUCKET_BYTES
+        from titan_exp.plan.trace.memory_tracker import Moment
+
+        if self.groups == 1 or self.config.enabled:
+            return trace
+        held = {**trace.persistent, "gradients": trace.gradients}
+        sizes = {**dict.fromkeys(trace.peak.by_category, 0), **held}
+        sizes["communication"] = sizes.get("communication", 0) + min(trace.gradients, BUCKET_BYTES)
+        moment = Moment(sum(sizes.values()), sizes, "sum over the groups")
+        return replace(trace, peak=max(trace.peak, moment, key=lambda peak: peak.bytes))
+
+    def sent_per_token(self, plan: "Plan") -> float | None:
+        """Bytes that the groups send for every token; None of one. If weights do not divide evenly over ranks, an upper
+        bound."""
+        from titan_exp.extensions.replica_groups.buckets import ring_bytes
+
+        if self.groups == 1:
+            return None
+        predicted = sum(rank.trace.persistent["parameters"] for rank in plan.ranks)
+        weights = plan.layout.world_size * predicted // len(plan.ranks)
+        steps = self.config.interval if self.config.enabled else 1
+        return self.groups * ring_bytes(weights, self.groups) / (steps * plan.tokens_per_step)
+
+    def sent_at_once(self, plan: "Plan") -> float | None:
+        """Bytes that a rank sends in the largest synchronization, of one fragment; None in synchronous training, and
+        for models without a description."""
+        from titan_exp.extensions.replica_groups.buckets import ring_bytes
+
+        spec = model_spec(self.experiment.model)
+        if not self.config.enabled or spec is None:
+            return None
+        weights = {rank.pipeline_rank: rank.trace.persistent["parameters"] for rank in plan.ranks}
+        sizes = (largest_fragment(self.config, spec, plan.layout, rank) * size for rank, size in weights.items())
+        return ring_bytes(max(sizes), self.config.groups)
+
+    def values(self, plan: "Plan") -> dict[str, Any]:
+        """Number of groups, and what they send."""
+        sent = {"sent_bytes_per_token": self.sent_per_token(plan), "sent_bytes_at_once": self.sent_at_once(plan)}
+        return {"replica_groups": self.groups, **sent}
+
+    def lines(self, plan: "Plan") -> Iterator[str]:
+        """What the groups send, and when."""
+        config, rate, most = self.config, self.sent_per_token(plan), self.sent_at_once(plan)
+        if rate is None:
+            return
+        interval = config.interval if config.enabled else 1
+        size = format_bytes(rate * interval * plan.tokens_per_step / plan.layout.devices)
+        who = "each rank" if plan.layout.parallelism.pp == 1 else "the mean rank"
+        when = f"every {interval} steps" if config.enabled else "in every step"
+        parts = ""
+        if config.fragments > 1 and most is not None:
+            during = f" during {config.delay} step{'s' * (config.delay > 1)}" if config.delay else ""
+            parts = f", in {config.fragments} fragments of {format_bytes(most)} at most{during}"
+        yield f"{self.groups} groups send {rate:,.6g} bytes per token: {when} {who} sends {size}{parts}"
+
+
+def largest_fragment(config: SemiSyncConfig, spec: ModelSpec, layout: ResolvedLayout, pipeline_rank: int) -> float:
+    """Share of a pipeline rank's parameters in the fragment of which it has most: what it sends at a time."""
+    shapes, sizes, seen = spec.shapes, [0] * config.fragments, False
+    stages = {block: stage for stage, blocks in enumerate(layout.stage_layers) for block in blocks}
+    last = layout.stage_count - 1
+    for name, fragment in fragments_of(shapes, config, len(spec.blocks)).items():
+        first, _, rest = name.partition(".")
+        is_in_block = first == "blocks"
+        seen = seen or is_in_block
+        own = {stages[int(rest.partition(".")[0])] if is_in_block else last * seen}
+        if name in spec.pipeline.copied:
+            own.add(last)
+        held = [layout.stage_placement[stage] for stage in own]
+        sizes[fragment] += held.count(pipeline_rank) * math.prod(shapes[name])
+    return max(sizes) / sum(sizes)

@@ -1,1 +1,0 @@
-"""Replica groups as jobs of SLURM: start, agent, lighthouse, epilogue."""

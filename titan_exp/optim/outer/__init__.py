@@ -1,1 +1,0 @@
-"""Outer optimizer of semi-synchronous training: LocalSGD and DiLoCo."""

@@ -17,11 +17,14 @@ from tests.config.composing import experiment
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.resolve import UnreadableSourceError
-from titan_exp.config.images.latent_format import autoencoder_config, autoencoder_description
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
 from titan_exp.config.paths.data_files import tokenizer_words
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.paths.token_store_manifest import read_manifest
+from titan_exp.extensions.diffusion.latent_format import (
+    autoencoder_config,
+    autoencoder_description,
+    read_latent_manifest,
+)
 from titan_exp.models.convert.hf_config import config_json, special_tokens_of, to_huggingface
 from titan_exp.models.convert.model_json import from_json, to_json
 from titan_exp.models.convert.repository_fit import repository_lines

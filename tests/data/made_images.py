@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_exp.config.paths.latent_store_manifest import LatentManifest
-from titan_exp.data.latent_store.hashed_words import HashedWords
-from titan_exp.data.latent_store.pixels import Pixels
-from titan_exp.data.latent_store.writer import Encoders, StoreOptions, write_latent_store
+from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
+from titan_exp.extensions.diffusion.latent_format import LatentManifest
+from titan_exp.extensions.diffusion.latent_store import Encoders, StoreOptions, write_latent_store
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230), "white": (250, 250, 250)}
 

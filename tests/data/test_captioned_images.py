@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from titan_exp.data.images import emoji
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
-from titan_exp.data.images import emoji
-from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets, fit, nearest_bucket
-from titan_exp.data.latent_store.pixels import Pixels
-from titan_exp.data.latent_store.reader import LatentSplit
+from titan_exp.extensions.diffusion.encoders import Pixels
+from titan_exp.extensions.diffusion.images import Bucket, aspect_buckets, fit, nearest_bucket
+from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
+from titan_exp.extensions.diffusion.latent_store import LatentSplit
 from titan_exp.extensions.diffusion.verbs import encode as run
 
 SIZES = {"square": (24, 24), "wide": (12, 48), "high": (64, 16)}

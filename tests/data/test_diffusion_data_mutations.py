@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from titan_exp.data.images import aspect_buckets
+from titan_exp.data.latent_store import encoders, pixels, sampler, validation
 
 from tests.data import test_captioned_images as images
 from tests.data import test_latent_store as stores
 from tests.trainer import test_rectified_flow as flow
-from titan_exp.data.images import aspect_buckets
-from titan_exp.data.images.aspect_buckets import Bucket
-from titan_exp.data.latent_store import encoders, pixels, sampler, validation
+from titan_exp.extensions.diffusion.images import Bucket
 from titan_exp.trainer.objective import rectified_flow
 
 Notice = Callable[[Path], Any]
@@ -55,7 +55,7 @@ def held_out_images_depend_on_their_place(monkeypatch: pytest.MonkeyPatch) -> No
 def captions_decide(path: Path) -> None:
     """Images with equal captions are in one split."""
     from tests.data.made_images import Flags
-    from titan_exp.data.latent_store.encoders import order_samples
+    from titan_exp.extensions.diffusion.encoders import order_samples
 
     class Pairs(Flags):
         def __len__(self) -> int:

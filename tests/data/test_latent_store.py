@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from titan_exp.data.latent_store import writer
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.paths.latent_store_manifest import LatentManifest, read_latent_manifest
-from titan_exp.data.images.glyphs import GlyphImages
-from titan_exp.data.latent_store import writer
-from titan_exp.data.latent_store.hashed_words import HashedWords
-from titan_exp.data.latent_store.pixels import Pixels
-from titan_exp.data.latent_store.reader import LatentSplit
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
+from titan_exp.extensions.diffusion.latent_format import LatentManifest, read_latent_manifest
+from titan_exp.extensions.diffusion.latent_store import LatentSplit
+from titan_exp.extensions.diffusion.rectified_flow import RectifiedFlow
+from titan_exp.extensions.diffusion.rendered_images import GlyphImages
 from titan_exp.rules import violations
-from titan_exp.trainer.objective.rectified_flow import RectifiedFlow
 
 SIZES = ["model.patch_dim=12", "model.text_tokens=8", "model.text_dim=32", "model.pooled_dim=24"]
 SEED = 3

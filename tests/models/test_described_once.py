@@ -8,7 +8,7 @@ import titan_exp
 from tests.config.composing import experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, config_classes
-from titan_exp.models.spec.latent_inputs import LatentInputs
+from titan_exp.extensions.diffusion.spec import LatentInputs
 from titan_exp.models.spec.lookup import model_spec
 
 PACKAGE = Path(titan_exp.__file__).parent

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from tests.optim.updates import experiment_of
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
 from titan_exp.data.keyed_random import keyed_generator
-from titan_exp.data.latent_batch import LatentBatch
+from titan_exp.extensions.diffusion.config import RectifiedFlowOptions
+from titan_exp.extensions.diffusion.rectified_flow import RectifiedFlow, shifted
+from titan_exp.extensions.diffusion.samples import LatentBatch
 from titan_exp.trainer.objective import rectified_flow
-from titan_exp.trainer.objective.rectified_flow import RectifiedFlow, shifted
 
 ROWS = 4096
 

@@ -40,6 +40,16 @@ class Extension:
     """Sentence about what it adds."""
     families: Mapping[str, str] = field(default_factory=dict)
     """Module of a model family by `model.architecture`, with the public names of a family in `titan_exp/models`."""
+    objectives: Mapping[str, str] = field(default_factory=dict)
+    """Class of an objective by `training.objective`, as `titan_exp.trainer.objective.base.Objective`."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Module of a source by `data.source`, with the public names and the `DESCRIPTION` of `titan_exp/data/sources`."""
+    parts: str = ""
+    """Function that yields parts of a run, of the arguments of `titan_exp.trainer.parts.all_parts`."""
+    generators: Mapping[str, str] = field(default_factory=dict)
+    """Class by what `titan-exp generate` makes with it (`ModelInputs.makes`), as `titan_exp.inference.generate.Generator`."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of its runs that a study may compare, beside those of the core."""
     resolvers: Mapping[str, str] = field(default_factory=dict)
     """OmegaConf resolver by the name that its option files use: a function, imported without torch."""
     verbs: Mapping[str, str] = field(default_factory=dict)
@@ -103,12 +113,17 @@ def load(path: str) -> Any:
 def help_line(path: str) -> str:
     """First line of the docstring of an import path's object, read from source without importing its module."""
     module, _, name = path.partition(":")
+    nodes = ast.parse(source_file(module).read_bytes()).body
+    found = next(node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
+    return (ast.get_docstring(found) or "").partition("\n")[0]
+
+
+def source_file(module: str) -> Path:
+    """File of a module, which is not imported."""
     spec = find_spec(module)
     assert spec is not None, f"{module} is installed"
     assert spec.origin is not None, f"{module} has source"
-    nodes = ast.parse(Path(spec.origin).read_bytes()).body
-    found = next(node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
-    return (ast.get_docstring(found) or "").partition("\n")[0]
+    return Path(spec.origin)
 
 
 def extension_folders(name: str) -> list[Path]:
@@ -124,6 +139,8 @@ def provided_words(extension: Extension) -> Iterator[str]:
     for path in sorted(extension.folder.glob("sweeps/*.yaml")):
         yield f"sweep {path.stem}"
     yield from (f"model.architecture={name}" for name in extension.families)
+    yield from (f"training.objective={name}" for name in extension.objectives)
+    yield from (f"data.source={name}" for name in extension.sources)
     yield from extension.verbs
     yield from (f"evaluate --{name}" for name in extension.observations)
 

@@ -25,7 +25,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose, shipped_options
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import OBJECTIVES
+from titan_exp.config.schema.builtins import objective_names
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.batch import Batch
@@ -159,7 +159,7 @@ class Evaluation:
     observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Values of each observation."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Losses of a diffusion model at fixed times and without texts, and the gain of texts."""
+    """Losses of parts of the data and further metrics, of a model that reads no tokens."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
@@ -206,9 +206,9 @@ def evaluate_source(
         computes = computes_loss(model, model_spec(source.model))
         chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
     spec = model_spec(source.model)
-    if spec is not None and spec.latents is not None:
-        flow = build_objective(experiment.training, experiment.compile, None, spec=spec)
-        row = evaluate_split(EagerModel(model, flow, mesh), loader, mesh)
+    if spec is not None and spec.inputs is not None:
+        own = build_objective(experiment.training, experiment.compile, None, spec=spec)
+        row = evaluate_split(EagerModel(model, own, mesh), loader, mesh)
         result = ValidationResult(row.pop("validation_loss"), int(row.pop("validation_tokens")))
         return Evaluation(result, parts={re.sub("validation_(loss[/_])?", "", name): row[name] for name in row})
     objective, batches = LanguageModeling(chunk, vocab_shard=vocab), loader.sources
@@ -316,7 +316,7 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
             # Evaluation runs neither the run's optimizer, nor a user's objective, nor its executor.
             defaults = to_dict(experiment)
             config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
-            shipped = config.get("training", {}).get("objective") in OBJECTIVES
+            shipped = config.get("training", {}).get("objective") in objective_names()
             for key in ("training.objective", "training.objective_options", "cluster.kind"):
                 group, _, name = key.partition(".")
                 if isinstance(config.get(group), dict) and not (shipped and group == "training"):  # else reported below

@@ -21,7 +21,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.inference.generate_images import (
+from titan_exp.extensions.diffusion.generate_images import (
     captions_of,
     encoders_of,
     generate_images,

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from titan_exp.data.latent_store import encoded_images
 
 from tests.config.composing import experiment
 from tests.data.test_latent_store import SEED, loader, take
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.data.latent_store import encoded_images
-from titan_exp.data.latent_store.latent_data import open_latents
-from titan_exp.data.latent_store.sampler import LatentSampler
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.extensions.diffusion.latents import LatentSampler, open_latents
 from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.rules import violations
 from titan_exp.trainer.profiling.slow_options import slower_options

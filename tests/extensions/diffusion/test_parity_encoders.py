@@ -18,8 +18,7 @@ from tests.parity.runs import Curve, assert_same_curve, same_bits, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.latent_store.image_codec import image_codec
-from titan_exp.data.latent_store.pretrained import encoders_of_samples
+from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.inference.generate import generate_command
 
@@ -160,7 +159,7 @@ def test_images_are_decoded_by_the_autoencoder_of_the_run(place: Path, tmp_path:
     words = [*encoded(place), "training.steps=1", "checkpoint.mode=sync"]
     train(tmp_path / "run", *words)
     latents = list[np.ndarray]()
-    from titan_exp.data.latent_store.autoencoder import Autoencoder
+    from titan_exp.extensions.diffusion.encoders import Autoencoder
 
     plain = Autoencoder.decode
 

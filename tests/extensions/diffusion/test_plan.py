@@ -12,7 +12,7 @@ from tests.plan.test_extrapolate import MASKED
 from tests.plan.test_extrapolated_trace import both_ways
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.data.latent_batch import LatentBatch
+from titan_exp.extensions.diffusion.samples import LatentBatch
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt, Share
-from titan_exp.config.images.image_options import ImageKind
+from titan_exp.extensions.diffusion.config import ImageKind
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
-from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -220,3 +219,19 @@ def _linear(
 def _tensors(linear: LinearSpec) -> tuple[TensorSpec, TensorSpec]:
     weight = TensorSpec(f"{linear.name}.weight", (linear.outputs, linear.inputs), in_matmul=True, tokens=linear.tokens)
     return weight, TensorSpec(f"{linear.name}.bias", (linear.outputs,))
+
+
+@dataclass(frozen=True)
+class LatentInputs:
+    """Sizes by the key of the model's configuration, and optional inputs."""
+
+    patch_dim: int
+    """Numbers per image token."""
+    text_tokens: int
+    """Text tokens of a sample; the rest of a sequence are image tokens."""
+    text_dim: int
+    """Width of their states."""
+    pooled_dim: int
+    """Width of a text's pooled embedding."""
+    guidance: bool
+    """True if the model reads a guidance scale."""

@@ -9,18 +9,23 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.checkpoint_paths import step_name
-from titan_exp.config.paths.latent_store_manifest import SPLITS
-from titan_exp.data.latent_store.image_codec import image_codec
-from titan_exp.data.latent_store.latent_data import open_latents
-from titan_exp.data.latent_store.pretrained import encoders_of_samples
-from titan_exp.ops.attention.axial_rope import grid_positions
+from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
+from titan_exp.extensions.diffusion.images import image_grid, save_image
+from titan_exp.extensions.diffusion.latent_format import SPLITS
+from titan_exp.extensions.diffusion.latents import open_latents
+from titan_exp.extensions.diffusion.rectified_flow import (
+    Conditions,
+    RectifiedFlow,
+    euler,
+    guided_velocity,
+    sampling_noise,
+    sampling_times,
+)
+from titan_exp.extensions.diffusion.transformer import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
-from titan_exp.tracking.image_grid import image_grid, save_image
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.forward_backward import Model
-from titan_exp.trainer.objective.rectified_flow import RectifiedFlow
 from titan_exp.trainer.part import Part, Phase, Run, Step
-from titan_exp.trainer.sampling.euler import Conditions, euler, guided_velocity, sampling_noise, sampling_times
 
 SAMPLES = 8
 """Captions of each split, which are a row of the grid."""

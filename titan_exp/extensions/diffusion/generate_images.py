@@ -17,24 +17,32 @@ from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.images.latent_format import LatentFormat
-from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
-from titan_exp.config.paths.latent_data import format_of
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.config.schema.typed_options import typed_options
-from titan_exp.data.latent_store.image_codec import ImageCodec, image_codec
-from titan_exp.data.latent_store.latent_data import LatentData, open_latents, open_store
-from titan_exp.data.latent_store.pretrained import encoders_of_samples
-from titan_exp.data.latent_store.text_encoder import TextEncoder, text_encoder
-from titan_exp.inference.image_scores import ImageScores, real_images
+from titan_exp.extensions.diffusion.config import RectifiedFlowOptions
+from titan_exp.extensions.diffusion.encoders import (
+    ImageCodec,
+    TextEncoder,
+    encoders_of_samples,
+    image_codec,
+    text_encoder,
+)
+from titan_exp.extensions.diffusion.image_scores import ImageScores, real_images
+from titan_exp.extensions.diffusion.images import image_grid, save_image
+from titan_exp.extensions.diffusion.latent_format import LatentFormat, format_of, read_latent_manifest
+from titan_exp.extensions.diffusion.latents import LatentData, open_latents, open_store
+from titan_exp.extensions.diffusion.rectified_flow import (
+    conditions,
+    euler,
+    guided_velocity,
+    sampling_noise,
+    sampling_times,
+)
+from titan_exp.extensions.diffusion.spec import LatentInputs
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
-from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.image_grid import image_grid, save_image
 from titan_exp.trainer.forward_backward import whole_outputs
-from titan_exp.trainer.sampling.euler import conditions, euler, guided_velocity, sampling_noise, sampling_times
 
 ROWS = 16
 """Images that are sampled together."""

@@ -10,12 +10,10 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.images.image_options import READ_FROM_PATHS
-from titan_exp.config.objectives.rectified_flow import RectifiedFlowOptions
-from titan_exp.config.paths.latent_data import format_of
-from titan_exp.config.paths.latent_store_manifest import LatentManifest
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions
+from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
 
@@ -38,7 +36,7 @@ def options_are_known(training: TrainingConfig) -> Iterator[Violation]:
 def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The store is complete, or the encoders' folders are; samples have the sizes that the model takes, and a store has
     a validation split if the run evaluates."""
-    if spec.latents is None:
+    if latent_inputs(spec) is None:
         yield Violation("data.source", data.source, "the model takes tokens", "data=tokens, or model=flux_laptop")
         return
     if data.source == "latents" and len(data.paths) != 1:
@@ -97,7 +95,7 @@ def _may_exist(images: str, path: str) -> bool:
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Every rank that shares a sequence has as many of its text tokens, and of its image tokens."""
-    if spec.latents is None:
+    if latent_inputs(spec) is None:
         return
     axes = {"cp": parallelism.cp, "tp": parallelism.tp if parallelism.sequence_parallel else 1}
     text = spec.latents.text_tokens
@@ -113,6 +111,42 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
         yield Violation(field, degree, reason, remedy)
 
 
+def quantized_streams_divide(
+    spec: ModelSpec, quantization: QuantizationConfig, layout: ResolvedLayout, device: str
+) -> Iterator[Violation]:
+    """Tokens that a quantized linear layer reads, of text, image or both, form whole scaling blocks."""
+    config, latents = quantization, latent_inputs(spec)
+    if latents is None or config.recipe in ("none", "float8_rowwise_gw_hp"):
+        return
+    block = scaling_block(config, device)
+    seq_len, rows, cp = layout.training.seq_len, layout.micro_batch_size, layout.parallelism.cp
+    spans = {linear.tokens for _, linear in quantized_linears(spec, config)}
+    text, image = latents.text_tokens, seq_len - latents.text_tokens
+    counts = [round(span.share(seq_len) * seq_len) for span in spans]
+    if config.recipe == "nvfp4":
+        # Gathered for a layer that reads both, tokens come by rank: text and image of the first, then of the second.
+        axes = {"cp": cp, "tp": layout.parallelism.tp if layout.parallelism.sequence_parallel else 1}
+        shares = math.prod(axes.values()) if EVERY_TOKEN in spans else cp
+        runs = (text, image) if EVERY_TOKEN in spans else counts
+        if any(run % (BLOCK["nvfp4"] * shares) for run in runs):
+            degrees = listed([f"parallelism.{axis}={degree}" for axis, degree in axes.items() if degree > 1], "and")
+            among = f", divided by {degrees}" if degrees else ""
+            reason = f"it transforms {BLOCK['nvfp4']} consecutive tokens of a sequence together, which has {text} text "
+            reason += f"and {image} image tokens{among}"
+            remedy = f"both a multiple of {BLOCK['nvfp4'] * shares} (model.text_tokens, size of the images)"
+            remedy += ", or fewer ranks that share a sequence" if among else ""
+            yield Violation(RECIPE, "nvfp4", reason, f"{remedy}; or quantization=mxfp8")
+            return
+    if any(rows * count % (block * cp) for count in counts):
+        among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
+        reason = f"{config.recipe} quantizes blocks of {block} tokens{among}, and {rows} sequences have {rows * text} "
+        few = block * cp // math.gcd(block * cp, *counts)
+        remedy = f"a multiple of {few}"
+        if len(spans) > 1 and EVERY_TOKEN in spans and rows * seq_len % (block * cp) == 0:
+            remedy += "; or quantization.filter=['*.text.*', '*.image.*']"
+        yield Violation("training.micro_batch_size", rows, f"{reason}of text and {rows * image} of the image", remedy)
+
+
 RULES = (
     *rules(tokens_divide),
     *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
@@ -123,14 +157,14 @@ RULES = (
             "data.source",
             # Language modeling is refused with the same remedy.
             lambda data, spec, training: (
-                spec.latents is not None and not _has_latents(data) and training.objective == _OBJECTIVE
+                latent_inputs(spec) is not None and not _has_latents(data) and training.objective == _OBJECTIVE
             ),
             "it has documents, and {model.name} takes latents",
             "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes, or data=images",
         ),
         Refuse(
             "training.objective",
-            lambda training, spec: training.objective == _OBJECTIVE and spec.latents is None,
+            lambda training, spec: training.objective == _OBJECTIVE and latent_inputs(spec) is None,
             "it is for latents, and {model.name} takes tokens",
             "training.objective=language_modeling, or model=flux_laptop",
         ),
@@ -142,15 +176,16 @@ RULES = (
         ),
         Refuse(
             "compile.cuda_graphs",
-            lambda compile, spec: compile.cuda_graphs and spec.latents is not None,
+            lambda compile, spec: compile.cuda_graphs and latent_inputs(spec) is not None,
             "batches of latents are not captured",
             "compile.cuda_graphs=false",
         ),
         Refuse(
             "data.preview",
-            lambda data, spec: data.preview and spec.latents is not None,
+            lambda data, spec: data.preview and latent_inputs(spec) is not None,
             "it decodes tokens",
             "data.preview=null",
         ),
     ),
 )
+LAYOUT_RULES = rules(quantized_streams_divide)

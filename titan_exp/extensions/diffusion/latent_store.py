@@ -1,13 +1,15 @@
-"""Latent store writer: shards of encoded images and captions, each written whole, and the manifest at the end.
+"""Latent store: shards of encoded images and captions, each written whole, and the manifest at the end; and its reader,
+through memory maps.
 
 A complete shard has its checksums in a separate file, so that the same command resumes after it.
 """
 
 import json
 import shutil
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -16,22 +18,22 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.foreign_json import read_object
-from titan_exp.config.paths.latent_store_manifest import (
+from titan_exp.config.paths.token_store_manifest import UNFINISHED
+from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, remove_temporary_files, store_lock
+from titan_exp.data.token_store.shard_writer import write_json
+from titan_exp.data.token_store.verify import file_checksum
+from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
+from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages, aspect_buckets
+from titan_exp.extensions.diffusion.latent_format import (
     FORMAT,
     MANIFEST,
     VERSION,
     LatentManifest,
     read_latent_manifest,
 )
-from titan_exp.config.paths.token_store_manifest import UNFINISHED
-from titan_exp.data.images.aspect_buckets import Bucket, aspect_buckets
-from titan_exp.data.images.captioned_images import CaptionedImages
-from titan_exp.data.latent_store.encoders import Encoders, order_samples
-from titan_exp.data.latent_store.reader import ARRAYS, DEVIATIONS
-from titan_exp.data.store_folder import explain_disk_errors, new_array, refusal, remove_temporary_files, store_lock
-from titan_exp.data.token_store.shard_writer import write_json
-from titan_exp.data.token_store.verify import file_checksum
+from titan_exp.extensions.diffusion.samples import LatentSamples, Sample
 
 ENCODED_TOGETHER = 16
 """Images in a call of the codec."""
@@ -208,3 +210,55 @@ class _Shard:
         }
         write_json(record, found)
         return found
+
+
+ARRAYS = ("latents", "text", "pooled")
+"""Arrays of every shard."""
+DEVIATIONS = "deviations"
+"""Array of shards of an encoder with a posterior: its standard deviations; `latents` are its means."""
+_MAX_MAPPED_SHARDS = 256
+
+
+class LatentSplit(LatentSamples):
+    """Samples of a split of a store."""
+
+    def __init__(self, manifest: LatentManifest, split: str) -> None:
+        super().__init__((_load(manifest, "empty.text"), _load(manifest, "empty.pooled")))
+        self.manifest = manifest
+        self._shards = manifest.splits[split]
+        self._kinds = (*ARRAYS, DEVIATIONS) if manifest.latents.get("posterior") else ARRAYS
+        self._offsets: list[int] = np.cumsum([0, *(shard.samples for shard in self._shards)]).tolist()
+        self._map = lru_cache(maxsize=_MAX_MAPPED_SHARDS)(self._open)
+
+    def __len__(self) -> int:
+        return self._offsets[-1]
+
+    def read(self, indices: Sequence[int]) -> list[Sample]:
+        """Samples by index."""
+        places = [(number := self._shard_of(index), index - self._offsets[number]) for index in indices]
+        return [Sample(*(array[row].astype(np.float32) for array in self._map(number))) for number, row in places]
+
+    def captions(self) -> list[str]:
+        """Texts of all samples."""
+        files = (self.manifest.path / f"{shard.name}.captions.json" for shard in self._shards)
+        return [caption for file in files for caption in json.loads(file.read_text(encoding="utf-8"))]
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Rows and columns of a sample's image tokens."""
+        shard = self._shards[self._shard_of(index)]
+        return shard.rows, shard.columns
+
+    def _shard_of(self, index: int) -> int:
+        return bisect_right(self._offsets, index) - 1
+
+    def _open(self, number: int) -> list[np.ndarray]:
+        return [_load(self.manifest, f"{self._shards[number].name}.{kind}") for kind in self._kinds]
+
+
+def _load(manifest: LatentManifest, name: str) -> np.ndarray:
+    path = manifest.path / f"{name}.npy"
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        violation = Violation("data.paths", str(manifest.path), f"{path.name}: {error}", "copy or encode it again")
+        raise UserError("The latent store is damaged.", [violation]) from error

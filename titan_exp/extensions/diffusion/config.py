@@ -1,11 +1,13 @@
-"""Options of captioned images and their encoders: of `titan-exp encode`, and `data.options` of `data.source=images`."""
+"""Options of captioned images and their encoders, of `titan-exp encode` and of `data.options` of `data.source=images`; those
+of the objective; keys of the groups `data` and `tracking`; and options of `titan-exp generate`.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from titan_exp.config.groups.types import Count, PositiveInt
+from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt, Share
 
 ImageKind = Literal["emoji", "folder", "glyphs", "huggingface", "webdataset"]
 """Kind of captioned images."""
@@ -56,3 +58,21 @@ class ImageOptions:
     """Width of a caption's pooled embedding; `model.pooled_dim`."""
     seed: Count = 0
     """Seed of the words' vectors and of the order of samples."""
+
+
+@dataclass(frozen=True)
+class RectifiedFlowOptions:
+    """Times, dropout of texts, and guidance."""
+
+    times: Literal["logit_normal", "mode", "uniform"] = "logit_normal"
+    """Distribution of times: sigmoid of a standard normal, SD3's with a mode in the middle, or uniform (Esser et al.
+    2024, arXiv 2403.03206, section 3.1)."""
+    shift: bool = False
+    """Shift times towards noise by the number of image tokens, as Flux does in sampling."""
+    text_dropout: Share = 0.1
+    """Share of samples whose text states are those of the empty text, for classifier-free guidance."""
+    pooled_dropout: Share = 0.1
+    """The same for pooled embeddings, drawn independently."""
+    guidance: tuple[PositiveFloat, PositiveFloat] = (3.5, 3.5)
+    """Bounds between which the guidance scale of a model that takes one is drawn uniformly. Training such a model from
+    the data, not from a guided teacher, teaches it nothing about guidance."""

@@ -48,7 +48,8 @@ class Extension:
     idle: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
     """Keys without effect while another key has one of the given values, as `COUNTS_BESIDE` of the core."""
     rules: str = ""
-    """Module with `RULES`, and `LAYOUT_RULES` if it has any, as those in `titan_exp/rules`; imported without torch."""
+    """Module with `RULES`, and `LAYOUT_RULES` if it has any, as those in `titan_exp/rules`; imported without torch. Its
+    `EVALUATION_RULES` are those that hold for `titan-exp evaluate`, too."""
     families: Mapping[str, str] = field(default_factory=dict)
     """Module of a model family by `model.architecture`, with the public names of a family in `titan_exp/models`."""
     objectives: Mapping[str, str] = field(default_factory=dict)
@@ -58,7 +59,8 @@ class Extension:
     parts: str = ""
     """Function that yields parts of a run, of the arguments of `titan_exp.trainer.parts.all_parts`."""
     generators: Mapping[str, str] = field(default_factory=dict)
-    """Class by what `titan-exp generate` makes with it (`ModelInputs.makes`), as `titan_exp.inference.generate.Generator`."""
+    """Class by what `titan-exp generate` makes with it (`ModelInputs.makes`), as `Generator` of
+    `titan_exp/inference/generate.py`."""
     metrics: tuple[str, ...] = ()
     """Metrics of its runs that a study may compare, beside those of the core."""
     resolvers: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +69,10 @@ class Extension:
     """Verb by name: a function of the arguments that returns the exit code, and prints the help for `--help`. A name
     `doctor --flag` is the core's verb `doctor` with that flag. The first line of the docstring is the line of help."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Dataclass of a verb's options by verb, imported without torch; the shell completes them."""
+    """Dataclass of a verb's options by verb, imported without torch; the shell completes them. To those of the core's
+    `generate` its fields are added, which have defaults."""
+    usage: Mapping[str, str] = field(default_factory=dict)
+    """Lines that join the usage of a verb of the core, by verb."""
     observations: Mapping[str, str] = field(default_factory=dict)
     """Class of an observation by its flag of `titan-exp evaluate`, as `titan_exp.inference.evaluate.Observation`. The
     first line of the docstring is the line of help."""
@@ -114,12 +119,12 @@ def provided(what: str) -> dict[str, str]:
     return {name: path for extension in extensions().values() for name, path in getattr(extension, what).items()}
 
 
-def extended(group: str = "") -> Callable[[type[Group]], type[Group]]:
-    """Decorator of the dataclass of a config group: a subclass with the fields that extensions add to it. Without a
-    group, of the dataclass of the whole configuration, which gets the groups that the core lacks."""
+def extended(group: str = "", what: str = "groups") -> Callable[[type[Group]], type[Group]]:
+    """Decorator of the dataclass of a config group, or of a verb's `options`: a subclass with the fields that
+    extensions add to it. Without a group, of the whole configuration, which gets the groups that the core lacks."""
 
     def extend(kind: Any) -> Any:
-        found = [(name, load(path)) for one in extensions().values() for name, path in one.groups.items()]
+        found = [(name, load(path)) for one in extensions().values() for name, path in getattr(one, what).items()]
         mixins, added = tuple(mixin for name, mixin in found if name == group), []
         if not group:
             own = get_type_hints(kind)
@@ -145,6 +150,11 @@ def added_keys(group: str) -> dict[str, Any]:
     """Keys that extensions add to a group of the core, with their defaults."""
     paths = (path for one in extensions().values() for name, path in one.groups.items() if name == group)
     return {key: value for path in paths for key, value in dataclasses.asdict(load(path)()).items()}
+
+
+def added_usage(verb: str) -> str:
+    """Lines of extensions in the usage of a verb of the core."""
+    return "".join(one.usage.get(verb, "") for one in extensions().values())
 
 
 def load(path: str) -> Any:

@@ -20,7 +20,7 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import load, provided
+from titan_exp.config.extension import extensions, load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose, shipped_options
 from titan_exp.config.layout.axes import ONE_DEVICE
@@ -44,7 +44,6 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
-from titan_exp.rules.stores import latent_store
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -275,9 +274,9 @@ def evaluation_experiment(
     experiment = to_experiment(base)
     every = 0 if all_documents else experiment.training.evaluate_every
     checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = find_violations(
-        (*data.RULES, *latent_store.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked
-    )
+    modules = [load(one.rules) for one in extensions().values() if one.rules]
+    added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
+    violations = find_violations((*data.RULES, *added, *tensor.RULES, *context.RULES, *layout.RULES), checked)
     if experiment.parallelism.pp > 1:
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"

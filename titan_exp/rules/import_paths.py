@@ -12,7 +12,14 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import COMPILE_BACKENDS, LANGUAGE_MODELING, decay_names, executor_names, objective_names, sources
+from titan_exp.config.schema.builtins import (
+    COMPILE_BACKENDS,
+    LANGUAGE_MODELING,
+    decay_names,
+    executor_names,
+    objective_names,
+    sources,
+)
 from titan_exp.config.schema.component import is_builtin
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules

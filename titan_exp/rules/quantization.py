@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
@@ -29,7 +29,7 @@ def filter_matches(spec: ModelSpec, quantization: QuantizationConfig) -> Iterato
             yield Violation("quantization.filter", pattern, "the model has no such linear layer", offer)
 
 
-def some_linear_isquantized_linears(
+def some_linear_is_quantized(
     spec: ModelSpec, model: ModelConfig, quantization: QuantizationConfig
 ) -> Iterator[Violation]:
     """The recipe quantizes at least one linear layer."""
@@ -137,7 +137,7 @@ def all_gather_in_float8(quantization: QuantizationConfig, parallelism: Parallel
         yield Violation(field, True, reason, f"{field}=false")
 
 
-def fp32_modules_are_notquantized_linears(
+def fp32_modules_are_not_quantized(
     spec: ModelSpec, quantization: QuantizationConfig, training: TrainingConfig
 ) -> Iterator[Violation]:
     """No fp32 module is quantized."""

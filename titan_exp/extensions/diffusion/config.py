@@ -1,13 +1,12 @@
-"""Options of captioned images and their encoders, of `titan-exp encode` and of `data.options` of `data.source=images`; those
-of the objective; keys of the groups `data` and `tracking`; and options of `titan-exp generate`.
-"""
+"""Options of captioned images and their encoders, of `titan-exp encode` and of `data.options` of `data.source=images`;
+those of the objective; keys of the groups `data` and `tracking`; and options of `titan-exp generate`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt, Share
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Share
 
 ImageKind = Literal["emoji", "folder", "glyphs", "huggingface", "webdataset"]
 """Kind of captioned images."""
@@ -76,3 +75,65 @@ class RectifiedFlowOptions:
     guidance: tuple[PositiveFloat, PositiveFloat] = (3.5, 3.5)
     """Bounds between which the guidance scale of a model that takes one is drawn uniformly. Training such a model from
     the data, not from a guided teacher, teaches it nothing about guidance."""
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Keys of the group `data`."""
+
+    images: ImageKind | None = None
+    """Source `images`, which are encoded while training: `emoji`, `folder`, `glyphs`, `huggingface` or `webdataset`;
+    null for other sources. E.g. `data.images=folder`."""
+
+
+def images_of(data: object) -> ImageKind | None:
+    """Kind of images of the group `data`."""
+    return data.images if isinstance(data, ImageData) else None
+
+
+@dataclass(frozen=True)
+class ImageTracking:
+    """Keys of the group `tracking`."""
+
+    images_every: Count = 0
+    """Steps between grids of images that a diffusion model draws, for the captions of 8 samples of training and 8 held
+    out; 0 never.
+
+    They are in the run's `images/`, TensorBoard and W&B. E.g. `tracking.images_every=500`."""
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """Options of `titan-exp generate` for images."""
+
+    steps: PositiveInt = 50
+    """Images: Euler steps from noise to data."""
+    guidance: NonNegativeFloat = 4.0
+    """Images: scale of classifier-free guidance; 1 is without, and takes half the time."""
+    model_guidance: PositiveFloat = 3.5
+    """Images: scale that a model distilled for guidance reads (`model.guidance_embedding`), as FLUX.1 dev; guidance=1
+    goes with it."""
+    samples: PositiveInt = 1
+    """Images: number for each prompt, each from noise of its own."""
+    height: Count = 0
+    """Images: height in pixels; 0 is that of the store's squares, likewise the width."""
+    width: Count = 0
+    """Images: width in pixels."""
+    shift: Literal["training", "on", "off"] = "training"
+    """Images: times shifted towards noise by the number of image tokens, or as in the run's training."""
+    store: str = ""
+    """Images: latent store whose encoders read the prompt and decode the image; empty is that of the run."""
+    captions: Literal["", "held_out", "training"] = ""
+    """Images: draw the captions of the run's held-out images, or of those it was trained on, beside prompts."""
+    limit: Count = 0
+    """Images: at most this many of `captions`, the first; 0 is all."""
+    clip: str = ""
+    """Images: folder of a CLIPModel of transformers, with its tokenizer and image processor: prints the CLIP score."""
+    fid: str = ""
+    """Images: file of a TorchScript Inception, such as inception-2015-12-05.pt: prints the Fréchet inception distance
+    to the images of `captions` (all of its split; held-out ones without it), decoded from their latents."""
+    out: str = ""
+    """Images: folder to write them to; empty is `generated/step-…` of the run, `generated` here for other weights."""
+    cp: PositiveInt = 1
+    """Images: context-parallel degree, a process per GPU beside those of `tp`. Each computes a part of the text tokens
+    and of the image tokens; the image stays the same."""

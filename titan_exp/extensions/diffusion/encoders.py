@@ -1,6 +1,5 @@
-"""Frozen encoders of captioned images: image codecs (pixels, an autoencoder), text encoders (hashed words, T5 and CLIP),
-and the order of samples. Networks of diffusers and transformers are of local folders.
-"""
+"""Frozen encoders of captioned images: image codecs (pixels, an autoencoder), text encoders (hashed words, T5 and
+CLIP), and the order of samples. Networks of diffusers and transformers are of local folders."""
 
 import logging
 import re

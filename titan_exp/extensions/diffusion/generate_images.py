@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.config.schema.typed_options import typed_options
-from titan_exp.extensions.diffusion.config import RectifiedFlowOptions
+from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions
 from titan_exp.extensions.diffusion.encoders import (
     ImageCodec,
     TextEncoder,
@@ -38,11 +38,19 @@ from titan_exp.extensions.diffusion.rectified_flow import (
     sampling_noise,
     sampling_times,
 )
-from titan_exp.extensions.diffusion.spec import LatentInputs
+from titan_exp.extensions.diffusion.spec import LatentInputs, latent_inputs
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.forward_backward import whole_outputs
+
+if TYPE_CHECKING:
+
+    class Options(DrawOptions, GenerateOptions):
+        """Options of the verb with those for images."""
+
+else:
+    Options = GenerateOptions
 
 ROWS = 16
 """Images that are sampled together."""
@@ -66,8 +74,33 @@ class SamplingSetup:
     """Shift times by the number of image tokens."""
 
 
+class Images:
+    """Images, with their scores, of `titan-exp generate`."""
+
+    options = frozenset(field.name for field in fields(DrawOptions))
+    averaged = True
+
+    def prepared(self, source: OpenCheckpoint, options: Options, prompts: Sequence[str]) -> Sequence[str]:
+        """Captions instead of prompts, if a split's are drawn.
+
+        Raises:
+            UserError: the encoders are missing, or ranks cannot share a sequence.
+        """
+        encoded = encoders_of(source, options)
+        prompts = captions_of(source, options) if options.captions else prompts
+        if not options.height and not options.width:
+            require_even_shares(encoded.text_tokens, encoded.rows * encoded.columns, options.cp)
+        return prompts
+
+    def lines(
+        self, path: Path, source: OpenCheckpoint, options: Options, prompts: Sequence[str], mesh: Mesh | None
+    ) -> list[str]:
+        """Files and scores."""
+        return generate_images(source, options, prompts, mesh=mesh)
+
+
 def generate_images(
-    source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, mesh: Mesh | None = None
+    source: OpenCheckpoint, options: Options, prompts: Sequence[str], *, mesh: Mesh | None = None
 ) -> list[str]:
     """Draw images and write them, each in a file, and the grid of all in the last one; returns lines to print, the
     files and the scores.
@@ -102,13 +135,13 @@ def generate_images(
 def draw(
     model: nn.Module,
     setup: SamplingSetup,
-    options: GenerateOptions,
+    options: Options,
     prompts: Sequence[str],
     mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
     that is a function of the seed and the sample's number alone; captions of a split have noise of their own."""
-    latents, device = _latent_inputs(model.spec), next(model.parameters()).device
+    latents, device = _inputs(model.spec), next(model.parameters()).device
     image_tokens = setup.rows * setup.columns
     scale = options.model_guidance if latents.guidance else None
     times = sampling_times(options.steps, image_tokens, shift=setup.shift)
@@ -139,20 +172,14 @@ def require_even_shares(text: int, image: int, cp: int) -> None:
         raise UserError("The images cannot be drawn.", [Violation("cp", cp, reason, f"nearest: cp={near}")])
 
 
-def makes_images(source: OpenCheckpoint) -> bool:
-    """True if the model is a diffusion model."""
-    spec = model_spec(source.model)
-    return spec is not None and spec.latents is not None
-
-
-def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> SamplingSetup:
+def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
     """Encoders for a model, from `options.store` or the store of its run.
 
     Raises:
         UserError: there is no store, or its sizes or those of the images do not fit.
     """
     run, encoded = _run_of(source), encoders_of(source, options)
-    latents, violations = _latent_inputs(model_spec(source.model)), list[Violation]()
+    latents, violations = _inputs(model_spec(source.model)), list[Violation]()
     sizes = {
         "patch_dim": (latents.patch_dim, encoded.channels),
         "text_dim": (latents.text_dim, encoded.text_dim),
@@ -180,7 +207,7 @@ def sampling_setup(source: OpenCheckpoint, options: GenerateOptions) -> Sampling
     return SamplingSetup(encoder, codec, grid[0], grid[1], shift)
 
 
-def encoders_of(source: OpenCheckpoint, options: GenerateOptions) -> LatentFormat:
+def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
     """Encoders of `options.store`, or of the data that the source's run was trained on.
 
     Raises:
@@ -204,7 +231,7 @@ def encoders_of(source: OpenCheckpoint, options: GenerateOptions) -> LatentForma
         ) from error
 
 
-def captions_of(source: OpenCheckpoint, options: GenerateOptions) -> list[str]:
+def captions_of(source: OpenCheckpoint, options: Options) -> list[str]:
     """Captions of `options.captions`, of `options.store` or the data that the source's run was trained on.
 
     Raises:
@@ -218,11 +245,11 @@ def captions_of(source: OpenCheckpoint, options: GenerateOptions) -> list[str]:
     return captions[: options.limit or None]
 
 
-def _real_images(source: OpenCheckpoint, options: GenerateOptions, split: str, codec: ImageCodec) -> list[np.ndarray]:
+def _real_images(source: OpenCheckpoint, options: Options, split: str, codec: ImageCodec) -> list[np.ndarray]:
     return real_images(_latents_of(source, options).splits[split], codec)
 
 
-def _latents_of(source: OpenCheckpoint, options: GenerateOptions) -> LatentData:
+def _latents_of(source: OpenCheckpoint, options: Options) -> LatentData:
     encoders_of(source, options)  # its errors say what is missing
     run = _run_of(source)
     return open_store(options.store) if options.store or run is None else open_latents(_data_of(run))
@@ -242,10 +269,10 @@ def _trained_shift(run: Path | None) -> bool:
     return typed_options(RectifiedFlowOptions, training.objective_options, "training.objective_options").shift
 
 
-def _latent_inputs(spec: Any) -> LatentInputs:
-    assert spec is not None, "checked by the caller"
-    assert spec.latents is not None, "checked by the caller"
-    return spec.latents
+def _inputs(spec: Any) -> LatentInputs:
+    latents = latent_inputs(spec)
+    assert latents is not None, "a model that makes images"
+    return latents
 
 
 def _run_of(source: OpenCheckpoint) -> Path | None:

@@ -1,8 +1,8 @@
 """Captioned images of files: WebDataset shards, folders, and Hugging Face data sets.
 
 In a WebDataset shard, a tar file, files with equal names up to the first dot are one sample. A folder has a text file
-beside each image, or one file of JSON lines or CSV for all. A data set is on the hub, a local folder of files, or one of
-`save_to_disk`.
+beside each image, or one file of JSON lines or CSV for all. A data set is on the hub, a local folder of files, or one
+of `save_to_disk`.
 """
 
 import csv

@@ -1,5 +1,5 @@
-"""Scores of generated images by networks in local files: CLIP score (Hessel et al. 2021), the agreement of images with their
-prompts, and Fréchet inception distance (Heusel et al. 2017) between two sets of images.
+"""Scores of generated images by networks in local files: CLIP score (Hessel et al. 2021), the agreement of images with
+their prompts, and Fréchet inception distance (Heusel et al. 2017) between two sets of images.
 
 FID = |μ_a - μ_b|² + tr(Σ_a + Σ_b - 2 (Σ_a Σ_b)^½), of Gaussians with the means and covariances of the features.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.extensions.diffusion.config import DrawOptions
 from titan_exp.extensions.diffusion.encoders import ImageCodec, load_network, load_tokenizer, loading
 from titan_exp.extensions.diffusion.samples import LatentSamples
 
@@ -96,7 +96,7 @@ class ImageScores:
         UserError: a network is missing or cannot be read.
     """
 
-    def __init__(self, options: GenerateOptions) -> None:
+    def __init__(self, options: DrawOptions) -> None:
         self._clip = CLIPScore(options.clip) if options.clip else None
         self._features: Features | None = inception_features(options.fid) if options.fid else None
         self._evaluates = bool(options.captions)

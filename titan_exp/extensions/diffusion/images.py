@@ -1,7 +1,7 @@
 """Captioned images: their interface, aspect buckets, and grids with a caption under each image.
 
-Aspect buckets are shapes with equally many image tokens; images are scaled and cropped to the nearest one. Samples of all
-shapes then have sequences of one length and share batches.
+Aspect buckets are shapes with equally many image tokens; images are scaled and cropped to the nearest one. Samples of
+all shapes then have sequences of one length and share batches.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Latent format: encoders and sizes of samples, from options or from a store's manifest, without loading an encoder.
 
 `manifest.json` is written last by `titan-exp encode`: a store that has it is complete. A store is a folder. A split
-(`train`, `validation`) is a list of shards; a shard is one file of captions and three arrays of numpy, one row per sample:
-NAME.captions.json, NAME.latents.npy [samples, image tokens, channels], NAME.text.npy [samples, text tokens, text_dim] and
-NAME.pooled.npy [samples, pooled_dim]. Latents of an autoencoder are means, and NAME.deviations.npy has standard deviations.
-`empty.text.npy` and `empty.pooled.npy` are the states of the empty text.
+(`train`, `validation`) is a list of shards; a shard is one file of captions and three arrays of numpy, one row per
+sample: NAME.captions.json, NAME.latents.npy [samples, image tokens, channels], NAME.text.npy [samples, text tokens,
+text_dim] and NAME.pooled.npy [samples, pooled_dim]. Latents of an autoencoder are means, and NAME.deviations.npy has
+standard deviations. `empty.text.npy` and `empty.pooled.npy` are the states of the empty text.
 """
 
 import re

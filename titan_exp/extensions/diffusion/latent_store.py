@@ -1,5 +1,5 @@
-"""Latent store: shards of encoded images and captions, each written whole, and the manifest at the end; and its reader,
-through memory maps.
+"""Latent store: shards of encoded images and captions, each written whole, and the manifest at the end; and its
+reader, through memory maps.
 
 A complete shard has its checksums in a separate file, so that the same command resumes after it.
 """

@@ -1,9 +1,9 @@
-"""Source `latents`: a latent store written by `titan-exp encode`; and the sampler and the validation that the source `images`
-shares.
+"""Source `latents`: a latent store written by `titan-exp encode`; and the sampler and the validation that the source
+`images` shares.
 
-The order is a function of seed and row number, and the sampler's state is a number of rows: any dp degree resumes from it
-without reading. Validation has every held-out sample at fixed times, with noise of its own that never changes. Loss at fixed
-times correlates with image quality (Esser et al. 2024), and is the same number in every layout.
+The order is a function of seed and row number, and the sampler's state is a number of rows: any dp degree resumes from
+it without reading. Validation has every held-out sample at fixed times, with noise of its own that never changes. Loss
+at fixed times correlates with image quality (Esser et al. 2024), and is the same number in every layout.
 """
 
 import json
@@ -14,16 +14,14 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.schema.builtins import SourceDescription
-from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sampler import NextRow, SamplerState
-from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
+from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
 from titan_exp.extensions.diffusion.images import aspect_buckets, open_images
 from titan_exp.extensions.diffusion.latent_format import (
@@ -35,7 +33,7 @@ from titan_exp.extensions.diffusion.latent_format import (
     read_latent_manifest,
 )
 from titan_exp.extensions.diffusion.latent_store import LatentSplit
-from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples
+from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, noise_of
 
 TIMES = tuple((index + 0.5) / 8 for index in range(8))
 """Times of evaluation."""
@@ -86,6 +84,14 @@ class WithoutText:
             )
 
 
+def further_metrics(
+    sources: Mapping[str, FixedTimeBatches],
+    row: Mapping[str, float | int],
+    evaluate: Callable[[Mapping[str, WithoutText]], Mapping[str, float | int]],
+) -> dict[str, float | int]:
+    """Loss with the empty text, and how much lower it is with the texts."""
+    without = evaluate({name: WithoutText(batches) for name, batches in sources.items()})["validation_loss"]
+    return {"validation_loss_without_text": without, "validation_text_gain": without - row["validation_loss"]}
 
 
 def validation_batches(
@@ -133,8 +139,9 @@ def open_latents(data: DataConfig) -> LatentData:
     """
     if data.source == "latents":
         return open_store(data.paths[0])
-    assert data.images is not None, "checked by the rules"
-    options, source = image_options(data), ImageSource(data.images, *data.paths)
+    images = images_of(data)
+    assert images is not None, "checked by the rules"
+    options, source = image_options(data), ImageSource(images, *data.paths)
     with in_keys_of_data():
         return _open_images(source, options, data.validation_fraction)
 
@@ -245,8 +252,6 @@ class LatentRows:
 
 
 DESCRIPTION = SourceDescription(reads=("paths",), holds="latents", is_store=True)
-
-__all__ = ["WithoutText", "build_sampler", "open_files", "validation_batches"]
 
 build_sampler = LatentSampler
 

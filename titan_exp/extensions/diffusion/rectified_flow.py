@@ -1,5 +1,5 @@
-"""Rectified flow (Liu et al. 2022; Esser et al. 2024): squared error of the velocity between data and noise; and its Euler
-sampler, from noise at time 1 to data at 0, with classifier-free guidance (Ho and Salimans 2022).
+"""Rectified flow (Liu et al. 2022; Esser et al. 2024): squared error of the velocity between data and noise; and its
+Euler sampler, from noise at time 1 to data at 0, with classifier-free guidance (Ho and Salimans 2022).
 
 x_t = (1 - t) · x + t · ε for data x and noise ε; the target is ε - x. The loss is the mean over all elements of the
 latents of the global batch. All random numbers are keyed by seed, sample and purpose.
@@ -20,9 +20,9 @@ from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.extensions.diffusion.config import RectifiedFlowOptions
 from titan_exp.extensions.diffusion.encoders import TextEncoder
-from titan_exp.extensions.diffusion.latents import noise_of
-from titan_exp.extensions.diffusion.samples import LatentBatch
-from titan_exp.extensions.diffusion.transformer import grid_positions
+from titan_exp.extensions.diffusion.samples import LatentBatch, grid_positions, noise_of
+from titan_exp.extensions.diffusion.spec import latent_inputs
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Loss, Reduction
 
@@ -64,6 +64,11 @@ class RectifiedFlow:
             return objective
         compiled = torch.compile(velocity_errors, backend=compile_backend, fullgraph=True, dynamic=False)
         return replace(objective, errors=compiled)
+
+    def bind(self, spec: ModelSpec) -> Self:
+        """The objective of a model: guided if the model reads a guidance scale."""
+        latents = latent_inputs(spec)
+        return self if latents is None else replace(self, guided=latents.guidance)
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:

@@ -1,6 +1,5 @@
 """Captioned images without a network: emoji of the Debian package fonts-noto-color-emoji, by their Unicode names, and
-characters in the faces of the fonts that matplotlib brings along.
-"""
+characters in the faces of the fonts that matplotlib brings along."""
 
 import string
 import unicodedata

@@ -9,12 +9,17 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import sources
 from titan_exp.config.schema.typed_options import typed_options
-from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions
+from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of
+from titan_exp.extensions.diffusion.spec import latent_inputs
 from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.token_span import EVERY_TOKEN
+from titan_exp.rules.quantization import RECIPE, quantized_linears, scaling_block
 from titan_exp.rules.rule import Refuse, rules
 
 _OBJECTIVE = "rectified_flow"
@@ -36,7 +41,8 @@ def options_are_known(training: TrainingConfig) -> Iterator[Violation]:
 def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The store is complete, or the encoders' folders are; samples have the sizes that the model takes, and a store has
     a validation split if the run evaluates."""
-    if latent_inputs(spec) is None:
+    latents = latent_inputs(spec)
+    if latents is None:
         yield Violation("data.source", data.source, "the model takes tokens", "data=tokens, or model=flux_laptop")
         return
     if data.source == "latents" and len(data.paths) != 1:
@@ -48,12 +54,12 @@ def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> I
         yield from error.violations
         return
     sizes = {
-        "patch_dim": (spec.latents.patch_dim, encoded.channels),
-        "text_tokens": (spec.latents.text_tokens, encoded.text_tokens),
-        "text_dim": (spec.latents.text_dim, encoded.text_dim),
-        "pooled_dim": (spec.latents.pooled_dim, encoded.pooled_dim),
+        "patch_dim": (latents.patch_dim, encoded.channels),
+        "text_tokens": (latents.text_tokens, encoded.text_tokens),
+        "text_dim": (latents.text_dim, encoded.text_dim),
+        "pooled_dim": (latents.pooled_dim, encoded.pooled_dim),
     }
-    name = f"the store {data.paths[0]}" if data.source == "latents" else f"data.images={data.images}"
+    name = f"the store {data.paths[0]}" if data.source == "latents" else f"data.images={images_of(data)}"
     for key, (own, stored) in sizes.items():
         if own != stored:
             yield Violation(f"model.{key}", own, f"{name} has {stored}", f"model.{key}={stored}")
@@ -71,20 +77,21 @@ def _has_latents(data: DataConfig) -> bool:
 
 def images_are_given(data: DataConfig) -> Iterator[Violation]:
     """Images have a kind, and a path if they are read from one."""
+    images = images_of(data)
     if data.source != "images":
-        if data.images is not None and data.source in sources():
+        if images is not None and data.source in sources():
             reason = f"source {data.source} reads no images"
-            yield Violation("data.images", data.images, reason, f"data=images data.images={data.images}")
+            yield Violation("data.images", images, reason, f"data=images data.images={images}")
         return
-    example = _EXAMPLES.get(data.images or "", "")
-    if data.images is None:
+    example = _EXAMPLES.get(images or "", "")
+    if images is None:
         yield Violation("data.images", None, "source images reads some", "data.images=folder data.paths='[photos]'")
-    elif data.images not in READ_FROM_PATHS and data.paths:
+    elif images not in READ_FROM_PATHS and data.paths:
         remedy = f"data.paths='[]', or {_EXAMPLES['folder']}"
-        yield Violation("data.paths", data.paths, f"{data.images} are rendered, not read", remedy)
-    elif data.images in READ_FROM_PATHS and len(data.paths) != 1:
-        yield Violation("data.paths", data.paths, f"data.images={data.images} is read from one", example)
-    elif data.images in READ_FROM_PATHS and not _may_exist(data.images, data.paths[0]):
+        yield Violation("data.paths", data.paths, f"{images} are rendered, not read", remedy)
+    elif images in READ_FROM_PATHS and len(data.paths) != 1:
+        yield Violation("data.paths", data.paths, f"data.images={images} is read from one", example)
+    elif images in READ_FROM_PATHS and not _may_exist(images, data.paths[0]):
         yield Violation("data.paths", data.paths[0], "no file or folder has this name", example)
 
 
@@ -95,10 +102,11 @@ def _may_exist(images: str, path: str) -> bool:
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Every rank that shares a sequence has as many of its text tokens, and of its image tokens."""
-    if latent_inputs(spec) is None:
+    latents = latent_inputs(spec)
+    if latents is None:
         return
     axes = {"cp": parallelism.cp, "tp": parallelism.tp if parallelism.sequence_parallel else 1}
-    text = spec.latents.text_tokens
+    text = latents.text_tokens
     image = max(0, training.seq_len - text)
     common = math.gcd(text, image)
     if common % math.prod(axes.values()):
@@ -189,3 +197,4 @@ RULES = (
     ),
 )
 LAYOUT_RULES = rules(quantized_streams_divide)
+EVALUATION_RULES = RULES

@@ -1,5 +1,4 @@
-"""Samples of a split by number, from a store or encoded on demand, and micro-batches of them.
-"""
+"""Samples of a split by number, from a store or encoded on demand, and micro-batches of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -9,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from titan_exp.data.batch import Inputs, MicroBatch, SequencePart
+from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.extensions.diffusion.encoders import Encoders
 from titan_exp.extensions.diffusion.images import Bucket, CaptionedImages
 from titan_exp.extensions.diffusion.latent_format import in_keys_of_data

@@ -1,14 +1,18 @@
 """Grids of images during training: fixed captions and noise, drawn with the averaged weights where the run has some."""
 
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.paths.checkpoint_paths import step_name
+from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.images import image_grid, save_image
 from titan_exp.extensions.diffusion.latent_format import SPLITS
@@ -21,16 +25,29 @@ from titan_exp.extensions.diffusion.rectified_flow import (
     sampling_noise,
     sampling_times,
 )
-from titan_exp.extensions.diffusion.transformer import grid_positions
+from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.part import Part, Phase, Run, Step
+from titan_exp.trainer.train_state import TrainState
 
 SAMPLES = 8
 """Captions of each split, which are a row of the grid."""
 STEPS, GUIDANCE = 25, 4.0
 """Euler steps, and scale of classifier-free guidance."""
+
+
+def parts(experiment: Experiment, folder: RunFolder, state: TrainState, layout: ResolvedLayout) -> Iterator[Part]:
+    """Images of a run that draws some.
+
+    Raises:
+        UserError: the samples or the packages of their decoder are missing.
+    """
+    tracking = experiment.tracking
+    if isinstance(tracking, ImageTracking) and tracking.images_every:
+        yield TrainingImages(experiment.data, tracking.images_every, state.model, state.average)
 
 
 class TrainingImages(Part):
@@ -43,11 +60,11 @@ class TrainingImages(Part):
     name = "images"
     phase = Phase.REPORT
 
-    def __init__(self, experiment: Experiment, model: Model, average: WeightAverage | None) -> None:
+    def __init__(self, config: DataConfig, every: int, model: Model, average: WeightAverage | None) -> None:
         self._model, self._average = model, average
         assert isinstance(model.objective, RectifiedFlow), "checked by the rules"
-        self._every, options = experiment.tracking.images_every, model.objective.options
-        data = open_latents(experiment.data)
+        self._every, options = every, model.objective.options
+        data = open_latents(config)
         encoded, splits = data.format, [data.splits[split] for split in SPLITS]
         self._shape = encoded.rows, encoded.columns
         counts = [min(SAMPLES, len(split)) for split in splits]

@@ -331,5 +331,3 @@ class AxialRotaryEmbedding(nn.Module):
         pairs = [axis(positions.shape[1], column) for axis, column in zip(self.axes, positions.unbind(-1), strict=True)]
         cos, sin = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
         return cos, sin
-
-

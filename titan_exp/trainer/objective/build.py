@@ -31,7 +31,7 @@ def build_objective(
     `automatic_chunk` is the chunk of `training.loss_chunk_tokens=auto`, for objectives that compute a loss in chunks.
     With multi-token prediction in the model's `spec`, the objective is also that of its modules.
 
-    Another class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
+    A class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
 
     Raises:
         UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks or

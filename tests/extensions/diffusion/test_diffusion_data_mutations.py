@@ -54,7 +54,7 @@ def held_out_images_depend_on_their_place(monkeypatch: pytest.MonkeyPatch) -> No
 
 def captions_decide(path: Path) -> None:
     """Images with equal captions are in one split."""
-    from tests.data.made_images import Flags
+    from tests.extensions.diffusion.made_images import Flags
     from titan_exp.extensions.diffusion.encoders import order_samples
 
     class Pairs(Flags):

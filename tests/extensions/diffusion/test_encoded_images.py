@@ -10,7 +10,7 @@ from PIL import Image
 from titan_exp.data.latent_store import encoded_images
 
 from tests.config.composing import experiment
-from tests.data.test_latent_store import SEED, loader, take
+from tests.extensions.diffusion.test_latent_store import SEED, loader, take
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout

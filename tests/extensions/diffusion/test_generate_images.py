@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.data.made_images import COLOURS, Flags, write_flags
+from tests.extensions.diffusion.made_images import COLOURS, Flags, write_flags
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError

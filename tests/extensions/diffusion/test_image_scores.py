@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.data.made_images import COLOURS, Flags, write_flags
-from tests.data.made_pipeline import word_tokenizer
+from tests.extensions.diffusion.made_images import COLOURS, Flags, write_flags
+from tests.extensions.diffusion.made_pipeline import word_tokenizer
 from tests.extensions.diffusion.test_generate_images import SIZES, read
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError

@@ -239,9 +239,14 @@ def test_validation_is_every_held_out_sample_at_eight_times_on_one_rank_each(sto
 
 def test_validation_without_text_is_the_same_but_for_the_texts(store: Path):
     batches = ValidationLoader(run(store).data, 24, dp_rank=0, dp_degree=1, micro_batch_size=4)
-    assert list(batches.without_text) == list(batches.sources)
+    seen = dict[str, WithoutText]()
+    found = batches.further_metrics(
+        batches.sources, {"validation_loss": 1.5}, lambda others: seen.update(others) or {"validation_loss": 2.0}
+    )
+    assert found == {"validation_loss_without_text": 2.0, "validation_text_gain": 0.5}
+    assert list(seen) == list(batches.sources)
     for name, source in batches.sources.items():
-        for batch, other in zip(source, batches.without_text[name], strict=True):
+        for batch, other in zip(source, seen[name], strict=True):
             assert not other.text.any()
             assert not other.pooled.any()
             assert batch.text.any()

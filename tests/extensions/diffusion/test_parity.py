@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.parity.expert_mutations import tensor_ranks_split_tokens_across_sequences
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued

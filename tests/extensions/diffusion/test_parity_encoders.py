@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 
 from tests.config.composing import experiment
-from tests.data.made_pipeline import write_photos, write_pipeline
-from tests.data.test_latent_store import loader, take
+from tests.extensions.diffusion.made_pipeline import write_photos, write_pipeline
+from tests.extensions.diffusion.test_latent_store import loader, take
 from tests.extensions.diffusion.flux_shapes import needs_diffusers
-from tests.parity.runs import Curve, assert_same_curve, same_bits, train
+from tests.extensions.diffusion.test_parity_encoded_images import same_bits
+from tests.parity.runs import Curve, assert_same_curve, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.config.errors.user_error import UserError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.extensions.diffusion.test_parity import broken
 from tests.parity.runs import train
 from tests.patching import patch

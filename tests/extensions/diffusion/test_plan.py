@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.patching import patch
 from tests.plan.layouts import experiment_of, measured, predicted
 from tests.plan.test_extrapolate import MASKED

@@ -23,7 +23,9 @@ def test_every_source_says_what_its_module_says():
         assert described == import_module(modules[name]).DESCRIPTION
     opening = ("\ndef build(", "\nbuild_sampler")
     files = {file.stem: file.read_text() for file in Path(base.__file__).parent.glob("*.py")}
-    assert {name for name, text in files.items() if any(word in text for word in opening)} == {*sources()} - {*provided("sources")}
+    assert {name for name, text in files.items() if any(word in text for word in opening)} == {*sources()} - {
+        *provided("sources")
+    }
 
 
 def test_no_source_is_imported_for_it():

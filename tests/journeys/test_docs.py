@@ -28,7 +28,7 @@ ELSEWHERE = {
     "images=emoji": "needs a font; tests/extensions/diffusion/test_captioned_images.py encodes them where it is",
     "images=folder": "needs images; tests/extensions/diffusion/test_captioned_images.py makes some",
     "images=webdataset": "needs shards; tests/extensions/diffusion/test_captioned_images.py makes some",
-    "images=huggingface": "needs a data set from the hub; tests/extensions/diffusion/test_captioned_images.py makes a local one",
+    "images=huggingface": "needs a data set from the hub; tests/extensions/diffusion/test_captioned_images.py has one",
     "captions=": "needs networks; tests/extensions/diffusion/test_image_scores.py makes tiny ones",
     "guidance=": "needs a diffusion run; tests/extensions/diffusion/test_generate_images.py trains one",
     "-f": "follows until interrupted",

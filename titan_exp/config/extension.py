@@ -56,8 +56,9 @@ class Extension:
     """Class of an objective by `training.objective`, as `titan_exp.trainer.objective.base.Objective`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Module of a source by `data.source`, with the public names and the `DESCRIPTION` of `titan_exp/data/sources`."""
-    parts: str = ""
-    """Function that yields parts of a run, of the arguments of `titan_exp.trainer.parts.all_parts`."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Parts that report by name: a function of an experiment and its train state that yields parts of
+    `titan_exp.trainer.part`."""
     generators: Mapping[str, str] = field(default_factory=dict)
     """Class by what `titan-exp generate` makes with it (`ModelInputs.makes`), as `Generator` of
     `titan_exp/inference/generate.py`."""

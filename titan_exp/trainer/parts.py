@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import extensions, load
+from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -77,9 +77,8 @@ def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layo
         yield FiniteLoss()
     # Before those of extensions, since others wait for it.
     yield Export(experiment, folder, state)
-    for extension in extensions().values():
-        if extension.parts:
-            yield from load(extension.parts)(experiment, folder, state, layout)
+    for path in provided("parts").values():
+        yield from load(path)(experiment, state)
     # After all steps, with a note of the whole run.
     yield RooflineNote()
     # Yours are the last of their phases: they see what the others have done.

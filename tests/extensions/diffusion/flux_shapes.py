@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.extensions.diffusion.flux import Config, diffusers
-from titan_exp.extensions.diffusion.transformer import grid_positions
+from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, state_dict_map
 

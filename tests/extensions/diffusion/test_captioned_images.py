@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from titan_exp.data.images import emoji
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.extensions.diffusion import rendered_images
 from titan_exp.extensions.diffusion.encoders import Pixels
 from titan_exp.extensions.diffusion.images import Bucket, aspect_buckets, fit, nearest_bucket
 from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
@@ -171,14 +171,14 @@ def test_a_damaged_image_is_named(tmp_path: Path):
 
 
 def test_without_its_font_emoji_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(emoji, "FONT", tmp_path / "none.ttf")
+    monkeypatch.setattr(rendered_images, "FONT", tmp_path / "none.ttf")
     with pytest.raises(UserError, match="apt-get install fonts-noto-color-emoji"):
         run([f"out={tmp_path / 'store'}", "images=emoji"])
 
 
-@pytest.mark.skipif(not emoji.FONT.is_file(), reason="fonts-noto-color-emoji is not installed")
+@pytest.mark.skipif(not rendered_images.FONT.is_file(), reason="fonts-noto-color-emoji is not installed")
 def test_emoji_have_names_skin_tones_and_pictures_of_their_own():
-    images = emoji.EmojiImages(16)
+    images = rendered_images.EmojiImages(16)
     captions = [images.caption(index) for index in range(len(images))]
     assert len(captions) > 1200
     assert len(set(captions)) == len(captions)

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, alone or in replica groups, a diffusion model trains as an undisturbed one."""
+"""Killed at any moment and started again, alone or in replica groups, a diffusion model trains as if undisturbed."""
 
 import random
 from pathlib import Path

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from titan_exp.data.images import aspect_buckets
-from titan_exp.data.latent_store import encoders, pixels, sampler, validation
 
 from tests.data import test_captioned_images as images
 from tests.data import test_latent_store as stores
 from tests.trainer import test_rectified_flow as flow
+from titan_exp.extensions.diffusion import encoders, latents, samples
+from titan_exp.extensions.diffusion import images as buckets
 from titan_exp.extensions.diffusion.images import Bucket
 from titan_exp.trainer.objective import rectified_flow
 
@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 
 def images_are_cropped_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> Notice:
-    plain = aspect_buckets.fit
+    plain = buckets.fit
 
     def fit(image: np.ndarray, bucket: Bucket, token_size: int) -> np.ndarray:
         height, width = bucket.rows * token_size, bucket.columns * token_size
@@ -77,12 +77,12 @@ def patches_are_ordered_by_row_column_channel(monkeypatch: pytest.MonkeyPatch) -
         found = pictures.reshape(n, height // patch, patch, width // patch, patch, channels)
         return found.transpose(0, 1, 3, 2, 4, 5).reshape(n, -1, channels * patch * patch).astype(np.float32)
 
-    monkeypatch.setattr(pixels, "to_tokens", to_tokens)
+    monkeypatch.setattr(encoders, "to_tokens", to_tokens)
     return lambda _: stores.test_pixels_come_back_and_have_the_order_of_channel_row_column()
 
 
 def posterior_noise_is_that_of_the_flow(monkeypatch: pytest.MonkeyPatch) -> Notice:
-    monkeypatch.setattr(rectified_flow, "noise_of", lambda batch, seed, _: validation.noise_of(batch, seed, "noise"))
+    monkeypatch.setattr(rectified_flow, "noise_of", lambda batch, seed, _: samples.noise_of(batch, seed, "noise"))
     return lambda _: flow.test_latents_are_drawn_from_their_posterior_anew_for_each_sample()
 
 
@@ -91,7 +91,7 @@ def the_posterior_is_drawn_once_for_all_epochs(monkeypatch: pytest.MonkeyPatch) 
         from dataclasses import replace
 
         keyed = replace(batch, samples=batch.samples % flow.ROWS) if purpose == "posterior" else batch
-        return validation.noise_of(keyed, seed, purpose)
+        return samples.noise_of(keyed, seed, purpose)
 
     monkeypatch.setattr(rectified_flow, "noise_of", noise_of)
     return lambda _: flow.test_latents_are_drawn_from_their_posterior_anew_for_each_sample()
@@ -99,15 +99,15 @@ def the_posterior_is_drawn_once_for_all_epochs(monkeypatch: pytest.MonkeyPatch) 
 
 def deviations_are_variances(monkeypatch: pytest.MonkeyPatch) -> Notice:
     def noise_of(batch: Any, seed: int, purpose: str) -> Any:
-        return validation.noise_of(batch, seed, purpose) * (batch.deviations if purpose == "posterior" else 1)
+        return samples.noise_of(batch, seed, purpose) * (batch.deviations if purpose == "posterior" else 1)
 
     monkeypatch.setattr(rectified_flow, "noise_of", noise_of)
     return lambda _: flow.test_latents_are_drawn_from_their_posterior_anew_for_each_sample()
 
 
 def every_epoch_has_one_order(monkeypatch: pytest.MonkeyPatch) -> Notice:
-    plain = sampler.Permutation
-    monkeypatch.setattr(sampler, "Permutation", lambda size, name, seed, epoch=0: plain(size, name, seed, 0))
+    plain = latents.Permutation
+    monkeypatch.setattr(latents, "Permutation", lambda size, name, seed, epoch=0: plain(size, name, seed, 0))
 
     def notice(path: Path) -> None:
         stores.write(path / "store")
@@ -121,7 +121,7 @@ def samples_are_numbered_by_their_rank(monkeypatch: pytest.MonkeyPatch) -> Notic
         self._indices.append(index)
         self._samples.append(sample // 2)
 
-    monkeypatch.setattr(sampler.LatentRows, "_fill", fill)
+    monkeypatch.setattr(latents.LatentRows, "_fill", fill)
 
     def notice(path: Path) -> None:
         stores.write(path / "store")

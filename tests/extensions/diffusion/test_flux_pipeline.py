@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.extensions.diffusion.made_pipeline import TEXT_TOKENS, write_pipeline
 from tests.extensions.diffusion.flux_shapes import needs_diffusers
+from tests.extensions.diffusion.made_pipeline import TEXT_TOKENS, write_pipeline
 from titan_exp.extensions.diffusion.encoders import Autoencoder, image_codec, text_encoder
 from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
 from titan_exp.extensions.diffusion.latent_store import LatentSplit

@@ -173,11 +173,11 @@ def test_missing_networks_are_said(
 
 def test_images_of_captions_begin_with_noise_of_their_own(drawn: Path, tmp_path: Path):
     """One noise for all would make a set of images narrower than the model is."""
-    from titan_exp.trainer.sampling import euler
+
+    from titan_exp.extensions.diffusion import generate_images
 
     seen = list[int]()
-    noise = euler.sampling_noise
-    from titan_exp.inference import generate_images
+    noise = generate_images.sampling_noise
 
     def noted(seed: int, samples: Any, *given: int) -> Tensor:
         seen.extend(samples)

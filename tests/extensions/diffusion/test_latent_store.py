@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from titan_exp.data.latent_store import writer
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.extensions.diffusion import latent_store as writer
 from titan_exp.extensions.diffusion.encoders import HashedWords, Pixels
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, read_latent_manifest
 from titan_exp.extensions.diffusion.latent_store import LatentSplit

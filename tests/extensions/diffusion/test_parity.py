@@ -177,7 +177,7 @@ def noise_depends_on_the_rank() -> None:
 
         return lambda seed, sample, purpose: keyed_generator(seed + int(os.environ["RANK"]), sample, purpose)
 
-    patch("titan_exp.data.latent_store.validation.keyed_generator", make)
+    patch("titan_exp.extensions.diffusion.samples.keyed_generator", make)
 
 
 def numbers_depend_on_the_place_in_the_micro_batch() -> None:

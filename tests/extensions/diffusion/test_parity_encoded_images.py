@@ -77,7 +77,7 @@ def every_epoch_has_the_order_of_the_source() -> None:
 
         return order
 
-    patch("titan_exp.data.latent_store.latent_data.order_samples", make)
+    patch("titan_exp.extensions.diffusion.latents.order_samples", make)
 
 
 def states_are_those_of_the_first_caption_of_a_batch() -> None:
@@ -88,7 +88,7 @@ def states_are_those_of_the_first_caption_of_a_batch() -> None:
 
         return encode
 
-    patch("titan_exp.data.latent_store.encoders.Encoders.encode", make)
+    patch("titan_exp.extensions.diffusion.encoders.Encoders.encode", make)
 
 
 @pytest.mark.parametrize(

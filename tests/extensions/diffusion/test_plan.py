@@ -84,9 +84,9 @@ def test_flops_that_ranks_execute_are_those_that_the_spec_counts(words: str, tmp
 
 def batches_have_one_row() -> None:
     def make(original: Callable[..., LatentBatch]) -> object:
-        return lambda layout, sizes: original(layout, sizes).map(lambda tensor: tensor[:1])
+        return lambda inputs, rows, seq_len: original(inputs, rows, seq_len).map(lambda tensor: tensor[:1])
 
-    patch("titan_exp.plan.trace.fake_world._latent_batch", make)
+    patch("titan_exp.extensions.diffusion.spec.LatentInputs.example", make)
 
 
 @pytest.mark.night

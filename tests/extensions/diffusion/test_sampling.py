@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from titan_exp.trainer.sampling import euler as module
 from torch import Tensor
 
 from tests.extensions.diffusion.flux_shapes import needs_diffusers
+from titan_exp.extensions.diffusion import rectified_flow as module
 from titan_exp.extensions.diffusion.encoders import HashedWords
 from titan_exp.extensions.diffusion.rectified_flow import (
     Conditions,

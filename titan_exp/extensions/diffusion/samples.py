@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from titan_exp.data.batch import Inputs, MicroBatch, SequencePart
@@ -204,8 +203,8 @@ def noise_of(batch: LatentBatch, seed: int, purpose: str) -> torch.Tensor:
     )
 
 
-def grid_positions(text_tokens: int, rows: int, columns: int) -> Int[Tensor, "1 seq 3"]:
-    """Positions of text tokens, all zero, then those of image patches (0, row, column) in reading order."""
+def grid_positions(text_tokens: int, rows: int, columns: int) -> Tensor:
+    """Positions [1, seq, 3] of text tokens, all zero, then those of image patches (0, row, column) in reading order."""
     image = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1).flatten(0, 1)
     positions = torch.zeros(1, text_tokens + rows * columns, 3, dtype=torch.int64)
     positions[0, text_tokens:, 1:] = image

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.extensions.diffusion.config import ImageTracking
 from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
@@ -28,7 +27,6 @@ from titan_exp.extensions.diffusion.rectified_flow import (
 from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.train_state import TrainState
@@ -39,7 +37,7 @@ STEPS, GUIDANCE = 25, 4.0
 """Euler steps, and scale of classifier-free guidance."""
 
 
-def parts(experiment: Experiment, folder: RunFolder, state: TrainState, layout: ResolvedLayout) -> Iterator[Part]:
+def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """Images of a run that draws some.
 
     Raises:

@@ -14,9 +14,10 @@ from tokenizers.models import WordLevel
 
 from tests.compare.made_runs import make_study
 from tests.journeys.command import REPOSITORY, titan_exp
+from titan_exp.cli.help import guides
 from titan_exp.cli.main import main
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted(guides().values())]
 
 ELSEWHERE = {
     "additions": "needs the example package; tests/journeys/test_example_package.py runs it",

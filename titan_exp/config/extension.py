@@ -199,6 +199,8 @@ def provided_words(extension: Extension) -> Iterator[str]:
     yield from (f"training.objective={name}" for name in extension.objectives)
     yield from (f"data.source={name}" for name in extension.sources)
     yield from extension.verbs
+    for verb in sorted(extension.options.keys() - extension.verbs.keys()):
+        yield from (f"{verb} {option.name}" for option in dataclasses.fields(load(extension.options[verb])))
     yield from (f"evaluate --{name}" for name in extension.observations)
 
 

@@ -10,10 +10,9 @@ import pytest
 from tests.data import test_captioned_images as images
 from tests.data import test_latent_store as stores
 from tests.trainer import test_rectified_flow as flow
-from titan_exp.extensions.diffusion import encoders, latents, samples
+from titan_exp.extensions.diffusion import encoders, latents, rectified_flow, samples
 from titan_exp.extensions.diffusion import images as buckets
 from titan_exp.extensions.diffusion.images import Bucket
-from titan_exp.trainer.objective import rectified_flow
 
 Notice = Callable[[Path], Any]
 """Test that notices it, given a folder."""

@@ -182,7 +182,7 @@ def noise_depends_on_the_rank() -> None:
 
 def numbers_depend_on_the_place_in_the_micro_batch() -> None:
     patch(
-        "titan_exp.trainer.objective.rectified_flow.RectifiedFlow.prepare",
+        "titan_exp.extensions.diffusion.rectified_flow.RectifiedFlow.prepare",
         lambda original: (
             lambda self, batch, seed: original(self, replace(batch, samples=torch.arange(len(batch.samples))), seed)
         ),
@@ -199,7 +199,7 @@ def the_loss_is_a_mean_over_the_rows_of_a_micro_batch() -> None:
 
         return call
 
-    patch("titan_exp.trainer.objective.rectified_flow.RectifiedFlow.__call__", make)
+    patch("titan_exp.extensions.diffusion.rectified_flow.RectifiedFlow.__call__", make)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tests.config.conf_files import allowed, default_of, first_here, options, written
+from titan_exp.config.extension import help_line, provided, source_file
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.yaml_file import read_yaml
@@ -31,13 +32,16 @@ override; – marks a key that the default configuration does not have.
 
 
 def _first_line(source: str) -> str:
-    text = ast.get_docstring(ast.parse((SOURCES / f"{source}.py").read_bytes())) or ""
+    added = provided("sources")
+    file = source_file(added[source]) if source in added else SOURCES / f"{source}.py"
+    text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     meaning = text.partition("\n")[0].removeprefix(f"Source `{source}`: ")
     return f"{meaning[0].upper()}{meaning[1:]}"
 
 
 BUILT_IN = {
     "lr_schedule.decay": {name: getattr(Decays, name).__doc__ for name in decay_names()},
+    "training.objective": {name: help_line(path) for name, path in provided("objectives").items()},
     "data.source": {name: _first_line(name) for name in sources()},
 }
 """Meanings of built-in values that are described in their own modules, by key."""

@@ -1,7 +1,6 @@
-"""Source `latents`: a latent store written by `titan-exp encode`; and the sampler and the validation that the source
-`images` shares.
+"""Source `latents`: a latent store written by `titan-exp encode`.
 
-The order is a function of seed and row number, and the sampler's state is a number of rows: any dp degree resumes from
+The source `images` shares the sampler and the validation. The order is a function of seed and row number, and the sampler's state is a number of rows: any dp degree resumes from
 it without reading. Validation has every held-out sample at fixed times, with noise of its own that never changes. Loss
 at fixed times correlates with image quality (Esser et al. 2024), and is the same number in every layout.
 """

@@ -39,7 +39,10 @@ def velocity_errors(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RectifiedFlow:
-    """The objective; a batch that has times, as in evaluation, keeps its noise, times and texts."""
+    """Rectified flow, which trains models of latents.
+
+    A batch that has times, as in evaluation, keeps its noise, times and texts.
+    """
 
     options: RectifiedFlowOptions = field(default_factory=RectifiedFlowOptions)
     """Times, dropout and guidance."""

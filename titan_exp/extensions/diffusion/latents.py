@@ -1,8 +1,9 @@
 """Source `latents`: a latent store written by `titan-exp encode`.
 
-The source `images` shares the sampler and the validation. The order is a function of seed and row number, and the sampler's state is a number of rows: any dp degree resumes from
-it without reading. Validation has every held-out sample at fixed times, with noise of its own that never changes. Loss
-at fixed times correlates with image quality (Esser et al. 2024), and is the same number in every layout.
+The source `images` shares the sampler and the validation. The order is a function of seed and row number, and the
+sampler's state is a number of rows: any dp degree resumes from it without reading. Validation has every held-out
+sample at fixed times, with noise of its own that never changes. Loss at fixed times correlates with image quality
+(Esser et al. 2024), and is the same number in every layout.
 """
 
 import json

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data import test_captioned_images as images
-from tests.data import test_latent_store as stores
-from tests.trainer import test_rectified_flow as flow
+from tests.extensions.diffusion import test_captioned_images as images
+from tests.extensions.diffusion import test_latent_store as stores
+from tests.extensions.diffusion import test_rectified_flow as flow
 from titan_exp.extensions.diffusion import encoders, latents, rectified_flow, samples
 from titan_exp.extensions.diffusion import images as buckets
 from titan_exp.extensions.diffusion.images import Bucket

@@ -17,10 +17,8 @@ from tests.config.composing import experiment
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.resolve import UnreadableSourceError
-from titan_exp.config.images.latent_format import autoencoder_config, autoencoder_description
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
 from titan_exp.config.paths.data_files import tokenizer_words
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.models.convert.hf_config import config_json, special_tokens_of, to_huggingface
 from titan_exp.models.convert.model_json import from_json, to_json
@@ -103,10 +101,6 @@ def described(preset: str) -> Reader:
     return Reader(to_huggingface(ours, dtype="float32", special_tokens={"eos_token_id": 1}), read, "config.json", 25)
 
 
-def autoencoder(path: Path) -> None:
-    autoencoder_description("vae", autoencoder_config(str(path.parent)))
-
-
 def model_json(path: Path) -> None:
     from titan_exp.config.paths.foreign_json import read_object
 
@@ -125,22 +119,6 @@ STORE = {
     "splits": {"train": [SHARD], "validation": [SHARD]},
     "files": {"tokenizer.json": "0"},
 }
-LATENTS = {
-    "format": "titan_exp latent store",
-    "version": 1,
-    "images": "emoji",
-    "options": {"a": 1},
-    "fingerprint": "0",
-    "latents": {"name": "pixels"},
-    "texts": {"name": "hashed_words"},
-    **dict.fromkeys(("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim"), 8),
-    "splits": {
-        split: [{"name": "s-0", "samples": 3, "rows": 8, "columns": 8, "checksums": {"latents.npy": "0"}}]
-        for split in ("train", "validation")
-    },
-}
-AUTOENCODER = {"_class_name": "AutoencoderKL", "block_out_channels": [64], "scaling_factor": 0.3, "shift_factor": 0.1}
-
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": [{"id": 2, "content": "<eos>"}]}
 WHOLE = json.loads(json.dumps(to_json(experiment("model=deepseek_debug").model, {"eos_token_id": 1})))
 CHECKSUMS = {"files": {".metadata": {"size": 3, "crc32": "0123abcd"}}}
@@ -154,8 +132,6 @@ READERS = {
     "index": Reader(LISTED, lambda path: parse_index(path.read_bytes(), INDEX)),
     "tokenizer": Reader(TOKENIZER, lambda path: tokenizer_words(str(path))),
     "token store": Reader(STORE, lambda path: list(read_manifest(path.parent).damaged()), "manifest.json"),
-    "latent store": Reader(LATENTS, lambda path: read_latent_manifest(path.parent).samples, "manifest.json"),
-    "autoencoder": Reader(AUTOENCODER, autoencoder, "config.json"),
 }
 
 

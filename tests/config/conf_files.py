@@ -58,7 +58,9 @@ def options() -> tuple[Option, ...]:
 def composed(path: Path) -> tuple[Path, ...]:
     """Files of an option's defaults list, in their order, and the option's own last, as everywhere in conf/."""
     names = (name.partition("@")[0] for name in _read(path).get("defaults", ()) if name != "_self_")
-    return tuple(dict.fromkeys([*(file for name in names for file in composed(path.parent / f"{name}.yaml")), path]))
+    folders = (path.parent, CONF_DIR / path.parent.name)  # an extension's option may begin with one of the core
+    first = (next(file for folder in folders if (file := folder / f"{name}.yaml").is_file()) for name in names)
+    return tuple(dict.fromkeys([*(file for option in first for file in composed(option)), path]))
 
 
 def _read(path: Path) -> dict[str, Any]:

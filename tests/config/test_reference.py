@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tests.config.conf_files import allowed, default_of, first_here, options, written
+from titan_exp.config.extension import added_groups, added_keys, help_line, provided, source_file
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.paths.yaml_file import read_yaml
@@ -31,13 +32,16 @@ override; – marks a key that the default configuration does not have.
 
 
 def _first_line(source: str) -> str:
-    text = ast.get_docstring(ast.parse((SOURCES / f"{source}.py").read_bytes())) or ""
+    added = provided("sources")
+    file = source_file(added[source]) if source in added else SOURCES / f"{source}.py"
+    text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     meaning = text.partition("\n")[0].removeprefix(f"Source `{source}`: ")
     return f"{meaning[0].upper()}{meaning[1:]}"
 
 
 BUILT_IN = {
     "lr_schedule.decay": {name: getattr(Decays, name).__doc__ for name in decay_names()},
+    "training.objective": {name: help_line(path) for name, path in provided("objectives").items()},
     "data.source": {name: _first_line(name) for name in sources()},
 }
 """Meanings of built-in values that are described in their own modules, by key."""
@@ -80,11 +84,11 @@ def test_the_reference_is_current(golden: Any):
 
 def test_a_default_is_that_of_new_runs_too():
     """The default of a dataclass is that of older runs, which lack the key; conf/ parts from it on purpose only."""
-    parted = set()
+    parted, added = set(), {key for group in added_groups() for key in added_keys(group)}  # composed with defaults
     for path in FILES:
         values = flatten(read_yaml(path, "an option"))
         for key, (field, *_) in first_here(path, values).items():
-            if default_of(field) not in (MISSING, values[key]) and "${" not in str(values[key]):
+            if key not in added and default_of(field) not in (MISSING, values[key]) and "${" not in str(values[key]):
                 parted.add(key)
     assert parted == {"smallest_gemm"}
 

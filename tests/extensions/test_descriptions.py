@@ -1,7 +1,9 @@
 """Descriptions of the extensions of this repository, and the table of what they provide."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,24 @@ def test_every_folder_is_an_extension():
 def test_a_description_is_true(name: str):
     found = OWN[name]
     assert (found.name, found.summary[-1]) == (found.folder.name, ".")
-    for path in (*found.families.values(), *found.resolvers.values(), *found.reports.values()):
-        assert load(path) is not None
+    for what in ("families", "objectives", "sources", "parts", "generators", "resolvers", "reports"):
+        assert all(load(path) is not None for path in getattr(found, what).values())
     for path in (*found.verbs.values(), *found.observations.values()):
         assert load(path) is not None
         assert help_line(path).endswith(".")
+
+
+def test_the_core_names_nothing_that_extensions_provide():
+    """Neither their options, nor keys, families, studies and verbs."""
+    package = FOLDER.parent
+    rooms = [package, package.parent / "conf", package.parent / "sweeps"]
+    files = [path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".yaml")]
+    core = {path: path.read_text(encoding="utf-8") for path in files if not path.is_relative_to(FOLDER)}
+    assert len(core) > 500
+    for found in OWN.values():
+        keys = {f"{group}.{key}" for group, path in found.groups.items() for key in asdict(load(path)())}
+        verbs = {f"titan-exp {verb}" for verb in found.verbs}
+        typed = {word for word in provided_words(found) if "=" in word and word.partition("=")[0] not in keys}
+        for word in keys | verbs | typed:
+            named = re.compile(rf"(?<![\w.]){re.escape(word)}(?!\w)")
+            assert [path for path, text in core.items() if named.search(text)] == [], word

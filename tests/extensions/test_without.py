@@ -17,10 +17,7 @@ BY_DAY = ("tests/config/test_compose.py", "tests/config/test_extension.py", "tes
 
 OF_THE_WHOLE = (
     *("tests/config/test_reference.py", "tests/test_models_page.py", "tests/journeys", "tests/cluster"),
-    *("tests/test_language.py", "tests/benchmarks", "tests/cli/test_messages.py", "tests/cli/test_fuzz.py"),
-    # They train a diffusion model as well.
-    "tests/trainer/test_death.py",
-    "tests/parity/test_drawn.py",
+    *("tests/test_language.py", "tests/benchmarks"),
 )
 """Tests of pages and commands that extensions have a part in, and of this machine."""
 
@@ -45,6 +42,12 @@ for words in (
     "train semi_sync=diloco",
     "train semi_sync.interval=5",
     "sweep semi_synchronous",
+    "train data=images",
+    "train data.images=glyphs",
+    "train tracking.images_every=5",
+    "train training.objective=rectified_flow",
+    "train data.source=latents",
+    "generate guidance=3",
 ):
     assert main(words.split()) == 2
 """
@@ -83,7 +86,7 @@ def run_there(core: Path, *words: str, limit: float) -> subprocess.CompletedProc
 def test_the_core_plans_trains_resumes_and_compares(core: Path):
     done = run_there(core, "-c", JOURNEY, limit=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, count in (("transformers", 1), ("analysis", 2), ("diffusion", 3), ("replica_groups", 4)):
+    for name, count in (("transformers", 1), ("analysis", 2), ("diffusion", 9), ("replica_groups", 4)):
         assert done.stderr.count(f"it comes with the extension {name}, which this installation lacks") == count
 
 

@@ -8,14 +8,11 @@ import titan_exp
 from tests.config.composing import experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import builtin_components, config_classes
-from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec
 
 PACKAGE = Path(titan_exp.__file__).parent
 COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend", "repository"}
-COMMON |= {field.name for field in fields(LatentInputs)}
-"""Fields of every model; the attention kernel, a key of every model with attention; a word that git has too; and sizes
-of latents and texts, which latent stores have as well."""
+"""Fields of every model; the attention kernel, a key of every model with attention; and a word that git has too."""
 
 
 def sources() -> dict[str, str]:

@@ -6,7 +6,7 @@ refused nor correct shows itself.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.config.composing import experiment
@@ -92,12 +92,6 @@ FAMILIES: dict[str, Keys] = {
     | DENSE
     | EXPERTS
     | {"model.moe.active_experts": (1,), "model.chunk": (16, 24), "model.moe_every": (1, 2)},
-    "flux_debug": {
-        "model.heads": (2, 3, 4),
-        "model.layers": (2, 4, 6),
-        "model.double_layers": (1, 2),
-        "training.global_batch_size": (8, 8, 12),
-    },
 }
 """Keys of each family's experiments."""
 
@@ -120,31 +114,46 @@ LAYOUT = {
 COMPILE = ("none", "none", "blocks", "all")
 
 
-def draw(chance: random.Random, most_ranks: int, images: Sequence[str] = ()) -> Drawn:
+Training = Callable[[random.Random, Sequence[str]], list[str]]
+
+
+def trained_on_text(chance: random.Random, shape: Sequence[str]) -> list[str]:
+    """Further overrides of an experiment with these of a language model."""
+    return ["optimizer.lr=5e-4", *_each(chance, STEPS), *(LINES if chance.random() < 0.3 else [])]
+
+
+def draw(
+    chance: random.Random,
+    most_ranks: int,
+    families: dict[str, Keys] = FAMILIES,
+    trained: Training = trained_on_text,
+) -> Drawn:
     """One layout on 2 to `most_ranks` processes that the rules accept; sizes and families are about equally likely.
 
-    `images` are overrides of data for a family that learns images, which is left out without them.
+    `trained` returns the overrides of the experiment beside the family's keys, of which it is given the drawn ones.
     """
     ranks = chance.choice([size for size in (2, 4, 8, 16) if size <= most_ranks])
-    family = chance.choice([name for name in FAMILIES if name != "flux_debug" or images])
+    family = chance.choice([*families])
     while True:
         degrees = {axis: chance.choice(values) for axis, values in DEGREES.items()}
         if not ranks // 2 < math.prod(degrees.values()) <= ranks:
             continue
-        drawn = _draw_keys(chance, family, degrees, images)
+        drawn = _draw_keys(chance, families[family], family, degrees, trained)
         made = experiment(*SMALL[1:], *drawn.experiment, *drawn.layout)
         if not violations(made) and 1 < ResolvedLayout.of(resolve_layout(made, 1)).world_size <= most_ranks:
             return drawn
 
 
-def _draw_keys(chance: random.Random, family: str, degrees: dict[str, int], images: Sequence[str]) -> Drawn:
+def _draw_keys(
+    chance: random.Random,
+    shapes: Keys,
+    family: str,
+    degrees: dict[str, int],
+    trained: Training,
+) -> Drawn:
     # Rounding grows from step to step with the learning rate, and with some of these shapes soon.
-    shapes = FAMILIES[family]
     computed = [f"model={family}", *_each(chance, shapes)]
-    if family == "flux_debug":
-        computed += [f"model.dim={32 * int(computed[1].rpartition('=')[2])}", "optimizer.lr=1e-2", *images]
-    else:
-        computed += ["optimizer.lr=5e-4", *_each(chance, STEPS), *(LINES if chance.random() < 0.3 else [])]
+    computed += trained(chance, computed)
     layout = [*(f"parallelism.{axis}={degree}" for axis, degree in degrees.items()), *_each(chance, LAYOUT)]
     if "model.moe.experts" in shapes:
         layout.append(f"parallelism.ep={chance.choice(EXPERT_DEGREES)}")

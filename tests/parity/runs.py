@@ -120,17 +120,6 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
         torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def same_bits(found: Curve, expected: Curve) -> bool:
-    """True if two runs of a diffusion model have the same losses, also of validation, gradient norms and weights."""
-    losses = [key for key in expected.rows[-1] if key.startswith("validation_loss")]
-    assert len(losses) == 10
-    return (
-        (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
-        and [found.rows[-1][key] for key in losses] == [expected.rows[-1][key] for key in losses]
-        and all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
-    )
-
-
 def assert_noticed(path: Path, words: Sequence[str], mutate: Callable[[], None], expected: Curve) -> None:
     """Train with a mutation, whose curve must differ from the expected one."""
     found = train(path, *words, "training.stop_on_nonfinite=false", mutate=mutate)

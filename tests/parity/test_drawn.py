@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from tests.data.test_latent_store import SIZES, write
 from tests.parity.drawn import draw
 from tests.parity.runs import assert_same_curve, train
 
@@ -26,19 +25,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("drawn_by", seeds(metafunc.config))
 
 
-@pytest.fixture(scope="session")  # tests that share a module's fixture stay in one process
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    store = tmp_path_factory.mktemp("stores") / "glyphs"
-    write(store)
-    given = ["data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow", "training.seq_len=24"]
-    return [*given, *SIZES]
-
-
-def test_a_drawn_layout_does_not_change_the_curve(
-    tmp_path, request: pytest.FixtureRequest, images: list[str], drawn_by: str
-):
+def test_a_drawn_layout_does_not_change_the_curve(tmp_path, request: pytest.FixtureRequest, drawn_by: str):
     many = int(str(request.config.getoption("--layouts"))) > 1
-    drawn = draw(random.Random(drawn_by), MOST_RANKS if many else MOST_RANKS_BY_DAY, images)
+    drawn = draw(random.Random(drawn_by), MOST_RANKS if many else MOST_RANKS_BY_DAY)
     print(f"the run: {drawn}")
     alone = train(tmp_path / "one", *drawn.experiment)
     assert_same_curve(train(tmp_path / "many", *drawn.experiment, *drawn.layout, timeout=240), alone)

@@ -2,15 +2,13 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES
-from tests.data.test_latent_store import write as write_glyphs
 from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
@@ -28,10 +26,8 @@ MODELS = {
     # Biases and the load of the step before are state of the balance.
     "experts": "model=qwen3_moe_debug model.moe.router_bias=true model.moe.balance.bias_rate=1e-2",
     "ramp": "model=llama_debug training.batch_ramp=[[9,2],[11,4]]",
-    "flux": f"model=flux_debug training.objective=rectified_flow training.seq_len=24 {' '.join(SIZES)}",
 }
 BY_NIGHT = [
-    ("flux", "async_process", 2),
     ("ramp", "async_process", 2),
     *(("dense", *case) for case in (("sync", 1), ("sync", 2), ("async", 1), ("async", 2), ("async_process", 1))),
     *(("experts", *case) for case in (("sync", 1), ("async", 2), ("async_process", 2))),
@@ -44,15 +40,15 @@ KILLED = [
 
 
 def run_folder(path: Path, model: str, world: int, mode: str) -> RunFolder:
-    data = [*PARAGRAPHS, *EVALUATE.split()]
-    if model == "flux":
-        write_glyphs(path.with_name("glyphs"))
-        data = ["data=latents", f"data.paths=[{path.with_name('glyphs')}]", "training.evaluate_every=6"]
+    words = [*MODELS[model].split(), *([f"parallelism.ep={world}"] if model == "experts" else [])]
+    return committed_run(path, [*words, *PARAGRAPHS, *EVALUATE.split()], world, mode)
+
+
+def committed_run(path: Path, words: Sequence[str], world: int, mode: str) -> RunFolder:
+    """A run that saves often."""
     settings = [
         *SMALL,
-        *MODELS[model].split(),
-        *([f"parallelism.ep={world}"] if model == "experts" else []),
-        *data,
+        *words,
         f"training.steps={STEPS}",
         f"parallelism.dp_shard={world}",
         f"checkpoint.mode={mode}",
@@ -140,8 +136,15 @@ def test_killed_at_random_moments(tmp_path, undisturbed, model, mode, world):
         pytest.skip("a GPU for each rank")
     seed = random.randrange(10**6)
     print(f"seed of the kills: {seed}")
-    chance = random.Random(seed)
     disturbed = run_folder(tmp_path / "disturbed", model, world, mode)
+    kill_thrice(disturbed, world, random.Random(seed))
+    found = assert_same_run(disturbed, undisturbed(model, world, mode == "async_pinned"))
+    if model == "experts":
+        assert {"bias", "previous_load"} <= {key.rpartition(".router.")[2] for key in found}
+
+
+def kill_thrice(disturbed: RunFolder, world: int, chance: random.Random) -> None:
+    """Kill a run while it saves, while it deletes and at any moment, and let it finish."""
     kills = 0
     for moment in ("saving", "any", "retention"):
         ranks = start(disturbed, world)
@@ -157,14 +160,15 @@ def test_killed_at_random_moments(tmp_path, undisturbed, model, mode, world):
     assert kills == 3, "the run was over before it could be killed"
     finished(disturbed, world)
 
-    expected = undisturbed(model, world, mode == "async_pinned")
+
+def assert_same_run(disturbed: RunFolder, expected: RunFolder) -> dict[str, torch.Tensor]:
+    """Rows and weights are those of another run; returns the final state."""
     assert [row["step"] for row in numbers(disturbed)] == list(range(1, STEPS + 1))
     assert numbers(disturbed) == numbers(expected)
     weights, found = final_state(expected), final_state(disturbed)
     assert found.keys() == weights.keys()
-    if model == "experts":
-        assert {"bias", "previous_load"} <= {key.rpartition(".router.")[2] for key in found}
     for key, value in weights.items():
         assert torch.equal(found[key], value), key
     left = sorted(entry.name for entry in disturbed.checkpoints.iterdir())
     assert left == [f"step-{step:08d}" for step in (STEPS - 2, STEPS)]
+    return found

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from titan_exp.config.command_line.options import options_help
 from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.config.extension import added_usage
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
-  for example: titan-exp generate runs/first/6c43198cf79b prompt="def " prompt="import " temperature=0
-               titan-exp generate runs/flux_laptop/0d5f6c8e2a91 prompt="blue heart" prompt="red apple" guidance=3"""
-HELP_TEXT = options_help(USAGE, GenerateOptions)
+  for example: titan-exp generate runs/first/6c43198cf79b prompt="def " prompt="import " temperature=0"""
+HELP_TEXT = options_help(f"{USAGE}{added_usage('generate')}", GenerateOptions)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -48,16 +48,32 @@ class Extension:
     idle: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
     """Keys without effect while another key has one of the given values, as `COUNTS_BESIDE` of the core."""
     rules: str = ""
-    """Module with `RULES`, and `LAYOUT_RULES` if it has any, as those in `titan_exp/rules`; imported without torch."""
+    """Module with `RULES`, and `LAYOUT_RULES` if it has any, as those in `titan_exp/rules`; imported without torch. Its
+    `EVALUATION_RULES` are those that hold for `titan-exp evaluate`, too."""
     families: Mapping[str, str] = field(default_factory=dict)
     """Module of a model family by `model.architecture`, with the public names of a family in `titan_exp/models`."""
+    objectives: Mapping[str, str] = field(default_factory=dict)
+    """Class of an objective by `training.objective`, as `titan_exp.trainer.objective.base.Objective`."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Module of a source by `data.source`, with the public names and the `DESCRIPTION` of `titan_exp/data/sources`."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Parts that report by name: a function of an experiment and its train state that yields parts of
+    `titan_exp.trainer.part`."""
+    generators: Mapping[str, str] = field(default_factory=dict)
+    """Class by what `titan-exp generate` makes with it (`ModelInputs.makes`), as `Generator` of
+    `titan_exp/inference/generate.py`."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of its runs that a study may compare, beside those of the core."""
     resolvers: Mapping[str, str] = field(default_factory=dict)
     """OmegaConf resolver by the name that its option files use: a function, imported without torch."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """Verb by name: a function of the arguments that returns the exit code, and prints the help for `--help`. A name
     `doctor --flag` is the core's verb `doctor` with that flag. The first line of the docstring is the line of help."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Dataclass of a verb's options by verb, imported without torch; the shell completes them."""
+    """Dataclass of a verb's options by verb, imported without torch; the shell completes them. To those of the core's
+    `generate` its fields are added, which have defaults."""
+    usage: Mapping[str, str] = field(default_factory=dict)
+    """Lines that join the usage of a verb of the core, by verb."""
     observations: Mapping[str, str] = field(default_factory=dict)
     """Class of an observation by its flag of `titan-exp evaluate`, as `titan_exp.inference.evaluate.Observation`. The
     first line of the docstring is the line of help."""
@@ -118,12 +134,12 @@ def provided(what: str) -> dict[str, Any]:
     return {name: path for extension in extensions().values() for name, path in getattr(extension, what).items()}
 
 
-def extended(group: str = "") -> Callable[[type[Group]], type[Group]]:
-    """Decorator of the dataclass of a config group: a subclass with the fields that extensions add to it. Without a
-    group, of the dataclass of the whole configuration, which gets the groups that the core lacks."""
+def extended(group: str = "", what: str = "groups") -> Callable[[type[Group]], type[Group]]:
+    """Decorator of the dataclass of a config group, or of a verb's `options`: a subclass with the fields that
+    extensions add to it. Without a group, of the whole configuration, which gets the groups that the core lacks."""
 
     def extend(kind: Any) -> Any:
-        found = [(name, load(path)) for one in extensions().values() for name, path in one.groups.items()]
+        found = [(name, load(path)) for one in extensions().values() for name, path in getattr(one, what).items()]
         mixins, added = tuple(mixin for name, mixin in found if name == group), []
         if not group:
             own = get_type_hints(kind)
@@ -151,6 +167,11 @@ def added_keys(group: str) -> dict[str, Any]:
     return {key: value for path in paths for key, value in dataclasses.asdict(load(path)()).items()}
 
 
+def added_usage(verb: str) -> str:
+    """Lines of extensions in the usage of a verb of the core."""
+    return "".join(one.usage.get(verb, "") for one in extensions().values())
+
+
 def load(path: str) -> Any:
     """Module, or object of a module (`package.module:name`), of an import path in a description."""
     module, _, name = path.partition(":")
@@ -166,12 +187,17 @@ def loaded(what: str) -> Iterator[Any]:
 def help_line(path: str) -> str:
     """First line of the docstring of an import path's object, read from source without importing its module."""
     module, _, name = path.partition(":")
+    nodes = ast.parse(source_file(module).read_bytes()).body
+    found = next(node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
+    return (ast.get_docstring(found) or "").partition("\n")[0]
+
+
+def source_file(module: str) -> Path:
+    """File of a module, which is not imported."""
     spec = find_spec(module)
     assert spec is not None, f"{module} is installed"
     assert spec.origin is not None, f"{module} has source"
-    nodes = ast.parse(Path(spec.origin).read_bytes()).body
-    found = next(node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
-    return (ast.get_docstring(found) or "").partition("\n")[0]
+    return Path(spec.origin)
 
 
 def extension_folders(name: str) -> list[Path]:
@@ -189,7 +215,11 @@ def provided_words(extension: Extension) -> Iterator[str]:
     for path in sorted(extension.folder.glob("sweeps/*.yaml")):
         yield f"sweep {path.stem}"
     yield from (f"model.architecture={name}" for name in extension.families)
+    yield from (f"training.objective={name}" for name in extension.objectives)
+    yield from (f"data.source={name}" for name in extension.sources)
     yield from extension.verbs
+    for verb in sorted(extension.options.keys() - extension.verbs.keys()):
+        yield from (f"{verb} {option.name}" for option in dataclasses.fields(load(extension.options[verb])))
     yield from (f"evaluate --{name}" for name in extension.observations)
 
 

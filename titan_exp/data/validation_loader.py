@@ -47,12 +47,11 @@ class ValidationLoader:
         all_documents: bool = False,
     ) -> None:
         module = builtin_source(data)
-        self.without_text: Mapping[str, Any] = {}
-        """Batches of `sources` with the empty text, of a model that is given texts."""
+        self.further_metrics = getattr(module, "further_metrics", lambda sources, row, evaluate: {})
+        """Function of `sources`, their metrics and an evaluation of batches by name that returns more metrics."""
         if hasattr(module, "validation_batches"):
             shard = {"dp_rank": dp_rank, "dp_degree": dp_degree, "micro_batch_size": micro_batch_size}
             self.sources: Mapping[str, Any] = module.validation_batches(data, **shard, all_documents=all_documents)  # type: ignore[union-attr]
-            self.without_text = {name: module.WithoutText(batches) for name, batches in self.sources.items()}  # type: ignore[union-attr]
             return
         splits = getattr(module, "validation_splits", _text_split)(data, all_documents)
         self.sources = {

@@ -20,12 +20,12 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import load, provided
+from titan_exp.config.extension import extensions, load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose, shipped_options
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.schema.builtins import OBJECTIVES
+from titan_exp.config.schema.builtins import objective_names
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.batch import Batch
@@ -44,7 +44,6 @@ from titan_exp.rules.layout import context_parallel as context
 from titan_exp.rules.layout import degrees as layout
 from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
-from titan_exp.rules.stores import latent_store
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -159,7 +158,7 @@ class Evaluation:
     observed: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Values of each observation."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Losses of a diffusion model at fixed times and without texts, and the gain of texts."""
+    """Losses of parts of the data and further metrics, of a model that reads no tokens."""
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Evaluation":
@@ -206,9 +205,9 @@ def evaluate_source(
         computes = computes_loss(model, model_spec(source.model))
         chunk = ResolvedLayout.of(experiment).loss_chunk_tokens if computes else None
     spec = model_spec(source.model)
-    if spec is not None and spec.latents is not None:
-        flow = build_objective(experiment.training, experiment.compile, None, spec=spec)
-        row = evaluate_split(EagerModel(model, flow, mesh), loader, mesh)
+    if spec is not None and spec.inputs is not None:
+        own = build_objective(experiment.training, experiment.compile, None, spec=spec)
+        row = evaluate_split(EagerModel(model, own, mesh), loader, mesh)
         result = ValidationResult(row.pop("validation_loss"), int(row.pop("validation_tokens")))
         return Evaluation(result, parts={re.sub("validation_(loss[/_])?", "", name): row[name] for name in row})
     objective, batches = LanguageModeling(chunk, vocab_shard=vocab), loader.sources
@@ -275,9 +274,9 @@ def evaluation_experiment(
     experiment = to_experiment(base)
     every = 0 if all_documents else experiment.training.evaluate_every
     checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = find_violations(
-        (*data.RULES, *latent_store.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked
-    )
+    modules = [load(one.rules) for one in extensions().values() if one.rules]
+    added = [rule for module in modules for rule in getattr(module, "EVALUATION_RULES", ())]
+    violations = find_violations((*data.RULES, *added, *tensor.RULES, *context.RULES, *layout.RULES), checked)
     if experiment.parallelism.pp > 1:
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"
@@ -316,7 +315,7 @@ def _base_config(path: Path, source: OpenCheckpoint, imports: Sequence[str], tru
             # Evaluation runs neither the run's optimizer, nor a user's objective, nor its executor.
             defaults = to_dict(experiment)
             config |= {group: defaults[group] for group in ("optimizer", "lr_schedule")}
-            shipped = config.get("training", {}).get("objective") in OBJECTIVES
+            shipped = config.get("training", {}).get("objective") in objective_names()
             for key in ("training.objective", "training.objective_options", "cluster.kind"):
                 group, _, name = key.partition(".")
                 if isinstance(config.get(group), dict) and not (shipped and group == "training"):  # else reported below

@@ -1,6 +1,6 @@
 """Usage of `titan-exp evaluate`, apart from the evaluation, which imports torch."""
 
-from titan_exp.config.extension import help_line, provided
+from titan_exp.config.extension import added_usage, help_line, provided
 from titan_exp.models.spec.rope import ROPE
 
 FLAGS = "".join(f" [--{name}]" for name in provided("observations"))
@@ -20,6 +20,5 @@ titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.K
   document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
   process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had. Sequences beyond the model's context
   need its scaling, as {ROPE}.scaling=yarn {ROPE}.factor=4; or model.context=N, to see what happens without.
-  A diffusion model is evaluated at eight fixed times, with and without its texts.
-  --averaged evaluates the averaged weights of a run with weight_average.
+{added_usage("evaluate")}  --averaged evaluates the averaged weights of a run with weight_average.
 {MEANINGS}  --trust imports the model or data source of a run that another user launched."""

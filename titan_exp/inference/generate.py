@@ -1,11 +1,10 @@
-"""Generation of text or images from a run or from weights in any format, on one device, with tensor parallelism, and of
-images with context parallelism."""
+"""Generation from a run or from weights in any format, on one device or several: of text, and what extensions make."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,19 +14,14 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, average
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.command_line.options import parse_options
-from titan_exp.config.command_line.verb_options import IMAGE_OPTIONS, TEXT_OPTIONS, GenerateOptions
+from titan_exp.config.command_line.verb_options import TEXT_OPTIONS, GenerateOptions
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.inference.generate_images import (
-    captions_of,
-    encoders_of,
-    generate_images,
-    makes_images,
-    require_even_shares,
-)
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.inference.sharded_model import DTYPES, load_sharded
 from titan_exp.models.spec.lookup import has_experts, model_spec
@@ -38,6 +32,9 @@ from titan_exp.rules.layout import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.load_model import describe, tokenizer_of, training_length
 from titan_exp.trainer.rank_call import RunOnRanks, serve
+
+TEXTS = "texts"
+"""Output of models that read tokens."""
 
 
 def generate_command(
@@ -56,21 +53,75 @@ def generate_command(
     path = local_copy(run_path(options.run, runs), step=options.step) if options.run else _latest_run(runs)
     source = _open(path, options)
     _require_kind(options, source)
-    if makes_images(source):  # fail before ranks start
-        encoded = encoders_of(source, options)
-        prompts = captions_of(source, options) if options.captions else prompts
-        if not options.height and not options.width:
-            require_even_shares(encoded.text_tokens, encoded.rows * encoded.columns, options.cp)
-    else:
-        tokenizer_of(source)
-    if options.tp * options.cp == 1:
-        lines = _answer(path, source, options, prompts)
+    generator, cp = generator_of(source), _cp(options)
+    prompts = generator.prepared(source, options, prompts)  # fail before ranks start
+    if options.tp * cp == 1:
+        lines = generator.lines(path, source, options, prompts, None)
     else:
         assert run_on_ranks is not None, "several ranks need run_on_ranks"
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
-        lines = run_on_ranks(f"{__name__}.rank_main", sharded_experiment(source, options.tp, options.cp), request)
+        lines = run_on_ranks(f"{__name__}.rank_main", sharded_experiment(source, options.tp, cp), request)
     print(*lines, f"— {describe(path, source)}", sep="\n")
     return 0
+
+
+class Generator(Protocol):
+    """Generation with models of a kind, by what they make."""
+
+    options: frozenset[str]
+    """Options that models of other kinds do not take."""
+    averaged: bool
+    """True if averaged weights are read where the checkpoint has some."""
+
+    def prepared(self, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str]) -> Sequence[str]:
+        """Prompts to begin with. Raises UserError if something is missing, before ranks start."""
+        ...
+
+    def lines(
+        self, path: Path, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], mesh: Mesh | None
+    ) -> list[str]:
+        """Lines to print. All ranks of a `mesh` call it; None is one device."""
+        ...
+
+
+class Texts:
+    """Texts, with an empty line behind each."""
+
+    options = TEXT_OPTIONS
+    averaged = False
+
+    def prepared(self, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str]) -> Sequence[str]:
+        """The same prompts, for which the weights have a tokenizer."""
+        tokenizer_of(source)
+        return prompts
+
+    def lines(
+        self, path: Path, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], mesh: Mesh | None
+    ) -> list[str]:
+        """Prompts with their completions."""
+        texts = generate(source, options, prompts, window=training_length(path, source), mesh=mesh)
+        return [f"{prompt}{text}\n" for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def generator_of(source: OpenCheckpoint) -> Generator:
+    """Generator of a model.
+
+    Raises:
+        UserError: no extension makes what it makes.
+    """
+    makes, known = _makes(source), _generators()
+    if makes not in known:
+        raise UserError(f"{source.model.name} makes {makes}, and titan-exp generate {listed([*known], 'and')}.")
+    return known[makes]
+
+
+def _makes(source: OpenCheckpoint) -> str:
+    spec = model_spec(source.model)
+    return TEXTS if spec is None or spec.inputs is None else spec.inputs.makes
+
+
+def _generators() -> dict[str, Generator]:
+    return {TEXTS: Texts(), **{makes: load(path)() for makes, path in provided("generators").items()}}
 
 
 def generate(
@@ -115,7 +166,8 @@ def rank_main(run_folder: str) -> None:
         path, options = Path(request["path"]), GenerateOptions(**request["options"])
         causal = (spec := model_spec(experiment.model)) is None or spec.is_causal
         mesh = build_mesh(experiment.parallelism, device, experts=has_experts(experiment.model), causal=causal)
-        return _answer(path, _open(path, options), options, request["prompts"], mesh)
+        source = _open(path, options)
+        return generator_of(source).lines(path, source, options, request["prompts"], mesh)
 
     serve(run_folder, answer)
 
@@ -189,33 +241,29 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
     return prompts
 
 
+def _cp(options: GenerateOptions) -> int:
+    """Context-parallel degree, an option of those generators that divide sequences."""
+    return getattr(options, "cp", 1)
+
+
 def _open(path: Path, options: GenerateOptions) -> OpenCheckpoint:
-    """Open weights; those of images are averages where the checkpoint has some."""
+    """Open weights; averages where the checkpoint has some, if the generator prefers them."""
     source = open_checkpoint(path, options.step, trust=options.trust, averaged=bool(options.averaged))
-    return averaged_where_saved(source) if options.averaged is None and makes_images(source) else source
+    prefers = options.averaged is None and generator_of(source).averaged
+    return averaged_where_saved(source) if prefers else source
 
 
 def _require_kind(options: GenerateOptions, source: OpenCheckpoint) -> None:
-    """Refuse options of the other kind of model."""
-    images = makes_images(source)
-    own, other = ("images", "texts") if images else ("texts", "images")
+    """Refuse options of other kinds of models."""
+    own = _makes(source)
+    others = {name: kind for kind, found in _generators().items() if kind != own for name in found.options}
     violations = [
-        Violation(field.name, getattr(options, field.name), f"it is for {other}", f"{source.model.name} makes {own}")
+        Violation(name, value, f"it is for {others[name]}", f"{source.model.name} makes {own}")
         for field in dataclasses.fields(options)
-        if field.name in (TEXT_OPTIONS if images else IMAGE_OPTIONS) and getattr(options, field.name) != field.default
+        if (name := field.name) in others and (value := getattr(options, name)) != field.default
     ]
     if violations:
         raise UserError("These options are of another kind of model.", violations)
-
-
-def _answer(
-    path: Path, source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], mesh: Mesh | None = None
-) -> list[str]:
-    """Lines to print: files and scores of images, or texts with an empty line behind each."""
-    if makes_images(source):
-        return generate_images(source, options, prompts, mesh=mesh)
-    texts = generate(source, options, prompts, window=training_length(path, source), mesh=mesh)
-    return [f"{prompt}{text}\n" for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:

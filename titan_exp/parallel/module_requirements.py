@@ -52,10 +52,6 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 INPUTS = ("tokens", "positions", "documents")
 """Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
-LATENT_INPUTS = ("image", "text")
-"""The same of a model of latents, whose other arguments are named."""
-LATENT_CONDITIONS = ("pooled", "times", "positions", "guidance")
-"""Those."""
 BLOCKS = 'self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
 
 
@@ -67,10 +63,10 @@ def module_violations(
     compilation: CompileConfig,
 ) -> Iterator[Violation]:
     """Violations of an unsharded model on the meta device; `spec` is None for a plain class."""
-    if spec is None or spec.latents is None:
+    if spec is None or spec.inputs is None:
         yield from _forward(model, layout, INPUTS)
     else:
-        yield from _forward(model, layout, LATENT_INPUTS, LATENT_CONDITIONS)
+        yield from _forward(model, layout, spec.inputs.positional, spec.inputs.named)
     yield from _further_predictions(model, spec)
     yield from _buffers(model)
     yield from _blocks(model, checkpointing, compilation)
@@ -100,7 +96,7 @@ def _forward(
     except TypeError as error:
         reason = f"{kind}.forward is called with ({', '.join((*inputs, *named))}): {error}"
         remedy = "def forward(self, tokens, positions=None, documents=None), which returns logits"
-        remedy = remedy if inputs == INPUTS else "forward as in titan_exp/models/diffusion_transformer.py"
+        remedy = f"def forward(self, {', '.join(inputs)}, *, {', '.join(named)})" if named else remedy
         yield Violation("model.architecture", kind, reason, remedy)
         return
     try:

@@ -37,7 +37,7 @@ from titan_exp.rules.layout import (
 )
 from titan_exp.rules.layout.pipeline_parallel import schedule_is_known
 from titan_exp.rules.rule import Rule, find_violations
-from titan_exp.rules.stores import latent_store, token_store
+from titan_exp.rules.stores import token_store
 
 _MODULES = (
     paths,
@@ -61,7 +61,6 @@ _MODULES += (
     import_paths,
     data,
     token_store,
-    latent_store,
     checkpoint,
     continue_from,
     degrees,

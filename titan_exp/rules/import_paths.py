@@ -12,7 +12,14 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import COMPILE_BACKENDS, OBJECTIVES, decay_names, executor_names, sources
+from titan_exp.config.schema.builtins import (
+    COMPILE_BACKENDS,
+    LANGUAGE_MODELING,
+    decay_names,
+    executor_names,
+    objective_names,
+    sources,
+)
 from titan_exp.config.schema.component import is_builtin
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
@@ -23,17 +30,18 @@ CPP_COMPILERS = ("g++", "clang++", "c++")
 
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
     """The data source is built in or can be imported."""
-    options = {} if data.source == "images" else data.options
+    described = sources().get(data.source)
+    options = {} if described is not None and described.has_options else data.options
     yield from _known("data.source", data.source, tuple(sources()), options, "my_package.data.Corpus")
 
 
 def components_are_known(
     training: TrainingConfig, optimizer: OptimizerConfig, lr_schedule: LRScheduleConfig, cluster: ClusterConfig
 ) -> Iterator[Violation]:
-    """Objective, decay and executor are built in or can be imported; built-in ones have no options."""
+    """Objective, decay and executor are built in or can be imported; those of the core have no options."""
     objective = "my_package.objectives.Distillation"
-    options = {} if training.objective == "rectified_flow" else training.objective_options
-    yield from _known("training.objective", training.objective, OBJECTIVES, options, objective)
+    options = training.objective_options if training.objective == LANGUAGE_MODELING else {}
+    yield from _known("training.objective", training.objective, objective_names(), options, objective)
     if is_builtin("optimizer", optimizer.name):  # `component` has checked that it exists
         yield from _known("optimizer.name", optimizer.name, (optimizer.name,), optimizer.options)
     decay = "my_package.schedules.exponential"

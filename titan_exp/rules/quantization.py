@@ -1,11 +1,10 @@
 """Quantization rules for recipes and optimizer moments: options, divisibility, devices."""
 
 import importlib.util
-import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
@@ -14,9 +13,7 @@ from titan_exp.config.groups.quantization import BLOCK, BLOCK_SCALED, NVFP4_TILE
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchao_version import torchao_violations
-from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
-from titan_exp.models.spec.token_span import EVERY_TOKEN
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
@@ -37,7 +34,7 @@ def some_linear_is_quantized(
 ) -> Iterator[Violation]:
     """The recipe quantizes at least one linear layer."""
     config, layers = quantization, len(spec.blocks)
-    if any(_quantized(spec, config)):
+    if any(quantized_linears(spec, config)):
         return
     if config.high_precision_first + config.high_precision_last >= layers:
         field, value = "quantization.high_precision_first", config.high_precision_first
@@ -61,8 +58,8 @@ def dims_divide(
     spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig, device: str
 ) -> Iterator[Violation]:
     """Every rank's shard of a quantized weight has whole scaling blocks."""
-    recipe, block = quantization.recipe, _block(quantization, device)
-    for linear in dict.fromkeys(linear for _, linear in _quantized(spec, quantization)):
+    recipe, block = quantization.recipe, scaling_block(quantization, device)
+    for linear in dict.fromkeys(linear for _, linear in quantized_linears(spec, quantization)):
         key, degree = _channel_shards(linear, parallelism)
         if _shares_kv_heads(linear, degree):
             continue  # reported by kv_heads_are_whole
@@ -91,11 +88,11 @@ def tokens_divide(
     recipe, cp, chunks = quantization.recipe, parallelism.cp, parallelism.sequence_chunks
     if recipe == "float8_rowwise_gw_hp":
         return
-    block, tokens = _block(quantization, device), layout.micro_batch_size * training.seq_len
+    block, tokens = scaling_block(quantization, device), layout.micro_batch_size * training.seq_len
     run, rest = divmod(training.seq_len, chunks)
-    if spec.latents is not None:
-        yield from _streams_divide(spec, spec.latents, quantization, layout, block)
-    elif recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
+    if spec.inputs is not None:
+        return  # whose streams have a rule of theirs
+    if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
         reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
         yield from check_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
@@ -105,44 +102,12 @@ def tokens_divide(
         yield from check_multiple("training.seq_len", training.seq_len, block * cp, reason)
 
 
-def _streams_divide(
-    spec: ModelSpec, latents: LatentInputs, config: QuantizationConfig, layout: ResolvedLayout, block: int
-) -> Iterator[Violation]:
-    """Tokens that a quantized linear layer reads, of text, image or both, form whole scaling blocks."""
-    seq_len, rows, cp = layout.training.seq_len, layout.micro_batch_size, layout.parallelism.cp
-    spans = {linear.tokens for _, linear in _quantized(spec, config)}
-    text, image = latents.text_tokens, seq_len - latents.text_tokens
-    counts = [round(span.share(seq_len) * seq_len) for span in spans]
-    if config.recipe == "nvfp4":
-        # Gathered for a layer that reads both, tokens come by rank: text and image of the first, then of the second.
-        axes = {"cp": cp, "tp": layout.parallelism.tp if layout.parallelism.sequence_parallel else 1}
-        shares = math.prod(axes.values()) if EVERY_TOKEN in spans else cp
-        runs = (text, image) if EVERY_TOKEN in spans else counts
-        if any(run % (BLOCK["nvfp4"] * shares) for run in runs):
-            degrees = listed([f"parallelism.{axis}={degree}" for axis, degree in axes.items() if degree > 1], "and")
-            among = f", divided by {degrees}" if degrees else ""
-            reason = f"it transforms {BLOCK['nvfp4']} consecutive tokens of a sequence together, which has {text} text "
-            reason += f"and {image} image tokens{among}"
-            remedy = f"both a multiple of {BLOCK['nvfp4'] * shares} (model.text_tokens, size of the images)"
-            remedy += ", or fewer ranks that share a sequence" if among else ""
-            yield Violation(RECIPE, "nvfp4", reason, f"{remedy}; or quantization=mxfp8")
-            return
-    if any(rows * count % (block * cp) for count in counts):
-        among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
-        reason = f"{config.recipe} quantizes blocks of {block} tokens{among}, and {rows} sequences have {rows * text} "
-        few = block * cp // math.gcd(block * cp, *counts)
-        remedy = f"a multiple of {few}"
-        if len(spans) > 1 and EVERY_TOKEN in spans and rows * seq_len % (block * cp) == 0:
-            remedy += "; or quantization.filter=['*.text.*', '*.image.*']"
-        yield Violation("training.micro_batch_size", rows, f"{reason}of text and {rows * image} of the image", remedy)
-
-
 def kv_heads_are_whole(
     spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig
 ) -> Iterator[Violation]:
     """No rank has a partial gradient of a key or value head, which would be rounded before the reduction."""
     degree = parallelism.tp
-    for _, linear in _quantized(spec, quantization):
+    for _, linear in quantized_linears(spec, quantization):
         if isinstance(linear.tp, Colwise) and _shares_kv_heads(linear, degree):
             heads = linear.tp.units
             yield Violation(
@@ -177,7 +142,7 @@ def fp32_modules_are_not_quantized(
 ) -> Iterator[Violation]:
     """No fp32 module is quantized."""
     for pattern in training.fp32_modules:
-        modules = (module for name, _ in _quantized(spec, quantization) for module in _enclosing(name))
+        modules = (module for name, _ in quantized_linears(spec, quantization) for module in _enclosing(name))
         inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
         if inside is not None:
             reason = f"{quantization.recipe} quantizes linear layers in {inside}"
@@ -204,7 +169,8 @@ def moment_blocks_divide(
             return
 
 
-def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[str, LinearSpec]]:
+def quantized_linears(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[str, LinearSpec]]:
+    """Linears that the recipe quantizes, by module path."""
     for name, linear in spec.linears():
         shape = linear.inputs, linear.outputs
         if linear.quantizable and config.quantizes(name, *shape, layers=len(spec.blocks)):
@@ -222,7 +188,7 @@ def _shares_kv_heads(linear: LinearSpec, degree: int) -> bool:
     return linear.tp is not None and linear.tp.repeats_outputs(degree)
 
 
-def _block(config: QuantizationConfig, device: str) -> int:
+def scaling_block(config: QuantizationConfig, device: str) -> int:
     """Required divisor of dims and tokens; GPUs are assumed to have the recipe's instructions."""
     native = config.emulate is not True and device == "cuda"
     return NVFP4_TILE if config.recipe == "nvfp4" and native else BLOCK[config.recipe]

@@ -12,7 +12,7 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, head_is_fp32
-from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.builtins import LANGUAGE_MODELING, sources
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, rules
@@ -83,10 +83,10 @@ def _ranks(count: int) -> str:
 
 def objective_has_inputs(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
     """The model reads the tokens that language modeling predicts."""
-    if training.objective == "language_modeling" and not spec.vocab_size:
+    if training.objective == LANGUAGE_MODELING and not spec.vocab_size:
         reason = f"it predicts tokens, and {model.name} reads none"
-        remedy = "training.objective=rectified_flow data=latents data.paths='[STORE]'; or a language model, as "
-        remedy += "model=llama_laptop"
+        remedy = "" if spec.inputs is None else f"{spec.inputs.trained_by}; or "
+        remedy += "a language model, as model=llama_laptop"
         yield Violation("training.objective", training.objective, reason, remedy)
 
 

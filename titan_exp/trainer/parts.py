@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.extension import loaded
+from titan_exp.config.extension import load, loaded, provided
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.training import PartConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -67,12 +67,10 @@ def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layo
     # The row that shows it is written, the checkpoint is not.
     if training.stop_on_nonfinite:
         yield FiniteLoss()
-    # Before images, since others wait for it.
+    # Before those of extensions, since others wait for it.
     yield Export(experiment, folder, state)
-    if experiment.tracking.images_every:
-        from titan_exp.trainer.sampling.training_images import TrainingImages
-
-        yield TrainingImages(experiment, state.model, state.average)
+    for path in provided("parts").values():
+        yield from load(path)(experiment, state)
     # After all steps, with a note of the whole run.
     yield RooflineNote()
     # Yours are the last of their phases: they see what the others have done.

@@ -86,20 +86,16 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[MicroBatch]], 
 
 
 def evaluate_split(model: Model, loader: ValidationLoader, mesh: Mesh) -> dict[str, float | int]:
-    """Validation metrics of a loader's sources; of a model that is given texts also `validation_loss_without_text`, and
-    how much lower the loss is with them: `validation_text_gain`."""
+    """Validation metrics of a loader's sources, and those that the source of the data adds."""
     row = evaluate_sources(model, loader.sources, mesh)
-    if loader.without_text:
-        without = evaluate_sources(model, loader.without_text, mesh)["validation_loss"]
-        gain = without - row["validation_loss"]
-        row |= {"validation_loss_without_text": without, "validation_text_gain": gain}
-    return row
+    more = loader.further_metrics(loader.sources, row, lambda sources: evaluate_sources(model, sources, mesh))
+    return {**row, **more}
 
 
 def averaged_row(row: Mapping[str, float | int]) -> dict[str, float | int]:
     """Losses of an evaluation of the averaged weights, under names of their own."""
-    kept = ("validation_loss", "validation_text_gain")
-    return {f"averaged/{name}": value for name, value in row.items() if name.startswith(kept)}
+    left_out = ("validation_perplexity", "validation_tokens")
+    return {f"averaged/{name}": value for name, value in row.items() if name not in left_out}
 
 
 @torch.no_grad()

@@ -9,14 +9,13 @@ import torch
 from PIL import Image
 
 from tests.config.composing import experiment
-from tests.data.test_latent_store import SEED, loader, take
+from tests.extensions.diffusion.test_latent_store import SEED, loader, take
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.data.latent_store import encoded_images
-from titan_exp.data.latent_store.latent_data import open_latents
-from titan_exp.data.latent_store.sampler import LatentSampler
 from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.extensions.diffusion import samples
+from titan_exp.extensions.diffusion.latents import LatentSampler, open_latents
 from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.rules import violations
 from titan_exp.trainer.profiling.slow_options import slower_options
@@ -91,13 +90,13 @@ def test_validation_is_that_of_the_store_and_encodes_each_sample_once(
     stored: Experiment, photos: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config, calls = encoding(photos), list[int]()
-    encode = encoded_images.Encoders.encode
+    encode = samples.Encoders.encode
 
-    def counted(self: encoded_images.Encoders, images: Any, indices: list[int], bucket: Any) -> tuple[np.ndarray, ...]:
+    def counted(self: samples.Encoders, images: Any, indices: list[int], bucket: Any) -> tuple[np.ndarray, ...]:
         calls.extend(indices)
         return encode(self, images, indices, bucket)
 
-    monkeypatch.setattr(encoded_images.Encoders, "encode", counted)
+    monkeypatch.setattr(samples.Encoders, "encode", counted)
     loaders = [ValidationLoader(each.data, 44, dp_rank=0, dp_degree=1, micro_batch_size=3) for each in (config, stored)]
     found, expected = ([batch.tensors for batch in batches] for batches in loaders)
     assert same(found, expected)
@@ -106,11 +105,11 @@ def test_validation_is_that_of_the_store_and_encodes_each_sample_once(
 
 def test_samples_beyond_the_kept_bytes_are_encoded_again(photos: Path, monkeypatch: pytest.MonkeyPatch):
     config = encoding(photos, "data.options.seed=6")
-    monkeypatch.setattr(encoded_images, "KEPT_BYTES", 6_000)
+    monkeypatch.setattr(samples, "KEPT_BYTES", 6_000)
     split = open_latents(config.data).splits["validation"]
     batches = [[batch.tensors for batch in [split.batch([0, 3, 1, 0], [0, 1, 2, 3], [1.0] * 4)]] for _ in range(2)]
     assert same(*batches)
-    assert isinstance(split, encoded_images.EncodedImages)
+    assert isinstance(split, samples.EncodedImages)
     assert 0 < len(split._kept) < 3
 
 

@@ -94,7 +94,7 @@ def the_last_modulation_begins_with_the_scale(monkeypatch: pytest.MonkeyPatch) -
 
 
 def rows_and_columns_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops.attention.axial_rope import AxialRotaryEmbedding
+    from titan_exp.extensions.diffusion.transformer import AxialRotaryEmbedding
 
     plain = AxialRotaryEmbedding.forward
     monkeypatch.setattr(AxialRotaryEmbedding, "forward", lambda self, ids: plain(self, ids[..., [0, 2, 1]]))

@@ -9,17 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.made_pipeline import TEXT_TOKENS, write_pipeline
 from tests.extensions.diffusion.flux_shapes import needs_diffusers
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
-from titan_exp.data.images.glyphs import GlyphImages
-from titan_exp.data.latent_store.autoencoder import Autoencoder
-from titan_exp.data.latent_store.image_codec import image_codec
-from titan_exp.data.latent_store.reader import LatentSplit
-from titan_exp.data.latent_store.text_encoder import text_encoder
+from tests.extensions.diffusion.made_pipeline import TEXT_TOKENS, write_pipeline
+from titan_exp.extensions.diffusion.encoders import Autoencoder, image_codec, text_encoder
+from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
+from titan_exp.extensions.diffusion.latent_store import LatentSplit
+from titan_exp.extensions.diffusion.rectified_flow import sampling_noise
+from titan_exp.extensions.diffusion.rendered_images import GlyphImages
 from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.inference.generate import generate_command
-from titan_exp.trainer.sampling.euler import sampling_noise
 
 pytestmark = needs_diffusers
 SIZE, STEPS = 32, 4

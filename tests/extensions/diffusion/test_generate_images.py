@@ -8,13 +8,13 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.data.made_images import COLOURS, Flags, write_flags
+from tests.extensions.diffusion.made_images import COLOURS, Flags, write_flags
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.latent_store_manifest import read_latent_manifest
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.data.latent_store.reader import LatentSplit
+from titan_exp.extensions.diffusion.latent_format import read_latent_manifest
+from titan_exp.extensions.diffusion.latent_store import LatentSplit
 from titan_exp.inference.generate import generate_command
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 

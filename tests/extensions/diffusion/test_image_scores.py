@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.data.made_images import COLOURS, Flags, write_flags
-from tests.data.made_pipeline import word_tokenizer
+from tests.extensions.diffusion.made_images import COLOURS, Flags, write_flags
+from tests.extensions.diffusion.made_pipeline import word_tokenizer
 from tests.extensions.diffusion.test_generate_images import SIZES, read
 from tests.trainer.test_trainer import experiment, run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.inference.clip_score import CLIPScore
-from titan_exp.inference.frechet_distance import frechet_distance, inception_features
+from titan_exp.extensions.diffusion.image_scores import CLIPScore, frechet_distance, inception_features
 from titan_exp.inference.generate import generate_command
 
 IMAGES = [Flags().image(index) for index in range(len(COLOURS))]
@@ -174,11 +173,11 @@ def test_missing_networks_are_said(
 
 def test_images_of_captions_begin_with_noise_of_their_own(drawn: Path, tmp_path: Path):
     """One noise for all would make a set of images narrower than the model is."""
-    from titan_exp.trainer.sampling import euler
+
+    from titan_exp.extensions.diffusion import generate_images
 
     seen = list[int]()
-    noise = euler.sampling_noise
-    from titan_exp.inference import generate_images
+    noise = generate_images.sampling_noise
 
     def noted(seed: int, samples: Any, *given: int) -> Tensor:
         seen.extend(samples)

@@ -13,7 +13,7 @@ from tests.parallel.test_meta_init import CPU
 from tests.ranks import run_ranks
 from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.extensions.diffusion import spec as diffusion
-from titan_exp.ops.attention.axial_rope import grid_positions
+from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.optim.grad_clip import global_grad_norm
 from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh

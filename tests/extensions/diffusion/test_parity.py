@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.parity.expert_mutations import tensor_ranks_split_tokens_across_sequences
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_continues, continued
@@ -177,12 +177,12 @@ def noise_depends_on_the_rank() -> None:
 
         return lambda seed, sample, purpose: keyed_generator(seed + int(os.environ["RANK"]), sample, purpose)
 
-    patch("titan_exp.data.latent_store.validation.keyed_generator", make)
+    patch("titan_exp.extensions.diffusion.samples.keyed_generator", make)
 
 
 def numbers_depend_on_the_place_in_the_micro_batch() -> None:
     patch(
-        "titan_exp.trainer.objective.rectified_flow.RectifiedFlow.prepare",
+        "titan_exp.extensions.diffusion.rectified_flow.RectifiedFlow.prepare",
         lambda original: (
             lambda self, batch, seed: original(self, replace(batch, samples=torch.arange(len(batch.samples))), seed)
         ),
@@ -199,7 +199,7 @@ def the_loss_is_a_mean_over_the_rows_of_a_micro_batch() -> None:
 
         return call
 
-    patch("titan_exp.trainer.objective.rectified_flow.RectifiedFlow.__call__", make)
+    patch("titan_exp.extensions.diffusion.rectified_flow.RectifiedFlow.__call__", make)
 
 
 @pytest.mark.parametrize(

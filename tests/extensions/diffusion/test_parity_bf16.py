@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES
+from tests.extensions.diffusion.test_latent_store import SIZES
 from tests.extensions.diffusion.test_parity import weights_begin_with_noise
 from tests.parity.runs import train
 from tests.parity.test_bf16 import BANDS, FLOOR, Band, Bands, gradients_are_too_large

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES
-from tests.parity.runs import Curve, same_bits, train
+from tests.extensions.diffusion.test_latent_store import SIZES
+from tests.parity.runs import Curve, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.extensions.diffusion.verbs import encode as run
@@ -29,6 +29,17 @@ def from_the_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curv
     assert run(["images=glyphs", f"out={folder / 'store'}", *OPTIONS]) == 0
     words = [*COMMON, "data=latents", f"data.paths=[{folder / 'store'}]", *TWO, *EVALUATED]
     return folder, train(folder / "run", *words)
+
+
+def same_bits(found: Curve, expected: Curve) -> bool:
+    """True if two runs have the same losses, also of validation, gradient norms and weights."""
+    losses = [key for key in expected.rows[-1] if key.startswith("validation_loss")]
+    assert len(losses) == 10
+    return (
+        (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+        and [found.rows[-1][key] for key in losses] == [expected.rows[-1][key] for key in losses]
+        and all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+    )
 
 
 def test_losses_weights_and_grids_are_those_of_a_store(from_the_store: tuple[Path, Curve], tmp_path: Path):
@@ -66,7 +77,7 @@ def every_epoch_has_the_order_of_the_source() -> None:
 
         return order
 
-    patch("titan_exp.data.latent_store.latent_data.order_samples", make)
+    patch("titan_exp.extensions.diffusion.latents.order_samples", make)
 
 
 def states_are_those_of_the_first_caption_of_a_batch() -> None:
@@ -77,7 +88,7 @@ def states_are_those_of_the_first_caption_of_a_batch() -> None:
 
         return encode
 
-    patch("titan_exp.data.latent_store.encoders.Encoders.encode", make)
+    patch("titan_exp.extensions.diffusion.encoders.Encoders.encode", make)
 
 
 @pytest.mark.parametrize(

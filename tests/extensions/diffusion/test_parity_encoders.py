@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 
 from tests.config.composing import experiment
-from tests.data.made_pipeline import write_photos, write_pipeline
-from tests.data.test_latent_store import loader, take
 from tests.extensions.diffusion.flux_shapes import needs_diffusers
-from tests.parity.runs import Curve, assert_same_curve, same_bits, train
+from tests.extensions.diffusion.made_pipeline import write_photos, write_pipeline
+from tests.extensions.diffusion.test_latent_store import loader, take
+from tests.extensions.diffusion.test_parity_encoded_images import same_bits
+from tests.parity.runs import Curve, assert_same_curve, train
 from tests.parity.test_continued import continued
 from tests.patching import patch
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.latent_store.image_codec import image_codec
-from titan_exp.data.latent_store.pretrained import encoders_of_samples
+from titan_exp.extensions.diffusion.encoders import encoders_of_samples, image_codec
 from titan_exp.extensions.diffusion.verbs import encode as run
 from titan_exp.inference.generate import generate_command
 
@@ -160,7 +160,7 @@ def test_images_are_decoded_by_the_autoencoder_of_the_run(place: Path, tmp_path:
     words = [*encoded(place), "training.steps=1", "checkpoint.mode=sync"]
     train(tmp_path / "run", *words)
     latents = list[np.ndarray]()
-    from titan_exp.data.latent_store.autoencoder import Autoencoder
+    from titan_exp.extensions.diffusion.encoders import Autoencoder
 
     plain = Autoencoder.decode
 
@@ -189,7 +189,7 @@ def every_visit_has_the_posterior_noise_of_the_first_sample() -> None:
 
         return drawn
 
-    patch("titan_exp.data.latent_store.validation.noise_of", make)
+    patch("titan_exp.extensions.diffusion.samples.noise_of", make)
 
 
 def deviations_are_dropped() -> None:
@@ -200,12 +200,12 @@ def deviations_are_dropped() -> None:
 
         return encode
 
-    patch("titan_exp.data.latent_store.autoencoder.Autoencoder.encode", make)
+    patch("titan_exp.extensions.diffusion.encoders.Autoencoder.encode", make)
 
 
 def captions_are_encoded_without_their_last_token() -> None:
     patch(
-        "titan_exp.data.latent_store.t5_and_clip.T5AndCLIP._ids",
+        "titan_exp.extensions.diffusion.encoders.T5AndCLIP._ids",
         lambda original: lambda self, which, caption, length: original(self, which, caption[:-2], length),
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.extensions.diffusion.test_parity import broken
 from tests.parity.runs import train
 from tests.patching import patch
@@ -80,7 +80,7 @@ def every_rank_keeps_its_part_of_the_noise() -> None:
 
         return lambda seed, *given: original(seed + int(os.environ["RANK"]), *given)
 
-    patch("titan_exp.trainer.sampling.training_images.sampling_noise", make)
+    patch("titan_exp.extensions.diffusion.training_images.sampling_noise", make)
 
 
 def the_first_stage_s_result_is_sent() -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_latent_store import SIZES, write
+from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.patching import patch
 from tests.plan.layouts import experiment_of, measured, predicted
 from tests.plan.test_extrapolate import MASKED
 from tests.plan.test_extrapolated_trace import both_ways
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.data.latent_batch import LatentBatch
+from titan_exp.extensions.diffusion.samples import LatentBatch
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
@@ -84,9 +84,9 @@ def test_flops_that_ranks_execute_are_those_that_the_spec_counts(words: str, tmp
 
 def batches_have_one_row() -> None:
     def make(original: Callable[..., LatentBatch]) -> object:
-        return lambda layout, sizes: original(layout, sizes).map(lambda tensor: tensor[:1])
+        return lambda inputs, rows, seq_len: original(inputs, rows, seq_len).map(lambda tensor: tensor[:1])
 
-    patch("titan_exp.plan.trace.fake_world._latent_batch", make)
+    patch("titan_exp.extensions.diffusion.spec.LatentInputs.example", make)
 
 
 @pytest.mark.night

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.extensions.diffusion.flux_shapes import needs_diffusers
-from titan_exp.data.latent_batch import LatentBatch
-from titan_exp.data.latent_store.hashed_words import HashedWords
-from titan_exp.trainer.sampling import euler as module
-from titan_exp.trainer.sampling.euler import (
+from titan_exp.extensions.diffusion import rectified_flow as module
+from titan_exp.extensions.diffusion.encoders import HashedWords
+from titan_exp.extensions.diffusion.rectified_flow import (
     Conditions,
     conditions,
     euler,
@@ -21,6 +20,7 @@ from titan_exp.trainer.sampling.euler import (
     sampling_times,
     velocity,
 )
+from titan_exp.extensions.diffusion.samples import LatentBatch
 
 STEPS, IMAGE_TOKENS = 7, 1024
 

@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES, write
 from tests.extensions.replica_groups.fleet import Dies, Fleet, Mutation
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from titan_exp.config.errors.user_error import UserError
@@ -171,16 +170,6 @@ def test_numbers_beside_gradients_survive_a_death(tmp_path, settings):
     assert reported
     for found_row, row in zip(found.rows, expected.rows, strict=True):
         assert [found_row[key] for key in reported] == pytest.approx([row[key] for key in reported], rel=1e-4)
-
-
-@pytest.mark.night
-def test_a_diffusion_model_survives_a_death(tmp_path):
-    store = tmp_path / "glyphs"
-    write(store)
-    data = ["model=flux_debug", "data=latents", f"data.paths=[{store}]", "training.objective=rectified_flow"]
-    words = [*SETTINGS[len(LINES) :], *data, *SIZES, "training.seq_len=24", "optimizer.lr=1e-2"]
-    found, fleet = run_with_death(tmp_path / "run", words, Dies(3, "sum_gradients"))
-    assert_exact(found, fleet, train(tmp_path / "one", *words, "cluster.replica_groups=1"))
 
 
 def _groups_clip_by_their_own_logits(_: ReplicaGroup) -> None:

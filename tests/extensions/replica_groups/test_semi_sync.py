@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.test_latent_store import SIZES, write
 from tests.extensions.replica_groups.fleet import Fleet, Mutation
 from tests.extensions.replica_groups.lone_group import LoneGroup
 from tests.extensions.replica_groups.semi_sync_reference import Reference, reference
@@ -132,15 +131,6 @@ def test_groups_clip_by_their_own_logits_in_every_layout(tmp_path):
     one = train_groups(tmp_path / "one", words)
     assert_same_curve(train_groups(tmp_path / "many", [*words, "parallelism.dp_shard=2"]), one)
     assert max(row["model/max_logit"] for row in one.rows) > 0.1
-
-
-@pytest.mark.night
-def test_a_diffusion_model_is_the_reference(tmp_path, expected):
-    write(tmp_path / "glyphs")
-    data = ["model=flux_debug", "data=latents", f"data.paths=[{tmp_path / 'glyphs'}]"]
-    data += ["training.objective=rectified_flow", *SIZES, "training.seq_len=24", "optimizer.lr=1e-2"]
-    words = [*DILOCO[len(LINES) :], *data]
-    assert_same(train_groups(tmp_path / "run", words), expected(*words))
 
 
 def assert_sent_bytes_are_planned(path: Path, found: Curve) -> None:

@@ -284,6 +284,6 @@ def _explain_missing(path: Path) -> str:
         return f"It holds the checkpoints of a run; use one of them, or the run: {path.parent}"
     return (
         "Readable are: a run folder, a checkpoints/step-… folder, a folder of Hugging Face or diffusers (config.json "
-        "and *.safetensors), Meta's Llama (params.json and consolidated.*.pth), flux1-*.safetensors, and output of "
-        "convert."
+        "and *.safetensors), Meta's Llama (params.json and consolidated.*.pth), *.safetensors of Black Forest Labs, "
+        "and output of convert."
     )

@@ -39,7 +39,7 @@ OPTIONS: dict[str, type] = {
 def verb_options(verb: str) -> Any:
     """Option dataclass of a verb, of the core or of an extension; None without one."""
     added = provided("options")
-    return load(added[verb]) if verb in added else OPTIONS.get(verb)
+    return OPTIONS.get(verb) or (load(added[verb]) if verb in added else None)
 
 
 GROUPS = {

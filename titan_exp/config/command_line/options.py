@@ -41,7 +41,12 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
         known = f"the options are {listed(names, 'and')}"
         bare = " ".join(word for word in rest if "=" not in word)
         pairs = [word.partition("=") for word in rest if "=" in word]
-        found = [Violation(key, value, "unknown option", did_you_mean(key, names) or known) for key, _, value in pairs]
+        found = [
+            Violation(
+                key, value, lacking(f"{_verb(kind)} {key}") or "unknown option", did_you_mean(key, names) or known
+            )
+            for key, _, value in pairs
+        ]
         if bare:
             remedy = did_you_mean(bare, names) or f"an option is name=value, quoted if it contains spaces; {known}"
             remedy = f"text to continue is prompt='{bare}'" if "prompt" in names else remedy
@@ -70,7 +75,7 @@ def take_options(
     fields = hints(kind)
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
     valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
-    verb = verb or kind.__name__.removesuffix("Options").lower()
+    verb = verb or _verb(kind)
     found, unread = take_flags(argv, switches, valued, others=others, verb=verb)
     values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
@@ -129,6 +134,10 @@ def take_flags(
         else:
             rest.append(word)
     return found, rest
+
+
+def _verb(kind: type) -> str:
+    return kind.__name__.removesuffix("Options").lower()
 
 
 def _refused(violations: Sequence[Violation]) -> UserError:

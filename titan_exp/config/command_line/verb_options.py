@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
@@ -22,6 +23,7 @@ WandbPlace = Annotated[str, Predicate(entity_and_project)]
 """ENTITY/PROJECT, or empty."""
 
 
+@extended("generate", what="options")
 @dataclass(frozen=True)
 class GenerateOptions:
     """Options of `titan-exp generate`."""
@@ -32,12 +34,12 @@ class GenerateOptions:
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
     averaged: bool | None = None
-    """Read the averaged weights of a run with `weight_average`; by default images are drawn with them and texts are
-    not written with them."""
+    """Read the averaged weights of a run with `weight_average`; by default no text is written with them, and other
+    outputs are made with them."""
     runs: str = "runs"
     """Folder of all run folders, searched if `run` is omitted."""
     prompt: str = ""
-    """Text to continue, or caption of an image; empty begins a new document. Several prompts are separate."""
+    """Text to continue, or to make another output from; empty begins a new document. Several prompts are separate."""
     prompts: str = ""
     """File with a prompt on each line, besides those given by `prompt`."""
     tokens: PositiveInt = 400
@@ -50,54 +52,18 @@ class GenerateOptions:
     """Top-p (nucleus) sampling (Holtzman et al. 2020)."""
     seed: Count = 0
     """Sampling seed, reset for every prompt."""
-    steps: PositiveInt = 50
-    """Images: Euler steps from noise to data."""
-    guidance: NonNegativeFloat = 4.0
-    """Images: scale of classifier-free guidance; 1 is without, and takes half the time."""
-    model_guidance: PositiveFloat = 3.5
-    """Images: scale that a model distilled for guidance reads (`model.guidance_embedding`), as FLUX.1 dev; guidance=1
-    goes with it."""
-    samples: PositiveInt = 1
-    """Images: number for each prompt, each from noise of its own."""
-    height: Count = 0
-    """Images: height in pixels; 0 is that of the store's squares, likewise the width."""
-    width: Count = 0
-    """Images: width in pixels."""
-    shift: Literal["training", "on", "off"] = "training"
-    """Images: times shifted towards noise by the number of image tokens, or as in the run's training."""
-    store: str = ""
-    """Images: latent store whose encoders read the prompt and decode the image; empty is that of the run."""
-    captions: Literal["", "held_out", "training"] = ""
-    """Images: draw the captions of the run's held-out images, or of those it was trained on, beside prompts."""
-    limit: Count = 0
-    """Images: at most this many of `captions`, the first; 0 is all."""
-    clip: str = ""
-    """Images: folder of a CLIPModel of transformers, with its tokenizer and image processor: prints the CLIP score."""
-    fid: str = ""
-    """Images: file of a TorchScript Inception, such as inception-2015-12-05.pt: prints the Fréchet inception distance
-    to the images of `captions` (all of its split; held-out ones without it), decoded from their latents."""
-    out: str = ""
-    """Images: folder to write them to; empty is `generated/step-…` of the run, `generated` here for other weights."""
     cache: bool = True
     """Keep a KV cache; false recomputes the whole text for each token."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and compute."""
     tp: PositiveInt = 1
     """Tensor-parallel degree, one process per GPU. Weights and KV cache are sharded; the text stays the same."""
-    cp: PositiveInt = 1
-    """Images: context-parallel degree, a process per GPU beside those of `tp`. Each computes a part of the text tokens
-    and of the image tokens; the image stays the same."""
     trust: bool = False
     """Import code that the configuration names, though you did not launch the run."""
 
 
 TEXT_OPTIONS = frozenset({"tokens", "temperature", "top_k", "top_p", "cache"})
-"""Options of `generate` that language models alone have."""
-IMAGE_OPTIONS = frozenset(
-    {"steps", "guidance", "model_guidance", "samples", "height", "width", "shift", "store", "out", "cp"}
-    | {"captions", "limit", "clip", "fid"}
-)
-"""Options of `generate` that diffusion models alone have."""
+"""Options of `generate` for texts alone."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +71,9 @@ class ConvertOptions:
     """Options of `titan-exp convert`."""
 
     source: str = ""
-    """Weights to read: a run folder, one of its checkpoints, a folder of Hugging Face or diffusers, Meta's Llama,
-    `flux1-*.safetensors`, a former target, or the URL of one of these (`s3://bucket/...`), which is downloaded once
-    into `runs/.cache/remote`."""
+    """Weights to read: a run folder, one of its checkpoints, a folder of Hugging Face or diffusers, Meta's Llama, a
+    `*.safetensors` of Black Forest Labs, a former target, or the URL of one of these (`s3://bucket/...`), which is
+    downloaded once into `runs/.cache/remote`."""
     target: str = ""
     """Folder to write, or a file for format torch; it must not exist. For a URL the files are uploaded from
     `runs/.cache/remote`."""

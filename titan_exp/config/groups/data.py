@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt, Share
-from titan_exp.config.images.image_options import ImageKind
 
 
 @extended("data")
@@ -17,9 +16,8 @@ class DataConfig:
     """Source of data: a file of `titan_exp/data/sources`, or the import path of a class in your own package.
     E.g. `data.source=my_package.data.Source`."""
     paths: tuple[str, ...]
-    """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote. Source
-    `latents`: one that `titan-exp encode` wrote. Source `images`: a folder, a pattern of tar files, or a Hugging Face
-    data set, as `titan-exp encode` reads it. E.g. `data.paths='[notes,books/*.txt]'`."""
+    """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote. Sources of
+    extensions: what their guides say. E.g. `data.paths='[notes,books/*.txt]'`."""
     weights: tuple[PositiveFloat, ...]
     """Source `tokens`: share of the tokens to take from each of `paths`, in any unit; empty is by their sizes, so that
     their epochs end together. Shares are exact to within a row.
@@ -81,8 +79,4 @@ class DataConfig:
     """Print the batch that the model sees at this step, decoded, and train nothing; null trains.
     E.g. `data.preview=1`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for a source of your own. Source `images`: captions, sizes and encoders, as options of
-    `titan-exp encode`. E.g. `+data.options.url=...`."""
-    images: ImageKind | None = None
-    """Source `images`, which are encoded while training: `emoji`, `folder`, `glyphs`, `huggingface` or `webdataset`;
-    null for other sources. E.g. `data.images=folder`."""
+    """Extra keyword arguments for a source of your own, or options of an extension's. E.g. `+data.options.url=...`."""

@@ -14,11 +14,6 @@ class TrackingConfig:
 
     log_every: PositiveInt
     """Steps between rows of metrics. E.g. `tracking.log_every=1`."""
-    images_every: Count
-    """Steps between grids of images that a diffusion model draws, for the captions of 8 samples of training and 8 held
-    out; 0 never.
-
-    They are in the run's `images/`, TensorBoard and W&B. E.g. `tracking.images_every=500`."""
     tensorboard: bool
     """Also log to TensorBoard files in the run folder. E.g. `tracking.tensorboard=true`."""
     wandb: bool

@@ -70,14 +70,13 @@ class TrainingConfig:
     """End the run as failed when the loss or the gradient norm is not finite, instead of training on.
     E.g. `training.stop_on_nonfinite=false`."""
     objective: str = "language_modeling"
-    """Objective: `language_modeling`, `rectified_flow`, which trains models of latents, or the import path of a class
-    of your own.
+    """Objective: `language_modeling`, the name of an extension's, or the import path of a class of your own.
 
     The class is a subclass of `titan_exp.trainer.objective.language_modeling.LanguageModeling`, or has the same
     methods. E.g. `training.objective=my_package.objective.Distill`."""
     objective_options: dict[str, Any] = field(default_factory=dict)
-    """Options of `rectified_flow` (`times`, `shift`, `text_dropout`, `pooled_dropout`, `guidance`), or extra keyword
-    arguments for an objective of your own. E.g. `+training.objective_options.temperature=2`."""
+    """Options of an extension's objective, or extra keyword arguments for one of your own.
+    E.g. `+training.objective_options.temperature=2`."""
     accumulation_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the sum of a rank's gradients over micro-batches, before ranks reduce it in fp32: `bf16` takes half
     the memory, and loses what is below 2^-9 of the sum. E.g. `training.accumulation_precision=bf16`."""

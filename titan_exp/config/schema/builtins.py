@@ -4,10 +4,11 @@ import ast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
-OBJECTIVES = ("language_modeling", "rectified_flow")
-"""Built-in values of `training.objective`."""
+from titan_exp.config.extension import provided, source_file
+
+LANGUAGE_MODELING = "language_modeling"
+"""The core's own `training.objective`."""
 
 TOKENIZERS = ("bytes", "store")
 """Built-in values of `data.tokenizer`; anything else is a path."""
@@ -17,6 +18,11 @@ BYTES_VOCABULARY = 257
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
 """Values of `compile.backend`."""
+
+
+def objective_names() -> tuple[str, ...]:
+    """Values of `training.objective` that are no import paths."""
+    return (LANGUAGE_MODELING, *provided("objectives"))
 
 
 @cache
@@ -31,8 +37,10 @@ class SourceDescription:
 
     reads: tuple[str, ...] = ()
     """Keys of `data` that choose its input, and that a source without them ignores."""
-    holds: Literal["text", "tokens", "latents"] = "text"
-    """Documents to tokenize, tokens of a store, or latents of images with states of their captions."""
+    holds: str = "text"
+    """`text`, documents to tokenize; `tokens`, those of a store; or samples of a kind that an extension trains on."""
+    has_options: bool = False
+    """True if `data.options` are options of its own."""
     is_store: bool = False
     """True if its validation split was fixed when a store was made."""
     is_endless: bool = False
@@ -41,15 +49,18 @@ class SourceDescription:
 
 @cache
 def sources() -> dict[str, SourceDescription]:
-    """Built-in values of `data.source` with their descriptions: files of `titan_exp/data/sources`, not imported."""
+    """Built-in values of `data.source` and those of extensions, in order, with their descriptions: files of
+    `titan_exp/data/sources` and modules of extensions, not imported."""
     found = {}
-    for path in sorted((Path(__file__).parents[2] / "data" / "sources").glob("*.py")):
+    files = {path.stem: path for path in (Path(__file__).parents[2] / "data" / "sources").glob("*.py")}
+    files |= {name: source_file(module) for name, module in provided("sources").items()}
+    for name, path in sorted(files.items()):
         text = path.read_bytes()
         for node in ast.parse(text).body if b"\nDESCRIPTION = " in text else ():
             match node:
                 case ast.Assign(targets=[ast.Name("DESCRIPTION")], value=ast.Call() as call):
                     stated = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-                    found[path.stem] = SourceDescription(**stated)
+                    found[name] = SourceDescription(**stated)
     return found
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 
 from titan_exp.config.extension import extensions
-from titan_exp.config.schema.builtins import sources
 
 NOT_IN_RUN_ID = {
     "experiment.name": "names the folder above the run's",
@@ -71,7 +70,6 @@ COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
     "parallelism.cp_method": ("parallelism.cp", (1,)),
     "parallelism.cp_ulysses": ("parallelism.cp", (1,)),
     "parallelism.token_exchange": ("parallelism.ep", (1,)),
-    "data.images": ("data.source", tuple(source for source in sources() if source != "images")),
 }
 """Keys or groups without effect while another key has one of the given values. A new default of an idle key changes no
 id: a mode's own keys belong here, as `activation_checkpoint.budget` does."""

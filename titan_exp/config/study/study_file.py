@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation, in_quotes, shown
-from titan_exp.config.extension import extension_folders, lacking
+from titan_exp.config.extension import extension_folders, extensions, lacking
 from titan_exp.config.paths.yaml_file import StudyLoader, read_yaml
 from titan_exp.config.study.search import Halving, Search
 from titan_exp.config.study.search_file import read_halving, read_search
@@ -21,9 +21,11 @@ SWEEPS_DIR = next(
 OWN_DIR = Path("sweeps")
 """Folder of the user's studies in the current directory; they override shipped studies of the same name."""
 
-METRICS = ("loss", "validation_loss", "validation_perplexity", "validation_text_gain", "grad_norm", "tokens_per_second")
+METRICS = ("loss", "validation_loss", "validation_perplexity", "grad_norm", "tokens_per_second")
 METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
-"""Metrics logged by runs. Metrics of a mixture's source (`validation_loss/NAME`) are also comparable."""
+METRICS += tuple(name for one in extensions().values() for name in one.metrics)
+"""Metrics logged by runs, and by those of extensions. Metrics of a mixture's source (`validation_loss/NAME`) are also
+comparable."""
 FIELDS = ("question", "held_fixed", "sizes", "axes", "search", "exclude", "seeds", "halving", "baseline", "metrics")
 FIELDS += ("tune",)
 KINDS = ("grid", "zip", "list")

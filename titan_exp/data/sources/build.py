@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import provided
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.builtins import sources
@@ -18,8 +19,9 @@ INTERFACE = "titan_exp/data/sources/base.py"
 
 
 def builtin_source(config: DataConfig) -> ModuleType | None:
-    """Module of a built-in source; None for a user's class."""
-    return import_module(f"titan_exp.data.sources.{config.source}") if config.source in sources() else None
+    """Module of a built-in source or of an extension's; None for a user's class."""
+    name = config.source
+    return import_module(provided("sources").get(name, f"titan_exp.data.sources.{name}")) if name in sources() else None
 
 
 def build_source(config: DataConfig) -> Source:

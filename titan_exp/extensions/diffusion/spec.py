@@ -7,14 +7,14 @@ pooled text) modulates every block.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
-from titan_exp.models.spec.latent_inputs import LatentInputs
+from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -26,6 +26,9 @@ from titan_exp.models.spec.model_spec import (
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel
+
+if TYPE_CHECKING:
+    from titan_exp.extensions.diffusion.samples import LatentBatch
 
 FFN_RATIO = 4
 """Width of the feed-forward by that of the residual stream."""
@@ -92,7 +95,8 @@ def diffusion_spec(config: DiffusionConfig) -> ModelSpec:
         attention_backend=config.attention_backend,
         ends=ends,
         stage_ends=PipelinePlan(first=("inputs",), last=("output",), extra_tokens=1),
-        latents=LatentInputs(
+        per_sequence=True,
+        inputs=LatentInputs(
             config.patch_dim, config.text_tokens, config.text_dim, config.pooled_dim, config.guidance_embedding
         ),
     )
@@ -220,3 +224,49 @@ def _linear(
 def _tensors(linear: LinearSpec) -> tuple[TensorSpec, TensorSpec]:
     weight = TensorSpec(f"{linear.name}.weight", (linear.outputs, linear.inputs), in_matmul=True, tokens=linear.tokens)
     return weight, TensorSpec(f"{linear.name}.bias", (linear.outputs,))
+
+
+@dataclass(frozen=True)
+class LatentInputs(ModelInputs):
+    """Noisy image tokens and the states of their texts: sizes by the key of the model's configuration, and optional
+    inputs."""
+
+    positional: ClassVar[tuple[str, ...]] = ("image", "text")
+    named: ClassVar[tuple[str, ...]] = ("pooled", "times", "positions", "guidance")
+    trained_by: ClassVar[str] = "training.objective=rectified_flow data=latents data.paths='[STORE]'"
+    makes: ClassVar[str] = "images"
+
+    patch_dim: int
+    """Numbers per image token."""
+    text_tokens: int
+    """Text tokens of a sample; the rest of a sequence are image tokens."""
+    text_dim: int
+    """Width of their states."""
+    pooled_dim: int
+    """Width of a text's pooled embedding."""
+    guidance: bool
+    """True if the model reads a guidance scale."""
+
+    def streams(self, seq_len: int) -> tuple[int, ...]:
+        """Text tokens, then image tokens."""
+        text = min(self.text_tokens, seq_len)
+        return text, seq_len - text
+
+    def example(self, rows: int, seq_len: int) -> "LatentBatch":
+        """Batch of zeros with noise, times and guidance."""
+        import torch
+
+        from titan_exp.extensions.diffusion.samples import LatentBatch
+
+        text, image = self.streams(seq_len)
+        states, pooled = torch.zeros(rows, text, self.text_dim), torch.zeros(rows, self.pooled_dim)
+        latents, number = torch.zeros(rows, image, self.patch_dim), torch.zeros(rows)
+        positions = torch.zeros(rows, seq_len, 3, dtype=torch.int64)
+        samples, guidance = torch.zeros(rows, dtype=torch.int64), number.clone() if self.guidance else None
+        drawn = {"noise": latents.clone(), "times": number.clone(), "guidance": guidance}
+        return LatentBatch(latents, states, pooled, states[:1], pooled[:1], positions, samples, number, **drawn)
+
+
+def latent_inputs(spec: ModelSpec | None) -> LatentInputs | None:
+    """Inputs of a model of latents; None for another."""
+    return spec.inputs if spec is not None and isinstance(spec.inputs, LatentInputs) else None

@@ -1,7 +1,7 @@
 """Diffusion transformer (FLUX.1): double and single blocks, between embedded inputs and the modulated output."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,7 @@ from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
-from titan_exp.ops.attention.axial_rope import AxialRotaryEmbedding
-from titan_exp.ops.attention.rope import rotate
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 
 
@@ -311,3 +310,24 @@ def sinusoid(x: Float[Tensor, " batch"]) -> Float[Tensor, "batch features"]:
     exponent = -math.log(10_000) * torch.arange(half, dtype=torch.float32, device=x.device) / half
     angles = x.float()[:, None] * exponent.exp()
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class AxialRotaryEmbedding(nn.Module):
+    """RoPE caches of several axes, `widths` features of a head each, for coordinates below `length`."""
+
+    def __init__(self, widths: Sequence[int], length: int, theta: float) -> None:
+        super().__init__()
+        self.axes = nn.ModuleList(RotaryEmbedding(width, length, Frequencies(theta)) for width in widths)
+
+    def reset(self) -> None:
+        """Fill the caches."""
+        for axis in self.axes:
+            axis.reset()  # type: ignore[operator]  # a cache's method
+
+    def forward(
+        self, positions: Int[Tensor, "batch_or_1 seq axes"]
+    ) -> tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]]:
+        """Cosines and sines of the axes, one after the other, for `rotate`."""
+        pairs = [axis(positions.shape[1], column) for axis, column in zip(self.axes, positions.unbind(-1), strict=True)]
+        cos, sin = (torch.cat(parts, dim=-1) for parts in zip(*pairs, strict=True))
+        return cos, sin

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.types import PositiveInt, Share
-from titan_exp.config.images.image_options import ImageOptions, ImageSource
+from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
 if TYPE_CHECKING:
-    from titan_exp.config.images.latent_format import LatentFormat
-    from titan_exp.data.latent_store.writer import StoreOptions
+    from titan_exp.extensions.diffusion.latent_format import LatentFormat
+    from titan_exp.extensions.diffusion.latent_store import StoreOptions
 
 EXPERIMENT = "flux_laptop"
 """Experiment that trains from a store."""
@@ -53,10 +53,10 @@ def encode(argv: Sequence[str]) -> int:
     from rich.progress import Progress
 
     from titan_exp.config.command_line.terminal import Terminal
-    from titan_exp.config.images.latent_format import latent_format
-    from titan_exp.data.images.open_images import open_images
-    from titan_exp.data.latent_store.encoders import Encoders
-    from titan_exp.data.latent_store.writer import write_latent_store
+    from titan_exp.extensions.diffusion.encoders import Encoders
+    from titan_exp.extensions.diffusion.images import open_images
+    from titan_exp.extensions.diffusion.latent_format import latent_format
+    from titan_exp.extensions.diffusion.latent_store import write_latent_store
 
     encoders = Encoders.build(latent_format(options))
     images = open_images(options, options)
@@ -94,7 +94,7 @@ def _sizes_unlike(name: str, encoded: "LatentFormat") -> dict[str, int]:
 
 
 def _store_options(options: EncodeOptions) -> "StoreOptions":
-    from titan_exp.data.latent_store.writer import StoreOptions
+    from titan_exp.extensions.diffusion.latent_store import StoreOptions
 
     return StoreOptions(
         size=options.size,

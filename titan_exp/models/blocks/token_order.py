@@ -1,4 +1,4 @@
-"""Identities at which sequence parallelism divides text and image tokens, gathers results, and orders positions."""
+"""Identities at which sequence parallelism divides the streams of a sequence, gathers results, and orders positions."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ Rope = tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 s
 
 
 class TokenShard(nn.Identity):
-    """Tokens of text or image that this rank computes between blocks: all, without sequence parallelism."""
+    """Tokens of a stream that this rank computes between blocks: all, without sequence parallelism."""
 
     tp_style = ShardTokens()
 
@@ -22,10 +22,10 @@ class ResultGather(nn.Identity):
 
 
 class RopeOrder(nn.Module):
-    """RoPE caches in the order of the gathered sequence: text, then image, without sequence parallelism."""
+    """RoPE caches in the order of the gathered sequence: one stream, then the other, without sequence parallelism."""
 
     tp_style = GatheredOrder()
 
-    def forward(self, rope: Rope, text_tokens: int) -> Rope:
-        """Caches of all tokens; `text_tokens` are this rank's."""
+    def forward(self, rope: Rope, first_stream: int) -> Rope:
+        """Caches of all tokens; the first stream has `first_stream` of this rank's."""
         return rope

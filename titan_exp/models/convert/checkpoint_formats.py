@@ -9,7 +9,7 @@ from titan_exp.models.convert.state_dict_map import StateDictMap
 
 CheckpointFormat = Literal["huggingface", "llama", "torchtune", "diffusers", "bfl"]
 """Parameter names of Hugging Face, of Meta's `consolidated.*.pth`, of torchtune, of diffusers, or of Black Forest
-Labs' `flux1-*.safetensors`."""
+Labs' `*.safetensors`."""
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from titan_exp.models.spec.fused_rows import FusedRows
-from titan_exp.models.spec.latent_inputs import LatentInputs
+from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
@@ -291,8 +291,8 @@ class ModelSpec:
     """Children that the first and the last stage hold; None is those of a decoder."""
     unsupported: tuple[Unsupported, ...] = ()
     """Axes along which the model cannot be divided."""
-    latents: LatentInputs | None = None
-    """Sizes of latents and their texts, for a model of them; None for a model of tokens."""
+    inputs: ModelInputs | None = None
+    """Inputs of a model that reads no token ids; None for one that does."""
     per_sequence: bool = False
     """True if modules of a family's own compute something per sequence, beside attention."""
 
@@ -360,11 +360,15 @@ class ModelSpec:
 
     @property
     def computes_per_sequence(self) -> bool:
-        """True if something beside attention is computed per sequence: by modules of a family's own, modulations, a
-        balance loss over sequences, or depths of multi-token prediction, which are joined along the batch."""
+        """True if something beside attention is computed per sequence: by modules of a family's own, a balance
+        loss over sequences, or depths of multi-token prediction, which are joined along the batch."""
         balances = (router.moe.balance for _, router in self.routers())
         over_sequences = any(balance.coefficient and balance.loss in ("switch", "sequence") for balance in balances)
-        return self.per_sequence or self.latents is not None or bool(self.mtp_layers) or over_sequences
+        return self.per_sequence or bool(self.mtp_layers) or over_sequences
+
+    def streams(self, seq_len: int) -> tuple[int, ...]:
+        """Tokens of each stream of a sequence, which ranks divide each; a sequence of token ids is one."""
+        return (seq_len,) if self.inputs is None else self.inputs.streams(seq_len)
 
     @property
     def has_experts(self) -> bool:

@@ -16,7 +16,7 @@ class PipelinePlan:
     looked_up: tuple[str, ...] = ()
     """Children of `first` that the last stage calls too, with a copy of their parameters (multi-token prediction)."""
     extra_tokens: int = 0
-    """Tokens of `dim` numbers that stages send each other beside those of the sequence (a diffusion's conditioning)."""
+    """Tokens of `dim` numbers that stages send each other beside those of the sequence (a conditioning)."""
 
     @property
     def copied(self) -> tuple[str, ...]:

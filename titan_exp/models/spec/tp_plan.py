@@ -152,7 +152,7 @@ class GatherResult(TPStyle):
 
 @dataclass(frozen=True)
 class GatheredOrder(TPStyle):
-    """A module without weights: RoPE caches of text and image tokens in the order in which gathered tokens come."""
+    """A module without weights: RoPE caches of two streams in the order in which gathered tokens come."""
 
 
 @dataclass(frozen=True)

@@ -73,19 +73,19 @@ class GatheredResult(nn.Module):
 
 
 class GatheredRopeOrder(nn.Module):
-    """RoPE caches by rank, from those of all text tokens, then all image tokens."""
+    """RoPE caches by rank, from those of the whole first stream, then the second."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
 
-    def forward(self, rope: Rope, text_tokens: int) -> Rope:
-        """Caches of all tokens; `text_tokens` are this rank's."""
-        cosines, sines = (self._by_rank(part, text_tokens * self.region.degree) for part in rope)
+    def forward(self, rope: Rope, first_stream: int) -> Rope:
+        """Caches of all tokens; the first stream has `first_stream` of this rank's."""
+        cosines, sines = (self._by_rank(part, first_stream * self.region.degree) for part in rope)
         return cosines, sines
 
-    def _by_rank(self, part: Tensor, text_tokens: int) -> Tensor:
-        streams = part.split((text_tokens, part.shape[1] - text_tokens), dim=1)
+    def _by_rank(self, part: Tensor, first_stream: int) -> Tensor:
+        streams = part.split((first_stream, part.shape[1] - first_stream), dim=1)
         of_ranks = [stream.unflatten(1, (self.region.degree, -1)) for stream in streams]
         return torch.cat(of_ranks, dim=2).flatten(1, 2)
 

@@ -90,7 +90,7 @@ def sampled_edge(experiment: Experiment) -> int:
         with_experts = sum(layer.router is not None for layer in spec.layers[-period:])
         skipped = parallelism.pp > 1 and policy == "all_but_last"
         edge = max(edge, parallelism.prefetch_blocks + (1 + skipped) * (period // max(1, with_experts)))
-    if spec is not None and spec.latents is not None:
+    if spec is not None and spec.pipeline.extra_tokens:
         # The conditioning's gradient is summed over blocks. A block's own part has the sum's size, and of two sampled
         # blocks it cannot be said which one a release means.
         edge = max(edge, 2)

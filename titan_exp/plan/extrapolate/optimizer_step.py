@@ -151,7 +151,7 @@ def _key(gradient: Token) -> GradientKey:
 def _holds_batches(experiment: Experiment) -> bool:
     """True if a rank holds the batches of a step before it, on its device or beside it: other GPUs hold copies."""
     spec, on_gpu = model_spec(experiment.model), ResolvedLayout.of(experiment).device_type == "cuda"
-    return not on_gpu or experiment.parallelism.cpu_offload or (spec is not None and spec.latents is not None)
+    return not on_gpu or experiment.parallelism.cpu_offload or (spec is not None and spec.inputs is not None)
 
 
 def _without_passes(experiment: Experiment) -> Experiment:

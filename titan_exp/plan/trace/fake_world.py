@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch, MicroBatch
-from titan_exp.data.latent_batch import LatentBatch
-from titan_exp.models.spec.latent_inputs import LatentInputs
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.exchange import Beside, exchange_of
@@ -180,10 +178,10 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[Mic
     `copied` is False if the device of a GPU is another than the host's, so that torch copies them itself.
     """
     layout, data, spec = ResolvedLayout.of(experiment), experiment.data, model_spec(experiment.model)
-    if spec is not None and spec.latents is not None:
-        return [_latent_batch(layout, spec.latents) for _ in range(layout.gradient_accumulation)]
-    kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
     shape = (layout.micro_batch_size, layout.training.seq_len)
+    if spec is not None and spec.inputs is not None:
+        return [spec.inputs.example(*shape) for _ in range(layout.gradient_accumulation)]
+    kind = _CopiedBatch if copied and layout.device_type == "cuda" else Batch
 
     def tokens() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
@@ -194,16 +192,6 @@ def fake_batches(experiment: Experiment, *, copied: bool = True) -> Sequence[Mic
         return kind(tokens(), tokens(), positions, documents, further)
 
     return [batch() for _ in range(layout.gradient_accumulation)]
-
-
-def _latent_batch(layout: ResolvedLayout, sizes: LatentInputs) -> LatentBatch:
-    rows, image = layout.micro_batch_size, layout.training.seq_len - sizes.text_tokens
-    text, pooled = torch.zeros(rows, sizes.text_tokens, sizes.text_dim), torch.zeros(rows, sizes.pooled_dim)
-    latents, number = torch.zeros(rows, image, sizes.patch_dim), torch.zeros(rows)
-    positions = torch.zeros(rows, layout.training.seq_len, 3, dtype=torch.int64)
-    samples, guidance = torch.zeros(rows, dtype=torch.int64), number.clone() if sizes.guidance else None
-    drawn = {"noise": latents.clone(), "times": number.clone(), "guidance": guidance}
-    return LatentBatch(latents, text, pooled, text[:1], pooled[:1], positions, samples, number, **drawn)
 
 
 def batch_tensors(batches: Iterable[MicroBatch]) -> list[torch.Tensor]:

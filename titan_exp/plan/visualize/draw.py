@@ -86,16 +86,14 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
     spec, whole = model_spec(experiment.model), torch.arange(seq_len)[None]
     cuts, causal = sequence_cuts(spec, parallelism, seq_len), spec is None or spec.is_causal
-    text = 0 if spec is None or spec.latents is None else spec.latents.text_tokens
+    lengths = (seq_len,) if spec is None else spec.streams(seq_len)
     within = parallelism.ulysses_degree
     across = parallelism.cp // within
-    # Text and image tokens are divided each.
-    streams = [stream for stream in (whole[:, :text], whole[:, text:]) if stream.numel()]
     found = []
     for rank in range(parallelism.cp):
         outer = SequenceShard(across, rank // within, zigzag=causal, cuts=cuts)
         shard = ShardedSequence(outer, SequenceShard(within, rank % within, zigzag=False))
-        found.append(_pieces(torch.cat([shard.take(stream)[0] for stream in streams]).tolist()))
+        found.append(_pieces(torch.cat([shard.take(stream)[0] for stream in whole.split(lengths, dim=1)]).tolist()))
     return found
 
 

@@ -25,7 +25,7 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 def sequence_divides(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Every rank has the same number of tokens and the same amount of causal attention."""
-    if spec.latents is not None:  # whose text and image tokens are divided each
+    if spec.inputs is not None:  # whose streams are divided each, by a rule of theirs
         return
     chunks, cp = parallelism.sequence_chunks, parallelism.cp
     per_rank = "" if chunks == cp else f", two for each of {cp} ranks"

@@ -73,8 +73,8 @@ def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Itera
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """With sequence parallelism, every rank has the same number of tokens of each sequence."""
     cp, tp, chunks, seq_len = parallelism.cp, parallelism.tp, parallelism.sequence_chunks, training.seq_len
-    # Indivisible chunks violate the context parallelism rules, and text and image tokens those of latents.
-    if spec.latents is None and parallelism.sequence_parallel and seq_len % chunks == 0:
+    # Indivisible chunks violate the context parallelism rules, and other inputs have rules of their own.
+    if spec.inputs is None and parallelism.sequence_parallel and seq_len % chunks == 0:
         among = f" and parallelism.cp={cp}" if cp > 1 else ""
         reason = f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}"
         more = "; or parallelism.sequence_parallel=false"

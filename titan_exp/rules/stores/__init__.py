@@ -1,1 +1,1 @@
-"""Rules of token stores and latent stores."""
+"""Rules of token stores."""

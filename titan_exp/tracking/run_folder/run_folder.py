@@ -67,7 +67,7 @@ class RunFolder:
         self.roofline = self.path / "roofline.json"
         """Achieved rates of the newest attempt against the peaks of its devices."""
         self.images = self.path / "images"
-        """Grids of images that a diffusion model drew in training, by step."""
+        """Images that parts of training drew, by step."""
         self.traces = self.path / "traces"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"

@@ -26,7 +26,6 @@ Row = Mapping[str, Value]
 | `memory`, `memory_reserved` | peak GiB of a rank in this attempt: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
 | `validation_loss/NAME` | per source of a mixture, when evaluated |
-| `validation_loss_without_text`, `validation_text_gain` | of a diffusion model, with the empty text; minus the loss |
 | `averaged/validation_loss`, `averaged/validation_loss/NAME` | the same with the averaged weights (`weight_average`) |
 | `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
 | `experts/load_max` | tokens of the busiest expert over the mean, of the worst layer |

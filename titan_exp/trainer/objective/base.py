@@ -28,7 +28,7 @@ class Objective(Protocol):
     """A training objective, as `LanguageModeling`; batches are of the kind that it trains on.
 
     Optional members: `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
-    `prepare_evaluation(batch)` completes one of an evaluation;
+    `prepare_evaluation(batch)` completes one of an evaluation; `bind(spec)` returns the objective of a model;
     `has_perplexity`, False if exp(loss) means nothing.
     """
 

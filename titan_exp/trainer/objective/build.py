@@ -4,8 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import load, provided
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.schema.builtins import LANGUAGE_MODELING
 from titan_exp.config.schema.call_signature import Call, call_violations, require_members
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.secrets.variables import revealed
@@ -15,10 +17,6 @@ from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.objective.multi_token_prediction import MultiTokenPrediction
-from titan_exp.trainer.objective.rectified_flow import RectifiedFlow
-
-BUILT_IN: dict[str, Any] = {"language_modeling": LanguageModeling, "rectified_flow": RectifiedFlow}
-"""Classes by `training.objective`."""
 
 
 def build_objective(
@@ -28,25 +26,27 @@ def build_objective(
     automatic_chunk: int | None = None,
     spec: ModelSpec | None = None,
 ) -> Objective:
-    """Build `language_modeling` or `rectified_flow`, or a class of the user's by its import path.
+    """Build `language_modeling`, an extension's objective, or a class of the user's by its import path.
 
     `automatic_chunk` is the chunk of `training.loss_chunk_tokens=auto`, for objectives that compute a loss in chunks.
     With multi-token prediction in the model's `spec`, the objective is also that of its modules.
 
-    That class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
+    A class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
 
     Raises:
         UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks or
             from a shard of the vocabulary, or the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
-    kind = _own_class(training) if is_dotted(name) else BUILT_IN[name]
+    kind: Any = LanguageModeling
+    if name != LANGUAGE_MODELING:
+        kind = _own_class(training) if is_dotted(name) else load(provided("objectives")[name])
     if training.loss_chunk_tokens == "auto":
         training = replace(training, loss_chunk_tokens=None if _overrides_loss(kind) else automatic_chunk)
     options = revealed(training.objective_options, "training.objective_options")
     objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
-    if isinstance(objective, RectifiedFlow) and spec is not None and spec.latents is not None:
-        return replace(objective, guided=spec.latents.guidance)
+    if spec is not None and hasattr(objective, "bind"):
+        objective = objective.bind(spec)
     if training.loss_chunk_tokens is not None and _overrides_loss(kind):
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "

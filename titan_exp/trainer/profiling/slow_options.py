@@ -9,11 +9,11 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.images.latent_format import HASHED_WORDS, PIXELS
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.builtins import sources
+from titan_exp.data.sources.build import builtin_source
 from titan_exp.models.spec.lookup import attention_backend, block_count, model_spec
 from titan_exp.models.spec.tp_plan import Colwise
 
@@ -29,7 +29,7 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     cuda = device_type(experiment.cluster) == "cuda"
     yield from _replicated_weights(experiment)
     yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))
-    yield from encoding_in_training(experiment.data)
+    yield from getattr(builtin_source(experiment.data), "slower_options", lambda data: ())(experiment.data)
     yield from _optimizer(experiment.optimizer, cuda=cuda)
     yield from _quantization(experiment.quantization, experiment.model, cuda=cuda)
     unmasked_bf16 = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
@@ -62,18 +62,6 @@ def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
             f"data.virtual_shards={shards} is not a multiple of the {ranks} data-parallel ranks: each document is read "
             f"and tokenized by {readers} ranks; data.virtual_shards={listed(multiples_near(shards, ranks))} reads it "
             "once, in another order"
-        )
-
-
-def encoding_in_training(data: DataConfig) -> Iterator[str]:
-    """Encoders that training runs anew in every epoch."""
-    built_in = {"latents": PIXELS, "texts": HASHED_WORDS}
-    given = [key for key, name in built_in.items() if data.options.get(key, name) != name]
-    if given and data.source == "images":
-        yield (
-            f"{listed([f'data.options.{key}={data.options[key]}' for key in given], 'and')} encodes each sample on "
-            "every rank that has it, in every epoch, and in memory that titan-exp plan does not count; "
-            f"titan-exp encode images={data.images} out=STORE does it once, for data=latents data.paths='[STORE]'"
         )
 
 

@@ -1,1 +1,0 @@
-"""Options of captioned images and their encoders."""

@@ -1,1 +1,0 @@
-"""Captioned images: rendered ones, folders, Hugging Face data sets and WebDataset shards."""

@@ -1,1 +1,0 @@
-"""Latent store: latents of images and states of their texts, by sample."""

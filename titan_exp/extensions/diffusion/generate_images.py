@@ -1,0 +1,290 @@
+"""Images from prompts: weights of a diffusion model, with the encoders of the latent store that it was trained on."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.schema.typed_config import load_group
+from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.extensions.diffusion.config import DrawOptions, RectifiedFlowOptions
+from titan_exp.extensions.diffusion.encoders import (
+    ImageCodec,
+    TextEncoder,
+    encoders_of_samples,
+    image_codec,
+    text_encoder,
+)
+from titan_exp.extensions.diffusion.image_scores import ImageScores, real_images
+from titan_exp.extensions.diffusion.images import image_grid, save_image
+from titan_exp.extensions.diffusion.latent_format import LatentFormat, format_of, read_latent_manifest
+from titan_exp.extensions.diffusion.latents import LatentData, open_latents, open_store
+from titan_exp.extensions.diffusion.rectified_flow import (
+    conditions,
+    euler,
+    guided_velocity,
+    sampling_noise,
+    sampling_times,
+)
+from titan_exp.extensions.diffusion.spec import LatentInputs, latent_inputs
+from titan_exp.inference.sharded_model import DTYPES, load_sharded
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.trainer.forward_backward import whole_outputs
+
+if TYPE_CHECKING:
+
+    class Options(DrawOptions, GenerateOptions):
+        """Options of the verb with those for images."""
+
+else:
+    Options = GenerateOptions
+
+ROWS = 16
+"""Images that are sampled together."""
+GRID_COLUMNS = 8
+"""Images in a row of the grid, where prompts have a single one each."""
+
+
+@dataclass(frozen=True)
+class SamplingSetup:
+    """Encoders of a latent store, and the shape of the images that are drawn."""
+
+    encoder: TextEncoder
+    """Reads prompts."""
+    codec: ImageCodec
+    """Decodes latents."""
+    rows: int
+    """Rows of image tokens."""
+    columns: int
+    """Columns of image tokens."""
+    shift: bool
+    """Shift times by the number of image tokens."""
+
+
+class Images:
+    """Images, with their scores, of `titan-exp generate`."""
+
+    options = frozenset(field.name for field in fields(DrawOptions))
+    averaged = True
+
+    def prepared(self, source: OpenCheckpoint, options: Options, prompts: Sequence[str]) -> Sequence[str]:
+        """Captions instead of prompts, if a split's are drawn.
+
+        Raises:
+            UserError: the encoders are missing, or ranks cannot share a sequence.
+        """
+        encoded = encoders_of(source, options)
+        prompts = captions_of(source, options) if options.captions else prompts
+        if not options.height and not options.width:
+            require_even_shares(encoded.text_tokens, encoded.rows * encoded.columns, options.cp)
+        return prompts
+
+    def lines(
+        self, path: Path, source: OpenCheckpoint, options: Options, prompts: Sequence[str], mesh: Mesh | None
+    ) -> list[str]:
+        """Files and scores."""
+        return generate_images(source, options, prompts, mesh=mesh)
+
+
+def generate_images(
+    source: OpenCheckpoint, options: Options, prompts: Sequence[str], *, mesh: Mesh | None = None
+) -> list[str]:
+    """Draw images and write them, each in a file, and the grid of all in the last one; returns lines to print, the
+    files and the scores.
+
+    All ranks of a `mesh` must call it, and rank 0 writes; None is one device. Raises UserError if the
+    latent store, or an encoder of it, is missing.
+    """
+    scores = ImageScores(options)
+    setup = sampling_setup(source, options)
+    tokens = setup.encoder.tokens + setup.rows * setup.columns
+    require_even_shares(setup.encoder.tokens, setup.rows * setup.columns, options.cp)
+    model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
+    images = list(draw(model, setup, options, prompts, mesh))
+    if mesh is not None and dist.get_rank() > 0:
+        return []
+    folder = Path(options.out).expanduser() if options.out else _folder(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    texts = [prompt for prompt in prompts for _ in range(options.samples)]
+    for number, (image, prompt) in enumerate(zip(images, texts, strict=True)):
+        place, sample = divmod(number, options.samples)
+        written.append(folder / f"{place:02d}-{_slug(prompt)}-{options.seed}-{sample}.png")
+        facts = {"prompt": prompt, "weights": source.path, "seed": options.seed, "sample": sample}
+        save_image(written[-1], image, {**facts, "steps": options.steps, "guidance": options.guidance})
+    columns = options.samples if options.samples > 1 else min(GRID_COLUMNS, len(images))
+    save_image(folder / "grid.png", image_grid(images, texts, columns), {"weights": source.path})
+    splits = {"": "validation", "held_out": "validation", "training": "train"}
+    real = partial(_real_images, source, options, splits[options.captions], setup.codec)
+    return [*map(str, (*written, folder / "grid.png")), *scores.lines(images, texts, real)]
+
+
+def draw(
+    model: nn.Module,
+    setup: SamplingSetup,
+    options: Options,
+    prompts: Sequence[str],
+    mesh: Mesh | None = None,
+) -> Iterator[np.ndarray]:
+    """Images [height, width, 3] in uint8, `options.samples` of each prompt. The samples of a prompt begin with noise
+    that is a function of the seed and the sample's number alone; captions of a split have noise of their own."""
+    latents, device = _inputs(model.spec), next(model.parameters()).device
+    image_tokens = setup.rows * setup.columns
+    scale = options.model_guidance if latents.guidance else None
+    times = sampling_times(options.steps, image_tokens, shift=setup.shift)
+    outputs = partial(whole_outputs, model, mesh=mesh)
+    empty = conditions(setup.encoder, [""], setup.rows, setup.columns, scale).to(device)
+    jobs = [(prompt, sample) for prompt in prompts for sample in range(options.samples)]
+    if options.captions:
+        jobs = [(prompt, number) for number, (prompt, _) in enumerate(jobs)]
+    for first in range(0, len(jobs), ROWS):
+        texts, samples = zip(*jobs[first : first + ROWS], strict=True)
+        given = conditions(setup.encoder, texts, setup.rows, setup.columns, scale).to(device)
+        predict = guided_velocity(outputs, given, empty, options.guidance)
+        noise = sampling_noise(options.seed, samples, image_tokens, latents.patch_dim)
+        found = euler(predict, noise.to(device), times)
+        yield from setup.codec.decode(found.cpu().numpy(), setup.rows, setup.columns)
+
+
+def require_even_shares(text: int, image: int, cp: int) -> None:
+    """Check that context-parallel ranks can have as many of the text tokens, and of the image tokens.
+
+    Raises:
+        UserError: they cannot.
+    """
+    common = math.gcd(text, image)
+    if common % cp:
+        reason = f"a sequence has {text} text and {image} image tokens, which it cannot both divide"
+        near = listed(nearest_numbers(cp, divisors(common)))
+        raise UserError("The images cannot be drawn.", [Violation("cp", cp, reason, f"nearest: cp={near}")])
+
+
+def sampling_setup(source: OpenCheckpoint, options: Options) -> SamplingSetup:
+    """Encoders for a model, from `options.store` or the store of its run.
+
+    Raises:
+        UserError: there is no store, or its sizes or those of the images do not fit.
+    """
+    run, encoded = _run_of(source), encoders_of(source, options)
+    latents, violations = _inputs(model_spec(source.model)), list[Violation]()
+    sizes = {
+        "patch_dim": (latents.patch_dim, encoded.channels),
+        "text_dim": (latents.text_dim, encoded.text_dim),
+        "pooled_dim": (latents.pooled_dim, encoded.pooled_dim),
+    }
+    for key, (own, stored) in sizes.items():
+        if own != stored:
+            reason, remedy = f"it has {key}={stored}, and {source.model.name} {own}", "the store of its training"
+            violations.append(Violation("store", options.store, reason, remedy))
+    if violations:
+        raise UserError("The images cannot be drawn.", violations)
+    with encoders_of_samples():
+        codec, encoder = image_codec(encoded.latents), text_encoder(encoded)
+    grid = [encoded.rows, encoded.columns]
+    for place, (key, pixels) in enumerate((("height", options.height), ("width", options.width))):
+        if pixels % codec.token_size:
+            near = max(1, round(pixels / codec.token_size)) * codec.token_size
+            reason = f"an image token is {codec.token_size} pixels wide"
+            violations.append(Violation(key, pixels, reason, f"nearest: {key}={near}"))
+        elif pixels:
+            grid[place] = pixels // codec.token_size
+    if violations:
+        raise UserError("The images cannot be drawn.", violations)
+    shift = options.shift == "on" or (options.shift == "training" and _trained_shift(run))
+    return SamplingSetup(encoder, codec, grid[0], grid[1], shift)
+
+
+def encoders_of(source: OpenCheckpoint, options: Options) -> LatentFormat:
+    """Encoders of `options.store`, or of the data that the source's run was trained on.
+
+    Raises:
+        UserError: there is no such store, or an encoder's folder is missing.
+    """
+    if options.store:
+        return read_latent_manifest(options.store)
+    run = _run_of(source)
+    if run is None:
+        reason, remedy = "these weights are of no run", "store=FOLDER, a latent store of the encoders that they go with"
+        raise UserError("The prompts cannot be encoded.", [Violation("store", "", reason, remedy)])
+    data = _data_of(run)
+    try:
+        return format_of(data)
+    except UserError as error:
+        if data.source == "images":
+            raise
+        reason, remedy = f"the store of {run}, which names its encoders, is not there", "store=FOLDER, where it is now"
+        raise UserError(
+            "The prompts cannot be encoded.", [Violation("store", str(data.paths[0]), reason, remedy)]
+        ) from error
+
+
+def captions_of(source: OpenCheckpoint, options: Options) -> list[str]:
+    """Captions of `options.captions`, of `options.store` or the data that the source's run was trained on.
+
+    Raises:
+        UserError: there are none.
+    """
+    split = "train" if options.captions == "training" else "validation"
+    captions = _latents_of(source, options).splits[split].captions()
+    if not captions:
+        reason, remedy = "no image was held out", "captions=training"
+        raise UserError("There is nothing to draw.", [Violation("captions", options.captions, reason, remedy)])
+    return captions[: options.limit or None]
+
+
+def _real_images(source: OpenCheckpoint, options: Options, split: str, codec: ImageCodec) -> list[np.ndarray]:
+    return real_images(_latents_of(source, options).splits[split], codec)
+
+
+def _latents_of(source: OpenCheckpoint, options: Options) -> LatentData:
+    encoders_of(source, options)  # its errors say what is missing
+    run = _run_of(source)
+    return open_store(options.store) if options.store or run is None else open_latents(_data_of(run))
+
+
+def _data_of(run: Path) -> DataConfig:
+    return load_group(run / "config.yaml", "data", imports=())
+
+
+def _trained_shift(run: Path | None) -> bool:
+    """True if the run shifted times by the number of image tokens; weights of no run are taken as if they were."""
+    if run is None:
+        return True
+    training = load_group(run / "config.yaml", "training", imports=())
+    if training.objective != "rectified_flow":
+        return False
+    return typed_options(RectifiedFlowOptions, training.objective_options, "training.objective_options").shift
+
+
+def _inputs(spec: Any) -> LatentInputs:
+    latents = latent_inputs(spec)
+    assert latents is not None, "a model that makes images"
+    return latents
+
+
+def _run_of(source: OpenCheckpoint) -> Path | None:
+    """Run folder of a checkpoint; None for other weights."""
+    run = source.path.parent.parent
+    return run if source.format == "dcp" and (run / "config.yaml").is_file() else None
+
+
+def _folder(source: OpenCheckpoint) -> Path:
+    run = _run_of(source)
+    return Path("generated") if run is None else run / "generated" / source.path.name
+
+
+def _slug(prompt: str) -> str:
+    return "-".join(re.findall(r"[a-z0-9]+", prompt.lower()))[:40] or "empty"

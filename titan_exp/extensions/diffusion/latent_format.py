@@ -1,0 +1,289 @@
+"""Latent format: encoders and sizes of samples, from options or from a store's manifest, without loading an encoder.
+
+`manifest.json` is written last by `titan-exp encode`: a store that has it is complete. A store is a folder. A split
+(`train`, `validation`) is a list of shards; a shard is one file of captions and three arrays of numpy, one row per
+sample: NAME.captions.json, NAME.latents.npy [samples, image tokens, channels], NAME.text.npy [samples, text tokens,
+text_dim] and NAME.pooled.npy [samples, pooled_dim]. Latents of an autoencoder are means, and NAME.deviations.npy has
+standard deviations. `empty.text.npy` and `empty.pooled.npy` are the states of the empty text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.foreign_json import count, digests, file_name, items, read_object, table, text
+from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
+from titan_exp.config.paths.token_store_manifest import UNFINISHED
+from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
+
+PIXELS, AUTOENCODER, HASHED_WORDS, T5_AND_CLIP = "pixels", "autoencoder_kl", "hashed_words", "t5_and_clip"
+"""Names of encoders."""
+COLOURS = 3
+"""Red, green and blue."""
+LATENT_PATCH = 2
+"""Height and width of a token in latent pixels of an autoencoder."""
+TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+"""Subfolders of a FLUX.1 pipeline, as diffusers saves it: CLIP, then T5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentFormat:
+    """Encoders of images and texts, and the sizes of a sample."""
+
+    latents: Mapping[str, Any]
+    """Encoder of images: its name and arguments."""
+    texts: Mapping[str, Any]
+    """Encoder of texts: its name and arguments."""
+    rows: int
+    """Rows of image tokens of a square image."""
+    columns: int
+    """Columns of image tokens of a square image."""
+    channels: int
+    """Features of an image token."""
+    text_tokens: int
+    """Text tokens of a sample."""
+    text_dim: int
+    """Width of their states."""
+    pooled_dim: int
+    """Width of a pooled embedding."""
+
+    @property
+    def tokens(self) -> int:
+        """Text and image tokens of a sample."""
+        return self.text_tokens + self.rows * self.columns
+
+
+def latent_format(options: ImageOptions) -> LatentFormat:
+    """Format of samples of these options.
+
+    Raises:
+        UserError: the folder of an encoder lacks files, or the size is no multiple of a token's.
+    """
+    if options.latents == PIXELS:
+        token_size, channels = options.patch, COLOURS * options.patch**2
+        latents: Mapping[str, Any] = {"name": PIXELS, "patch": options.patch}
+    else:
+        config = autoencoder_config(options.latents)
+        levels = len(items(config.get("block_out_channels", [64]), f"{options.latents}: block_out_channels"))
+        token_size = LATENT_PATCH * 2 ** min(max(levels - 1, 0), 16)
+        channels = count(config.get("latent_channels", 4), f"{options.latents}: latent_channels", 2**20)
+        channels *= LATENT_PATCH**2
+        latents = autoencoder_description(options.latents, config)
+    if options.size % token_size:
+        near = max(1, round(options.size / token_size)) * token_size
+        reason = f"image tokens are {token_size} pixels wide"
+        violation = Violation("size", options.size, reason, f"nearest: size={near}")
+        raise UserError("This cannot be encoded.", [violation])
+    text_dim, pooled_dim = options.text_dim, options.pooled_dim
+    texts: Mapping[str, Any] = {"name": HASHED_WORDS, "seed": options.seed}
+    if options.texts != HASHED_WORDS:
+        clip, _, t5, _ = text_folders(options.texts)
+        texts = {"name": T5_AND_CLIP, "folder": absolute(options.texts)}
+        text_dim = count(_config(t5, "texts", options.texts).get("d_model", 512), f"{t5}: d_model", 2**20)
+        pooled_dim = count(_config(clip, "texts", options.texts).get("hidden_size", 512), f"{clip}: hidden_size", 2**20)
+    side = options.size // token_size
+    return LatentFormat(
+        latents=latents,
+        texts=texts,
+        rows=side,
+        columns=side,
+        channels=channels,
+        text_tokens=options.text_tokens,
+        text_dim=text_dim,
+        pooled_dim=pooled_dim,
+    )
+
+
+def autoencoder_config(folder: str) -> Mapping[str, Any]:
+    """Configuration of the AutoencoderKL in a folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(folder).expanduser()
+    remedy = "the folder vae of a FLUX.1 pipeline, or latents=pixels"
+    if (path / "config.json").is_file():
+        config = _config(path, "latents", folder)
+        if (kind := config.get("_class_name", "AutoencoderKL")) == "AutoencoderKL":
+            return config
+        reason = f"it is a {kind}, not an AutoencoderKL"
+    elif (path / "vae" / "config.json").is_file():
+        reason, remedy = "it is a whole pipeline", f"latents={folder}/vae"
+    else:
+        reason = "it has no config.json" if path.is_dir() else "no such folder"
+    raise UserError("The images cannot be coded.", [Violation("latents", folder, reason, remedy)])
+
+
+def autoencoder_description(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entry `latents` of a manifest, with the shift and scale of the configuration."""
+    noted = NotedKeys(config)
+    with named_errors(noted, f"{folder}/config.json", "an AutoencoderKL's"):
+        shift, scale = float(noted.get("shift_factor") or 0), float(noted.get("scaling_factor", 0.18215))
+    return {"name": AUTOENCODER, "folder": absolute(folder), "shift": shift, "scale": scale, "posterior": True}
+
+
+def absolute(folder: str) -> str:
+    """Absolute path of an encoder's folder, by which every working directory finds it."""
+    return str(Path(folder).expanduser().absolute())
+
+
+def text_folders(folder: str) -> list[Path]:
+    """Subfolders of a FLUX.1 pipeline: CLIP, its tokenizer, T5, and its tokenizer.
+
+    Raises:
+        UserError: one is missing.
+    """
+    found = [Path(folder).expanduser() / name for name in TEXT_FOLDERS]
+    if missing := [path.name for path in found if not path.is_dir()]:
+        reason = f"it lacks {', '.join(missing)}" if found[0].parent.is_dir() else "no such folder"
+        remedy = f"the folder of a FLUX.1 pipeline of diffusers, with {', '.join(TEXT_FOLDERS)}; or texts=hashed_words"
+        raise UserError("The texts cannot be encoded.", [Violation("texts", folder, reason, remedy)])
+    return found
+
+
+def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
+    try:
+        return read_object(path / "config.json")
+    except UserError as error:
+        reason, remedy = str(error), "the folder as diffusers saves it"
+        raise UserError("A frozen network cannot be used.", [Violation(field, folder, reason, remedy)]) from error
+
+
+FORMAT, VERSION = "titan_exp latent store", 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation")
+SIZES = ("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim")
+"""Numbers of a latent format."""
+
+
+@dataclass(frozen=True)
+class LatentShard:
+    """Shard of a split: four files."""
+
+    name: str
+    """Name of the files, without their endings."""
+    samples: int
+    """Number of samples."""
+    rows: int
+    """Rows of image tokens; every shard has as many tokens."""
+    columns: int
+    """Columns of image tokens."""
+    checksums: Mapping[str, str]
+    """16-byte blake2b digest of each file, by its ending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentManifest(LatentFormat):
+    """Manifest of a complete store."""
+
+    path: Path
+    """Folder of the store."""
+    images: str
+    """Source of the images, and their size in pixels."""
+    options: Mapping[str, Any]
+    """Options of shapes, of the split, of the shards and of the order of samples."""
+    fingerprint: str
+    """Checksum of the whole store."""
+    splits: Mapping[str, Sequence[LatentShard]]
+    """Shards of each split."""
+
+    @cached_property
+    def samples(self) -> dict[str, int]:
+        """Number of samples of each split."""
+        return {split: sum(shard.samples for shard in shards) for split, shards in self.splits.items()}
+
+
+def read_latent_manifest(folder: str | Path) -> LatentManifest:
+    """Read the manifest of the store in `folder`.
+
+    Raises:
+        UserError: there is none, or it is of another version.
+    """
+    path = Path(folder).expanduser()
+    try:
+        if (path / MANIFEST).exists():
+            return _manifest(path, read_object(path / MANIFEST))
+        remedy = f"titan-exp encode images=emoji out={folder} writes one, or images=glyphs, which needs no font"
+        reason = f"there is no {MANIFEST} in it" if path.is_dir() else "no such folder"
+        if (path / UNFINISHED).is_dir():
+            reason, remedy = "it is not finished", "the titan-exp encode command that began it, which continues"
+    except (OSError, UserError) as error:
+        reason, remedy = f"its {MANIFEST} cannot be read: {error}", "encode the images again, into another folder"
+    raise UserError("The latent store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])
+
+
+def _manifest(path: Path, values: Mapping[str, Any]) -> LatentManifest:
+    """Manifest of its values. Raises UserError about one of another type."""
+    if (values.get("format"), values.get("version")) != (FORMAT, VERSION):
+        raise UserError(f"it is {values.get('format')} {values.get('version')}, not {FORMAT} {VERSION}")
+    splits = table(values.get("splits"), "splits")
+    sizes = {key: count(values.get(key), key, 2**31) for key in SIZES}
+    return LatentManifest(
+        path=path,
+        splits={split: [_shard(one, split) for one in items(splits.get(split), f"splits.{split}")] for split in SPLITS},
+        latents=table(values.get("latents"), "latents"),
+        texts=table(values.get("texts"), "texts"),
+        images=text(values.get("images"), "images"),
+        options=table(values.get("options"), "options"),
+        fingerprint=text(values.get("fingerprint"), "fingerprint"),
+        **sizes,
+    )
+
+
+def _shard(values: object, split: str) -> LatentShard:
+    shard, name = table(values, f"a shard of {split}"), f"of a shard of {split}"
+    return LatentShard(
+        file_name(shard.get("name"), f"name {name}"),
+        checksums=digests(shard.get("checksums"), f"checksums {name}"),
+        **{key: count(shard.get(key), f"{key} {name}", 2**31) for key in ("samples", "rows", "columns")},
+    )
+
+
+_KEYS = {field.name: f"data.{field.name}" for field in fields(ImageSource)}
+_KEYS |= {field.name: f"data.options.{field.name}" for field in fields(ImageOptions)}
+
+
+def format_of(data: DataConfig) -> LatentFormat:
+    """Format of the samples of a source that holds latents.
+
+    Raises:
+        UserError: the store cannot be used, or the options do not fit.
+    """
+    if data.source == "latents":
+        return read_latent_manifest(data.paths[0])
+    options = image_options(data)
+    with in_keys_of_data():
+        return latent_format(options)
+
+
+def image_options(data: DataConfig) -> ImageOptions:
+    """Typed `data.options` of images.
+
+    Raises:
+        UserError: a name or a value does not fit.
+    """
+    return typed_options(ImageOptions, data.options, "data.options")
+
+
+@contextmanager
+def in_keys_of_data() -> Iterator[None]:
+    """Name options of `titan-exp encode` in errors by their keys of the data group."""
+    try:
+        yield
+    except UserError as error:
+        found = [
+            replace(each, field=_KEYS.get(each.field, each.field), remedy=re.sub(r"\w+(?==)", _key, each.remedy))
+            for each in error.violations
+        ]
+        raise UserError("The images cannot be used.", found) from error
+
+
+def _key(option: re.Match[str]) -> str:
+    return _KEYS.get(option[0], option[0])

@@ -1,0 +1,260 @@
+"""Source `latents`: a latent store written by `titan-exp encode`.
+
+The source `images` shares the sampler and the validation. The order is a function of seed and row number, and the
+sampler's state is a number of rows: any dp degree resumes from it without reading. Validation has every held-out
+sample at fixed times, with noise of its own that never changes. Loss at fixed times correlates with image quality
+(Esser et al. 2024), and is the same number in every layout.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.schema.builtins import SourceDescription
+from titan_exp.data.permutation import Permutation
+from titan_exp.data.sampler import NextRow, SamplerState
+from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource, images_of
+from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
+from titan_exp.extensions.diffusion.images import aspect_buckets, open_images
+from titan_exp.extensions.diffusion.latent_format import (
+    SPLITS,
+    LatentFormat,
+    image_options,
+    in_keys_of_data,
+    latent_format,
+    read_latent_manifest,
+)
+from titan_exp.extensions.diffusion.latent_store import LatentSplit
+from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, noise_of
+
+TIMES = tuple((index + 0.5) / 8 for index in range(8))
+"""Times of evaluation."""
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class FixedTimeBatches:
+    """Batches of one data rank at one time; every rank has as many, and each sample is on exactly one."""
+
+    split: LatentSamples
+    samples: int
+    time: float
+    dp_rank: int
+    dp_degree: int
+    micro_batch_size: int
+
+    def __len__(self) -> int:
+        return math.ceil(self.samples / (self.micro_batch_size * self.dp_degree))
+
+    def __iter__(self) -> Iterator[LatentBatch]:
+        for number in range(len(self)):
+            first = number * self.micro_batch_size
+            rows = [self.dp_rank + row * self.dp_degree for row in range(first, first + self.micro_batch_size)]
+            batch = self.split.batch(
+                [row % self.samples for row in rows], rows, [float(r < self.samples) for r in rows]
+            )
+            yield replace(
+                batch, noise=noise_of(batch, _SEED, "validation noise"), times=torch.full((len(rows),), self.time)
+            )
+
+
+@dataclass(frozen=True)
+class WithoutText:
+    """The same batches with the empty text."""
+
+    batches: FixedTimeBatches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[LatentBatch]:
+        for batch in self.batches:
+            yield replace(
+                batch,
+                text=batch.empty_text.expand_as(batch.text).contiguous(),
+                pooled=batch.empty_pooled.expand_as(batch.pooled).contiguous(),
+            )
+
+
+def further_metrics(
+    sources: Mapping[str, FixedTimeBatches],
+    row: Mapping[str, float | int],
+    evaluate: Callable[[Mapping[str, WithoutText]], Mapping[str, float | int]],
+) -> dict[str, float | int]:
+    """Loss with the empty text, and how much lower it is with the texts."""
+    without = evaluate({name: WithoutText(batches) for name, batches in sources.items()})["validation_loss"]
+    return {"validation_loss_without_text": without, "validation_text_gain": without - row["validation_loss"]}
+
+
+def validation_batches(
+    data: DataConfig, *, dp_rank: int, dp_degree: int, micro_batch_size: int, all_documents: bool
+) -> dict[str, FixedTimeBatches]:
+    """Batches by time. With `all_documents` the samples are those of the training split.
+
+    Raises:
+        UserError: there are no validation samples.
+    """
+    split = open_latents(data).splits["train" if all_documents else "validation"]
+    samples = min(len(split), data.validation_documents or len(split))
+    if not samples:
+        raise UserError("There is nothing to evaluate on.", [_none_held_out(data)])
+    return {
+        f"t={time:g}": FixedTimeBatches(split, samples, time, dp_rank, dp_degree, micro_batch_size) for time in TIMES
+    }
+
+
+def _none_held_out(data: DataConfig) -> Violation:
+    if data.source == "images":
+        reason, remedy = "no image is held out", "a larger data.validation_fraction, or training.evaluate_every=0"
+        return Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
+    reason = "this store was made without validation samples"
+    return Violation("data.paths", data.paths[0], reason, "training.evaluate_every=0, or another store")
+
+
+@dataclass(frozen=True)
+class LatentData:
+    """Samples of both splits."""
+
+    format: LatentFormat
+    """Encoders and sizes."""
+    splits: Mapping[str, LatentSamples]
+    """Samples by split."""
+    identity: Mapping[str, Any]
+    """Identity of the samples and their order, by config key."""
+
+
+def open_latents(data: DataConfig) -> LatentData:
+    """Open the samples of a source that holds latents; images and their encoders are loaded once in a process.
+
+    Raises:
+        UserError: the store, the images or their encoders cannot be used.
+    """
+    if data.source == "latents":
+        return open_store(data.paths[0])
+    images = images_of(data)
+    assert images is not None, "checked by the rules"
+    options, source = image_options(data), ImageSource(images, *data.paths)
+    with in_keys_of_data():
+        return _open_images(source, options, data.validation_fraction)
+
+
+def open_store(folder: str) -> LatentData:
+    """Open the samples of a store.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    store = read_latent_manifest(folder)
+    splits = {split: LatentSplit(store, split) for split in SPLITS}
+    return LatentData(store, splits, {"data.paths": [store.fingerprint]})
+
+
+@lru_cache(maxsize=1)
+def _open_images(source: ImageSource, options: ImageOptions, validation_fraction: float) -> LatentData:
+    found, images = latent_format(options), open_images(source, options)
+    encoders = Encoders.build(found)
+    buckets = aspect_buckets(found.rows, options.max_aspect)
+    splits = {
+        split: EncodedImages(images, encoders, groups, keep=split == "validation")
+        for split, groups in order_samples(images, buckets, validation_fraction, options.seed).items()
+    }
+    content = json.dumps([asdict(found), asdict(options), validation_fraction], sort_keys=True)
+    digest = blake2b(content.encode(), digest_size=16).hexdigest()
+    return LatentData(found, splits, {"data.images": images.name, "data.options": digest})
+
+
+_STATE = "latents"
+
+
+class LatentSampler:
+    """`Sampler` over the training samples of the data group, which are permuted anew in every epoch.
+
+    Raises:
+        UserError: the store or the images cannot be used, or there is nothing to train on.
+    """
+
+    def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+        found = open_latents(data)
+        self._split = found.splits["train"]
+        if not len(self._split):
+            raise UserError("There is nothing to train on: every image is held out. A smaller validation_fraction.")
+        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(len(self._split), "latents", seed, epoch))
+        self.corpus: dict[str, Any] = {**found.identity, "experiment.seed": seed}
+        self.initial_state: SamplerState = {_STATE: {"rows": 0}}
+
+    def rows(self, count: int) -> "LatentRows":
+        """Rows to fill."""
+        return LatentRows(self._split, count)
+
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
+        """Return the single position, shared by all ranks."""
+        if _STATE not in states:
+            raise UserError("The checkpoint's data state has no position in a latent store.")
+        return {_STATE: {"rows": states[_STATE]["rows"]}}
+
+    def open(self, state: SamplerState) -> NextRow:
+        """Open a reader of this rank's rows; the position counts the rows of all ranks, which advance together."""
+        rows = state[_STATE]["rows"]
+
+        def next_row(fill: Callable[[int, int], None]) -> tuple[list[int], SamplerState]:
+            nonlocal rows
+            sample = rows + self._dp_rank
+            epoch, rank = divmod(sample, len(self._split))
+            rows += self._dp_degree
+            fill(self._order(epoch)[rank], sample)
+            return [], {_STATE: {"rows": rows}}
+
+        return next_row
+
+    def state_at(self, rows: int) -> SamplerState:
+        """Position after `rows` rows."""
+        return {_STATE: {"rows": rows}}
+
+    def source_name(self, row: int) -> str:
+        """Empty: there is a single source."""
+        return ""
+
+    def epochs(self, state: SamplerState) -> dict[str, float]:
+        """Epochs over the samples."""
+        return {"": state[_STATE]["rows"] / len(self._split)}
+
+    def close(self) -> None:
+        """Do nothing: samples are read on demand."""
+
+
+class LatentRows:
+    """Rows of a micro-batch: iterating yields functions that fill them, from an index in the split and a number."""
+
+    def __init__(self, split: LatentSamples, count: int) -> None:
+        self._split, self._count = split, count
+        self._indices, self._samples = list[int](), list[int]()
+
+    def __iter__(self) -> Iterator[Callable[[int, int], None]]:
+        for _ in range(self._count):
+            yield self._fill
+
+    def collate(self, starts: Sequence[Sequence[int]]) -> LatentBatch:
+        """Batch of the filled rows."""
+        return self._split.batch(self._indices, self._samples, [1.0] * self._count)
+
+    def _fill(self, index: int, sample: int) -> None:
+        self._indices.append(index)
+        self._samples.append(sample)
+
+
+DESCRIPTION = SourceDescription(reads=("paths",), holds="latents", is_store=True)
+
+build_sampler = LatentSampler
+
+
+def open_files(config: DataConfig) -> None:
+    """None: the store's own checksum identifies its files."""

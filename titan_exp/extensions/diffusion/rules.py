@@ -1,0 +1,200 @@
+"""Diffusion rules: model, objective and latent store belong together, and their sizes agree."""
+
+import math
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.schema.builtins import sources
+from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions, images_of
+from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of
+from titan_exp.extensions.diffusion.spec import latent_inputs
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.token_span import EVERY_TOKEN
+from titan_exp.rules.quantization import RECIPE, quantized_linears, scaling_block
+from titan_exp.rules.rule import Refuse, rules
+
+_OBJECTIVE = "rectified_flow"
+_EXAMPLES = {
+    "folder": "data.images=folder data.paths='[photos]'",
+    "huggingface": "data.images=huggingface data.paths='[OWNER/NAME]', or a local folder",
+    "webdataset": "data.images=webdataset data.paths='[shards/*.tar]'",
+}
+
+
+def options_are_known(training: TrainingConfig) -> Iterator[Violation]:
+    """Options of the objective have its names and types."""
+    try:
+        typed_options(RectifiedFlowOptions, training.objective_options, "training.objective_options")
+    except UserError as error:
+        yield from error.violations
+
+
+def store_fits(spec: ModelSpec, data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """The store is complete, or the encoders' folders are; samples have the sizes that the model takes, and a store has
+    a validation split if the run evaluates."""
+    latents = latent_inputs(spec)
+    if latents is None:
+        yield Violation("data.source", data.source, "the model takes tokens", "data=tokens, or model=flux_laptop")
+        return
+    if data.source == "latents" and len(data.paths) != 1:
+        yield Violation("data.paths", data.paths, "one latent store is read", "data.paths='[stores/glyphs]'")
+        return
+    try:
+        encoded = format_of(data)
+    except UserError as error:
+        yield from error.violations
+        return
+    sizes = {
+        "patch_dim": (latents.patch_dim, encoded.channels),
+        "text_tokens": (latents.text_tokens, encoded.text_tokens),
+        "text_dim": (latents.text_dim, encoded.text_dim),
+        "pooled_dim": (latents.pooled_dim, encoded.pooled_dim),
+    }
+    name = f"the store {data.paths[0]}" if data.source == "latents" else f"data.images={images_of(data)}"
+    for key, (own, stored) in sizes.items():
+        if own != stored:
+            yield Violation(f"model.{key}", own, f"{name} has {stored}", f"model.{key}={stored}")
+    if training.seq_len != encoded.tokens:
+        reason = f"a sample of {name} has {encoded.text_tokens} text and {encoded.rows}x{encoded.columns} image tokens"
+        yield Violation("training.seq_len", training.seq_len, reason, f"training.seq_len={encoded.tokens}")
+    if isinstance(encoded, LatentManifest) and training.evaluate_every and not encoded.samples["validation"]:
+        reason = f"{data.paths[0]} was made without validation samples"
+        yield Violation("training.evaluate_every", training.evaluate_every, reason, "training.evaluate_every=0")
+
+
+def _has_latents(data: DataConfig) -> bool:
+    return data.source in sources() and sources()[data.source].holds == "latents"
+
+
+def images_are_given(data: DataConfig) -> Iterator[Violation]:
+    """Images have a kind, and a path if they are read from one."""
+    images = images_of(data)
+    if data.source != "images":
+        if images is not None and data.source in sources():
+            reason = f"source {data.source} reads no images"
+            yield Violation("data.images", images, reason, f"data=images data.images={images}")
+        return
+    example = _EXAMPLES.get(images or "", "")
+    if images is None:
+        yield Violation("data.images", None, "source images reads some", "data.images=folder data.paths='[photos]'")
+    elif images not in READ_FROM_PATHS and data.paths:
+        remedy = f"data.paths='[]', or {_EXAMPLES['folder']}"
+        yield Violation("data.paths", data.paths, f"{images} are rendered, not read", remedy)
+    elif images in READ_FROM_PATHS and len(data.paths) != 1:
+        yield Violation("data.paths", data.paths, f"data.images={images} is read from one", example)
+    elif images in READ_FROM_PATHS and not _may_exist(images, data.paths[0]):
+        yield Violation("data.paths", data.paths[0], "no file or folder has this name", example)
+
+
+def _may_exist(images: str, path: str) -> bool:
+    on_the_hub = images == "huggingface" and not path.startswith((".", "/", "~"))
+    return on_the_hub or bool(glob(str(Path(path).expanduser())))
+
+
+def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Every rank that shares a sequence has as many of its text tokens, and of its image tokens."""
+    latents = latent_inputs(spec)
+    if latents is None:
+        return
+    axes = {"cp": parallelism.cp, "tp": parallelism.tp if parallelism.sequence_parallel else 1}
+    text = latents.text_tokens
+    image = max(0, training.seq_len - text)
+    common = math.gcd(text, image)
+    if common % math.prod(axes.values()):
+        used = {f"parallelism.{axis}": degree for axis, degree in axes.items() if degree > 1}
+        named = listed([f"{field}={degree}" for field, degree in used.items()], "and")
+        reason = f"a sequence has {text} text and {image} image tokens, which {named} cannot both share evenly"
+        remedy = f"degrees whose product divides {common}"
+        remedy += "; or parallelism.sequence_parallel=false" if axes["tp"] > 1 else ""
+        field, degree = next(iter(used.items()))
+        yield Violation(field, degree, reason, remedy)
+
+
+def quantized_streams_divide(
+    spec: ModelSpec, quantization: QuantizationConfig, layout: ResolvedLayout, device: str
+) -> Iterator[Violation]:
+    """Tokens that a quantized linear layer reads, of text, image or both, form whole scaling blocks."""
+    config, latents = quantization, latent_inputs(spec)
+    if latents is None or config.recipe in ("none", "float8_rowwise_gw_hp"):
+        return
+    block = scaling_block(config, device)
+    seq_len, rows, cp = layout.training.seq_len, layout.micro_batch_size, layout.parallelism.cp
+    spans = {linear.tokens for _, linear in quantized_linears(spec, config)}
+    text, image = latents.text_tokens, seq_len - latents.text_tokens
+    counts = [round(span.share(seq_len) * seq_len) for span in spans]
+    if config.recipe == "nvfp4":
+        # Gathered for a layer that reads both, tokens come by rank: text and image of the first, then of the second.
+        axes = {"cp": cp, "tp": layout.parallelism.tp if layout.parallelism.sequence_parallel else 1}
+        shares = math.prod(axes.values()) if EVERY_TOKEN in spans else cp
+        runs = (text, image) if EVERY_TOKEN in spans else counts
+        if any(run % (BLOCK["nvfp4"] * shares) for run in runs):
+            degrees = listed([f"parallelism.{axis}={degree}" for axis, degree in axes.items() if degree > 1], "and")
+            among = f", divided by {degrees}" if degrees else ""
+            reason = f"it transforms {BLOCK['nvfp4']} consecutive tokens of a sequence together, which has {text} text "
+            reason += f"and {image} image tokens{among}"
+            remedy = f"both a multiple of {BLOCK['nvfp4'] * shares} (model.text_tokens, size of the images)"
+            remedy += ", or fewer ranks that share a sequence" if among else ""
+            yield Violation(RECIPE, "nvfp4", reason, f"{remedy}; or quantization=mxfp8")
+            return
+    if any(rows * count % (block * cp) for count in counts):
+        among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
+        reason = f"{config.recipe} quantizes blocks of {block} tokens{among}, and {rows} sequences have {rows * text} "
+        few = block * cp // math.gcd(block * cp, *counts)
+        remedy = f"a multiple of {few}"
+        if len(spans) > 1 and EVERY_TOKEN in spans and rows * seq_len % (block * cp) == 0:
+            remedy += "; or quantization.filter=['*.text.*', '*.image.*']"
+        yield Violation("training.micro_batch_size", rows, f"{reason}of text and {rows * image} of the image", remedy)
+
+
+RULES = (
+    *rules(tokens_divide),
+    *rules(options_are_known, when=lambda training: training.objective == _OBJECTIVE),
+    *rules(images_are_given),
+    *rules(store_fits, when=_has_latents),
+    *rules(
+        Refuse(
+            "data.source",
+            # Language modeling is refused with the same remedy.
+            lambda data, spec, training: (
+                latent_inputs(spec) is not None and not _has_latents(data) and training.objective == _OBJECTIVE
+            ),
+            "it has documents, and {model.name} takes latents",
+            "data=latents data.paths='[stores/glyphs]', which titan-exp encode writes, or data=images",
+        ),
+        Refuse(
+            "training.objective",
+            lambda training, spec: training.objective == _OBJECTIVE and latent_inputs(spec) is None,
+            "it is for latents, and {model.name} takes tokens",
+            "training.objective=language_modeling, or model=flux_laptop",
+        ),
+        Refuse(
+            "tracking.images_every",
+            lambda tracking, training: tracking.images_every and training.objective != _OBJECTIVE,
+            "{training.objective} trains no model of images",
+            "tracking.images_every=0",
+        ),
+        Refuse(
+            "compile.cuda_graphs",
+            lambda compile, spec: compile.cuda_graphs and latent_inputs(spec) is not None,
+            "batches of latents are not captured",
+            "compile.cuda_graphs=false",
+        ),
+        Refuse(
+            "data.preview",
+            lambda data, spec: data.preview and latent_inputs(spec) is not None,
+            "it decodes tokens",
+            "data.preview=null",
+        ),
+    ),
+)
+LAYOUT_RULES = rules(quantized_streams_divide)
+EVALUATION_RULES = RULES

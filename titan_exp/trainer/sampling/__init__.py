@@ -1,1 +1,0 @@
-"""Sampling of images from a diffusion model."""

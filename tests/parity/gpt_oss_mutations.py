@@ -19,7 +19,7 @@ from tests.parity.runs import mutation_test
 from tests.parity.test_gpt_oss import EXPERIMENTS
 from tests.patching import patch
 from titan_exp.checkpoint.formats.mxfp4 import MXFP4Reader
-from titan_exp.models.gpt_oss import NAMES, Config
+from titan_exp.models.gpt_oss import STATE_DICTS, Config
 
 Change = Callable[[pytest.MonkeyPatch], Config | None]
 """Breaks something, or returns a configuration that does."""
@@ -110,7 +110,7 @@ def up_has_no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gate_and_up_are_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.models.gpt_oss.NAMES", replace(NAMES, alternating_gate_up=False))
+    monkeypatch.setitem(STATE_DICTS, "huggingface", replace(STATE_DICTS["huggingface"], alternating_gate_up=False))
 
 
 def a_square_expert_is_transposed(monkeypatch: pytest.MonkeyPatch) -> None:

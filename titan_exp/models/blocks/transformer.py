@@ -14,13 +14,7 @@ from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear import linear
 from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    HeadSharded,
-    TPStyle,
-    VocabEmbedding,
-    VocabLogits,
-)
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, HeadSharded, TPStyle, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.rope import rotate, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.embedding import embedding_rows

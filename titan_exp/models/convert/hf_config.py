@@ -1,22 +1,19 @@
 """Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
 from titan_exp.config.paths.foreign_json import count, read_object, table
 from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 from titan_exp.config.schema.component import builtin_components, component
 from titan_exp.config.schema.typed_config import validated
-from titan_exp.models.convert.rope_keys import rope_keys
-from titan_exp.models.spec.moe import MoEConfig
-from titan_exp.models.spec.transformer import AttentionConfig
 
 MTP_KEY = "num_nextn_predict_layers"
 """Number of modules of multi-token prediction in `config.json`."""
@@ -153,66 +150,6 @@ def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["m
         raise UserError(f"config.json: weight_block_size={blocks!r} is no pair of rows and columns.")
     rows, columns = (count(size, "config.json: weight_block_size", 2**20) for size in blocks)
     return rows, columns
-
-
-def common_keys(config: AttentionConfig, *, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `config.json` that all decoders with grouped-query attention have; `extra` names those of the rest."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.norm_eps,
-        **rope_keys(config.rope, config.context),
-        "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": "silu",
-        **extra,
-        "initializer_range": config.init_std,
-    }
-
-
-def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `AttentionConfig` from those keys, without name, architecture, context and rope."""
-    heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
-    return {
-        "layers": int(values["num_hidden_layers"]),
-        "dim": dim,
-        "heads": heads,
-        "kv_heads": int(values.get("num_key_value_heads") or heads),
-        "head_dim": int(values.get("head_dim") or dim // heads),
-        "vocab_size": int(values["vocab_size"]),
-        "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
-        "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "init_std": float(values.get("initializer_range", 0.02)),
-        "attention_backend": "auto",
-    }
-
-
-def routed_experts(values: Mapping[str, Any], key: str) -> int:
-    """Number of experts, under the family's key or under that of transformers 5."""
-    return int(values[key] if key in values or "num_local_experts" not in values else values["num_local_experts"])
-
-
-PLAIN_ROUTER: Mapping[str, Any] = {
-    "shared_experts": 0,
-    "score": "softmax",
-    "router_bias": False,
-    "scale": 1.0,
-    "groups": 1,
-    "active_groups": 1,
-    "group_score": "max",
-}
-"""Fields of `MoEConfig` for which the `config.json` of most families with experts has no keys."""
-
-
-def router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) -> Iterator[Violation]:
-    """Fields of a router that differ from those of a family in `transformers`."""
-    for key, value in wanted.items():
-        if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
-            reason = f"{family} has no such router in transformers"
-            yield Violation(f"model.moe.{key}", own, reason, f"model.moe.{key}={shown(value)}")
 
 
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:

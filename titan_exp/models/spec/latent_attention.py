@@ -12,7 +12,7 @@ from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
-from titan_exp.models.spec.rope import YarnRope, rope_violations
+from titan_exp.models.spec.rope import YarnRope
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise
 
 
@@ -92,7 +92,7 @@ def latent_attention(
 
 
 def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Violation]:
-    """Head widths and a context scaling that latent attention cannot compute."""
+    """Head widths that latent attention cannot compute."""
     if config.qk_rope_head_dim % 2:
         yield Violation(
             "model.qk_rope_head_dim",
@@ -109,4 +109,3 @@ def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Viola
             "(model.qk_nope_head_dim + model.qk_rope_head_dim)",
             f"at most model.v_head_dim={qk_dim}",
         )
-    yield from rope_violations(config.rope)

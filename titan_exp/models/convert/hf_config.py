@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
+"""Hugging Face's `config.json` and `generation_config.json`, from a model config and back, and a repository's fit."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from titan_exp.config.paths.foreign_json import count, read_object, table
 from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 from titan_exp.config.schema.component import builtin_components, component
 from titan_exp.config.schema.typed_config import validated
+from titan_exp.models.spec.lookup import mtp_depth
 
 MTP_KEY = "num_nextn_predict_layers"
 """Number of modules of multi-token prediction in `config.json`."""
@@ -199,3 +200,51 @@ def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
     if kind not in found:
         raise UserError(f"config.json: model_type is {kind!r}; supported: {', '.join(map(repr, found))}.")
     return found[kind]
+
+
+TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
+"""Parts of a multimodal model beside its language model, by their keys in `config.json`."""
+
+
+def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:
+    """Preset that fits a `config.json`, then what of the repository is not read.
+
+    `weights` is the model as its files hold it; None if only `config.json` is known.
+
+    Raises:
+        UserError: no family reads the `model_type`.
+    """
+    from titan_exp.config.hydra.presets import nearest_preset  # ranks, which type nothing, import no Hydra
+
+    text, _ = language_model(values)
+    if not has_family(values):
+        from_huggingface(text, name)
+        yield no_family(values)
+        return
+    try:
+        model = from_huggingface(text, name)
+        quantized_weights(text)
+    except UserError as error:  # it says what the family cannot compute
+        yield f"cannot be converted: {error}"
+        return
+    preset, keys = nearest_preset(model)
+    yield f"model={preset} fits but for {' '.join(keys)}" if keys else f"fits model={preset}"
+    if text is not values:
+        yield from (f"not read: {tower} ({key})" for key, tower in TOWERS.items() if key in values)
+    depth = int(text.get(MTP_KEY) or 0)
+    if depth and weights is not None and mtp_depth(weights) == 0:
+        yield f"missing in the files: modules of multi-token prediction, of which config.json has {MTP_KEY}={depth}"
+    elif depth:
+        yield f"{depth} module of multi-token prediction: trained with model.mtp.depth={depth}"
+
+
+def has_family(values: Mapping[str, Any]) -> bool:
+    """True if a family here reads the `model_type` of a `config.json`."""
+    return language_model(values)[0].get("model_type") in family_types()
+
+
+def no_family(values: Mapping[str, Any]) -> str:
+    """Sentences that name a `model_type` of no family, the families, and the one that takes any type."""
+    kind, (_, other) = values.get("model_type"), other_family() or ("", None)
+    found = f"model_type {kind!r} is of no family here; families are {listed(family_types(), 'and')}."
+    return f"{found} {other.offer}" if other else found

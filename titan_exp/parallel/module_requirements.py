@@ -18,8 +18,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
 from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.blocks.moe import MoEFeedForward
-from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import Rowwise, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES

@@ -15,8 +15,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.models.spec.latent_inputs import LatentInputs
-from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
-from titan_exp.models.spec.token_span import EVERY_TOKEN
+from titan_exp.models.spec.model_spec import EVERY_TOKEN, LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 

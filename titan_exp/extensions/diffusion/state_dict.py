@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, half_split_rows
-from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+from titan_exp.models.spec.tp_plan import FusedRows
 
 
 @dataclass(frozen=True)

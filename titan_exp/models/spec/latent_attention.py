@@ -10,10 +10,9 @@ from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
 from titan_exp.models.spec.rope import YarnRope
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, FusedRows, RowPiece, Rowwise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,8 @@ from typing import Any
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import LinearSpec
-from titan_exp.models.spec.tp_plan import Colwise, ReplicatedGateUp, Rowwise
+from titan_exp.models.spec.tp_plan import Colwise, FusedRows, ReplicatedGateUp, RowPiece, Rowwise
 
 FFN_GROUP = 32
 """Gate and up rows alternate in groups of this many in the fused weight; `ops.swiglu` computes on them."""

@@ -8,7 +8,6 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_nea
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.models.spec.decoder_config import DecoderConfig, decoder_spec
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -20,7 +19,16 @@ from titan_exp.models.spec.model_spec import (
 from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
 from titan_exp.models.spec.moe_layer import moe_linears
 from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
-from titan_exp.models.spec.tp_plan import AcrossHeads, Colwise, HeadParallel, HeadSharded, ReplicatedKV, Rowwise
+from titan_exp.models.spec.tp_plan import (
+    AcrossHeads,
+    Colwise,
+    FusedRows,
+    HeadParallel,
+    HeadSharded,
+    ReplicatedKV,
+    RowPiece,
+    Rowwise,
+)
 
 
 @dataclass(frozen=True)

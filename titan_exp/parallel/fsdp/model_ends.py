@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.model_spec import PipelinePlan
 
 
 class ShardModules(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.model_spec import PipelinePlan
 
 
 def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:

@@ -7,18 +7,15 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.schema.component import component
 from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, TensorNames, decoder_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
-from titan_exp.models.spec.decoder_config import DecoderConfig
+from titan_exp.models.spec.feed_forward import moe_violations, swiglu_violations
 from titan_exp.models.spec.latent_attention import (
     LatentAttentionConfig,
     LatentAttentionSpec,
     latent_attention_violations,
 )
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.moe_layer import moe_violations
-from titan_exp.models.spec.mtp import mtp_violations
 from titan_exp.models.spec.rope import rope_violations
-from titan_exp.models.spec.swiglu import swiglu_violations
-from titan_exp.models.spec.transformer import AttentionConfig, attention_violations
+from titan_exp.models.spec.transformer import AttentionConfig, DecoderConfig, attention_violations, mtp_violations
 
 if TYPE_CHECKING:
     from titan_exp.models.blocks.transformer import TransformerBlock

@@ -11,8 +11,8 @@ from typing import Literal
 
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component
+from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import AttentionSpec
-from titan_exp.models.spec.swiglu import FFN_GROUP
 
 
 @dataclass(frozen=True)

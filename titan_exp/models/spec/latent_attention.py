@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
-from titan_exp.models.spec.decoder_config import DecoderConfig
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
 from titan_exp.models.spec.rope import YarnRope
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, FusedRows, RowPiece, Rowwise
+from titan_exp.models.spec.transformer import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)

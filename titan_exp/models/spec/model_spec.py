@@ -320,7 +320,7 @@ class ModelSpec:
     attention_backend: str = "auto"
     """Requested attention kernel."""
     mtp_layers: tuple[LayerSpec, ...] = ()
-    """Modules of multi-token prediction, numbered after the blocks; see `spec/mtp.py`."""
+    """Modules of multi-token prediction, numbered after the blocks; see `spec/transformer.py`."""
     mtp_weight: float = 0.0
     """Factor of their mean loss."""
     ends: tuple[TensorSpec, ...] | None = None

@@ -92,10 +92,10 @@ def weights_scale_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_of_inputs_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.blocks.moe import weigh_rows
+    from titan_exp.models.blocks.feed_forward import weigh_rows
 
     monkeypatch.setattr(
-        "titan_exp.models.blocks.moe.weigh_rows", lambda rows, weights: weigh_rows(rows, weights.detach())
+        "titan_exp.models.blocks.feed_forward.weigh_rows", lambda rows, weights: weigh_rows(rows, weights.detach())
     )
 
 

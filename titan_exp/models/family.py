@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
     """Block that the family's spec describes, or module of multi-token prediction behind the last layer."""
     from titan_exp.models.blocks.latent_attention import LatentAttention
-    from titan_exp.models.blocks.mtp import MTPModule
-    from titan_exp.models.blocks.transformer import TransformerBlock
+    from titan_exp.models.blocks.transformer import MTPModule, TransformerBlock
 
     described, kind = _spec(config).blocks[layer], TransformerBlock if layer < config.layers else MTPModule
     is_latent = isinstance(described.attention, LatentAttentionSpec)

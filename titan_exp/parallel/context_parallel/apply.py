@@ -4,7 +4,7 @@ from typing import Literal, cast
 
 from torch import nn
 
-from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.models.blocks.transformer import iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.context_parallel.attention import ContextAttention

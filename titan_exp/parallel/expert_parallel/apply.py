@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.moe import MoEFeedForward
+from titan_exp.models.blocks.feed_forward import MoEFeedForward
+from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.dispatch import ExpertParallelDispatch
 from titan_exp.parallel.expert_parallel.symmetric_exchange import use_symmetric_memory

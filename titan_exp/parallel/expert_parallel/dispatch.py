@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_exp.models.blocks.moe import Experts, compute_locally, weigh_rows
+from titan_exp.models.blocks.feed_forward import Experts, compute_locally, weigh_rows
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
 from titan_exp.parallel.expert_parallel.symmetric_exchange import SymmetricExchange

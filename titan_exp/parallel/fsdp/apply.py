@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_exp.models.blocks.iter_blocks import iter_blocks
-from titan_exp.models.blocks.mtp import MTPModule
+from titan_exp.models.blocks.transformer import MTPModule, iter_blocks
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.fp32_modules import matching_modules

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.models.blocks.transformer import iter_blocks
 from titan_exp.parallel.step_observer import step_observer
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.linear import add_bias
-from titan_exp.models.blocks.linear_impl import LinearImpl
+from titan_exp.models.blocks.linear import LinearImpl, add_bias
 from titan_exp.models.blocks.transformer import LogitsLoss
 from titan_exp.ops.embedding import embedding_rows
 from titan_exp.ops.local_tensor import local_tensor

@@ -1,4 +1,4 @@
-"""Scale of a parameter by its parametrization: factors of its initial weights, learning rate, weight decay and epsilon."""
+"""Scale of a parameter, by its parametrization: factors of initial weights, learning rate, weight decay and epsilon."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -24,7 +24,7 @@ ANY_TYPE = "*"
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's class in `transformers`."""
+    """A family's class in `transformers`; `both_ways` of a table of keys gives what writes and reads its file."""
 
     model_type: str
     """Name in `config.json`."""

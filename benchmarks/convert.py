@@ -30,8 +30,8 @@ from torch import Tensor
 from titan_exp.checkpoint.formats.mxfp4 import BLOCKS, GROUP, SCALES
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import to_huggingface
+from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.gpt_oss import Config
 
 GIB = 2**30

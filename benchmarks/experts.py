@@ -25,7 +25,7 @@ from torch import Tensor
 
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.models.blocks.moe import MoEFeedForward
+from titan_exp.models.blocks.feed_forward import MoEFeedForward
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops import swiglu as swiglu_module
 from titan_exp.ops.moe import permutation, weighted_swiglu

@@ -22,8 +22,8 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_files import INDEX
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
-from titan_exp.models.spec.mtp import MTPConfig
+from titan_exp.models.convert.state_dict_map import state_dict_map
+from titan_exp.models.spec.transformer import MTPConfig
 from titan_exp.trainer.load_model import load_source
 
 FP8 = torch.float8_e4m3fn

@@ -26,7 +26,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
+from titan_exp.models.convert.state_dict_map import state_dict_map
 
 
 @pytest.fixture(scope="module")

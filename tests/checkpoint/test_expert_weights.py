@@ -27,7 +27,7 @@ from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
+from titan_exp.models.convert.state_dict_map import state_dict_map
 
 FAMILY = "tests.models.own_moe_family"
 EXPERTS = (

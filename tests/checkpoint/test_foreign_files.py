@@ -20,9 +20,8 @@ from titan_exp.config.hydra.resolve import UnreadableSourceError
 from titan_exp.config.paths.checkpoint_files import INDEX, missing_part, parse_checksums, parse_index
 from titan_exp.config.paths.data_files import tokenizer_words
 from titan_exp.config.paths.token_store_manifest import read_manifest
-from titan_exp.models.convert.hf_config import config_json, special_tokens_of, to_huggingface
+from titan_exp.models.convert.hf_config import config_json, repository_lines, special_tokens_of, to_huggingface
 from titan_exp.models.convert.model_json import from_json, to_json
-from titan_exp.models.convert.repository_fit import repository_lines
 from titan_exp.models.spec.lookup import family_violations, model_spec
 from titan_exp.rules.weights.given_weights import given_weights
 

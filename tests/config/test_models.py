@@ -3,8 +3,8 @@
 import pytest
 
 from tests.config.composing import experiment, llama
-from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.rope import exceeds_context
 
 PUBLISHED = {
     "llama2_7b": 6_738_415_616,

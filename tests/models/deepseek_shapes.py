@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from titan_exp.models.convert.rope_keys import read_rope
+from titan_exp.models.convert.hf_keys import read_rope
 from titan_exp.models.deepseek import Config
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import YarnRope

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.models.shapes import TINY, TINY_HUGGINGFACE, real_model
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.rope_keys import read_rope, rope_keys
+from titan_exp.models.convert.hf_keys import read_rope, rope_keys, written
 from titan_exp.models.spec.rope import RopeConfig, ScaledRope
 from titan_exp.ops.attention.rope import Frequencies
 from titan_exp.ops.swiglu import GROUP
@@ -33,9 +34,13 @@ SCALINGS = [
 ]
 
 
+def keys_of(rope: RopeConfig) -> dict[str, Any]:
+    return written(rope_keys(RopeConfig), SimpleNamespace(rope=rope, context=128))
+
+
 @pytest.mark.parametrize("rope", SCALINGS)
 def test_scaled_frequencies_equal_and_come_back(rope: RopeConfig):
-    keys = rope_keys(rope, 128)
+    keys = keys_of(rope)
     assert keys["max_position_embeddings"] == rope.longest(128)
     config = transformers.LlamaConfig(**{**TINY_HUGGINGFACE, **keys}, head_dim=16)
     wanted, magnitude = ROPE_INIT_FUNCTIONS[rope.scaling](config, "cpu")
@@ -73,7 +78,7 @@ def test_logits_and_gradients_equal(rope, tied):
 
 
 def llama(rope: RopeConfig, tied: bool):
-    shape = {**TINY_HUGGINGFACE, **rope_keys(rope, 128), "head_dim": 16, "rms_norm_eps": 1e-5}
+    shape = {**TINY_HUGGINGFACE, **keys_of(rope), "head_dim": 16, "rms_norm_eps": 1e-5}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
 
 

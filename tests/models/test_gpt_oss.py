@@ -23,9 +23,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.inference.generation import DecodeSession
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
-from titan_exp.models.convert.hf_config import PLAIN_ROUTER, from_huggingface, to_huggingface
-from titan_exp.models.convert.rope_keys import read_rope
+from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, read_rope
+from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.gpt_oss import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import YarnRope

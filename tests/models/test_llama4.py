@@ -16,7 +16,8 @@ from tests.models.test_qwen3_moe import choices
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.inference.generation import DecodeSession
-from titan_exp.models.convert.hf_config import PLAIN_ROUTER, from_huggingface, to_huggingface
+from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER
 from titan_exp.models.llama4 import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import RopeConfig

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.config.composing import experiment
-from titan_exp.models.blocks.moe import MoEFeedForward
+from titan_exp.models.blocks.feed_forward import MoEFeedForward
 from titan_exp.models.build import build_model
 
 OPEN = ("index_add", "index_add_", "index_put", "index_put_", "put_", "bincount", "histc", "index_reduce")

@@ -12,10 +12,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.models.parametrization.lookup import scales_of
-from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale, multiplier
-from titan_exp.models.spec.lookup import model_spec
-from titan_exp.models.spec.parameter_roles import parameter_roles
+from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale, multiplier, scales_of
+from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.parameter_groups import freeze, hyperparameters, named_parameters

@@ -24,8 +24,8 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.convert import run as convert
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import from_huggingface, to_huggingface
+from titan_exp.models.convert.state_dict_map import state_dict_map
 from titan_exp.models.qwen3_moe import Config, spec
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
 from titan_exp.models.spec.rope import ScaledRope

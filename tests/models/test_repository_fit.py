@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from titan_exp.models.convert.repository_fit import repository_lines
+from titan_exp.models.convert.hf_config import repository_lines
 
 transformers = pytest.importorskip("transformers")
 

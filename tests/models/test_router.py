@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.config.composing import experiment
-from titan_exp.models.blocks.router import Router
+from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.qwen3_moe import Config
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
 

@@ -3,8 +3,8 @@ import torch
 
 from tests.checkpoint.tools import KINDS, kind
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, state_dict_map
-from titan_exp.models.convert.meta_params import feed_forward_width, from_params, to_params
+from titan_exp.models.convert.state_dict_map import CheckpointFormat, state_dict_map
+from titan_exp.models.llama import feed_forward_width, from_params, to_params
 
 
 @pytest.mark.parametrize("dialect", ["huggingface", "llama", "torchtune"])

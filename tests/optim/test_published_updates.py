@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from tests.optim.updates import optimizer_config
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
+from titan_exp.models.blocks.linear import GroupedLinear
+from titan_exp.models.spec.tp_plan import FusedRows, RowPiece
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.matrices.eigenbasis import initial_basis, iterated_basis

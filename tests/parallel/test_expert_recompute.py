@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.config.composing import experiment
 from tests.ranks import run_ranks
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.blocks.router import Router
+from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.apply import parallelize

@@ -17,7 +17,7 @@ from tests.parity.test_qwen3_moe import EXPERIMENTS
 from tests.patching import patch
 from titan_exp.ops.moe import routing
 
-ROUTER = "titan_exp.models.blocks.router"
+ROUTER = "titan_exp.models.blocks.feed_forward"
 Mutation = Callable[[], None]
 
 

@@ -19,7 +19,7 @@ from tests.parity.runs import mutation_test
 from tests.parity.test_gpt_oss import EXPERIMENTS
 from tests.patching import patch
 from titan_exp.checkpoint.formats.mxfp4 import MXFP4Reader
-from titan_exp.models.gpt_oss import NAMES, Config
+from titan_exp.models.gpt_oss import STATE_DICTS, Config
 
 Change = Callable[[pytest.MonkeyPatch], Config | None]
 """Breaks something, or returns a configuration that does."""
@@ -61,14 +61,14 @@ def weights_are_a_softmax_over_all_experts(_: pytest.MonkeyPatch) -> Config:
 
 
 def the_router_has_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.models.blocks.router.add_bias", lambda logits, bias: logits + 0 * bias)
+    monkeypatch.setattr("titan_exp.models.blocks.feed_forward.add_bias", lambda logits, bias: logits + 0 * bias)
 
 
 def biases_of_experts_are_not_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_exp.ops.moe.expert_bias import add_expert_bias
 
     monkeypatch.setattr(
-        "titan_exp.models.blocks.grouped_linear.add_expert_bias",
+        "titan_exp.models.blocks.linear.add_expert_bias",
         lambda rows, bias, ends, weights=None: add_expert_bias(rows, bias, ends),
     )
 
@@ -77,7 +77,7 @@ def weights_get_no_gradient_from_biases(monkeypatch: pytest.MonkeyPatch) -> None
     from titan_exp.ops.moe.expert_bias import add_expert_bias
 
     monkeypatch.setattr(
-        "titan_exp.models.blocks.grouped_linear.add_expert_bias",
+        "titan_exp.models.blocks.linear.add_expert_bias",
         lambda rows, bias, ends, weights=None: add_expert_bias(
             rows, bias, ends, None if weights is None else weights.detach()
         ),
@@ -110,7 +110,7 @@ def up_has_no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gate_and_up_are_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.models.gpt_oss.NAMES", replace(NAMES, alternating_gate_up=False))
+    monkeypatch.setitem(STATE_DICTS, "huggingface", replace(STATE_DICTS["huggingface"], alternating_gate_up=False))
 
 
 def a_square_expert_is_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def biases_of_all_channels_are_added_at_the_front() -> None:
 def every_rank_adds_the_whole_bias_of_the_down_projection() -> None:
     """Where two ranks' outputs are summed."""
     patch(
-        "titan_exp.models.blocks.grouped_linear.add_expert_bias",
+        "titan_exp.models.blocks.linear.add_expert_bias",
         lambda original: (
             lambda rows, bias, ends, weights=None: original(rows, bias if weights is None else 2 * bias, ends, weights)
         ),

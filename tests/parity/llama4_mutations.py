@@ -18,7 +18,7 @@ from tests.models.test_qwen3 import exported
 from tests.parity.runs import mutation_test
 from tests.parity.test_llama4 import EXPERIMENTS
 from tests.patching import patch
-from titan_exp.models.llama4 import NAMES, Config
+from titan_exp.models.llama4 import STATE_DICTS, Config
 
 Change = Callable[[pytest.MonkeyPatch], Config | None]
 """Breaks something, or returns a configuration that does."""
@@ -78,11 +78,11 @@ def wavelengths_are_blended(_: pytest.MonkeyPatch) -> Config:
 
 
 def rope_rotates_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.models.llama4.NAMES", replace(NAMES, interleaved=False))
+    monkeypatch.setitem(STATE_DICTS, "huggingface", replace(STATE_DICTS["huggingface"], interleaved=False))
 
 
 def gate_and_up_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.models.llama4.NAMES", replace(NAMES, alternating_gate_up=True))
+    monkeypatch.setitem(STATE_DICTS, "huggingface", replace(STATE_DICTS["huggingface"], alternating_gate_up=True))
 
 
 def weights_scale_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +92,10 @@ def weights_scale_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_of_inputs_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.blocks.moe import weigh_rows
+    from titan_exp.models.blocks.feed_forward import weigh_rows
 
     monkeypatch.setattr(
-        "titan_exp.models.blocks.moe.weigh_rows", lambda rows, weights: weigh_rows(rows, weights.detach())
+        "titan_exp.models.blocks.feed_forward.weigh_rows", lambda rows, weights: weigh_rows(rows, weights.detach())
     )
 
 

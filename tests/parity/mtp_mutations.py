@@ -72,7 +72,7 @@ def the_hidden_state_comes_first() -> None:
 
         return forward
 
-    patch("titan_exp.models.blocks.mtp.MTPModule.forward", make)
+    patch("titan_exp.models.blocks.transformer.MTPModule.forward", make)
 
 
 REFERENCE = [

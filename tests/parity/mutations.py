@@ -21,7 +21,7 @@ from tests.parity.test_moe_execution import EP2, RECIPES
 from tests.parity.test_one_rank import BF16, assert_same, loaded
 from tests.parity.test_quantized import assert_same_recipe
 from tests.patching import patch
-from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.parallel.expert_parallel.apply import mixtures
 
 LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chunk_tokens=37", *LINES]

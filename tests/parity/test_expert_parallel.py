@@ -99,7 +99,7 @@ UNUSED = "model=qwen3_moe_debug training.steps=1 lr_schedule=constant optimizer.
 
 def routers_begin_at_zero() -> None:
     """All scores are equal, so every token chooses the first experts."""
-    patch("titan_exp.models.blocks.router.Router.init_spec", lambda _: lambda self: {"weight": InitSpec("zeros")})
+    patch("titan_exp.models.blocks.feed_forward.Router.init_spec", lambda _: lambda self: {"weight": InitSpec("zeros")})
 
 
 @pytest.mark.parametrize(

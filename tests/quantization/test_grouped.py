@@ -15,10 +15,8 @@ from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.linear import Linear
-from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
-from titan_exp.models.blocks.moe import Experts, compute_locally
+from titan_exp.models.blocks.feed_forward import Experts, compute_locally
+from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import init_specs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.moe.grouped_mm import grouped_linear

@@ -16,10 +16,16 @@ from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.machine.host_allocator import return_freed_memory
 from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.component import component, is_builtin
-from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
-from titan_exp.models.convert.hf_config import config_json, export_violations, other_family
-from titan_exp.models.convert.repository_fit import has_family, no_family, repository_lines
+from titan_exp.models.convert.hf_config import (
+    config_json,
+    export_violations,
+    has_family,
+    no_family,
+    other_family,
+    repository_lines,
+)
+from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 

@@ -10,8 +10,7 @@ from titan_exp.config.command_line.options import HELP, options_help, parse_opti
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.hf_config import config_json
-from titan_exp.models.convert.repository_fit import repository_lines
+from titan_exp.models.convert.hf_config import config_json, repository_lines
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*/tokenizer.model")
 CONFIGURATION = ("config.json", "generation_config.json", "*/params.json", "params.json")

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMSNorm
-from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
 from titan_exp.ops.attention.query_temperature import TemperatureTable
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding

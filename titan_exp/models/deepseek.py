@@ -4,39 +4,22 @@ V2 scores experts by a softmax and groups by their best expert; V3 by sigmoids w
 their two best.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
-from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.types import BlockCount, PositiveInt
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
-from titan_exp.models.convert.deepseek_config import (
-    FIXED,
-    V2,
-    V3,
-    config_fields,
-    config_json,
-    inexpressible,
-    unread_layers,
-)
-from titan_exp.models.convert.hf_config import HuggingFace
-from titan_exp.models.convert.state_dict_map import StateDictMap
-from titan_exp.models.spec.decoder_config import decoder_spec
-from titan_exp.models.spec.latent_attention import (
-    LatentAttentionConfig,
-    latent_attention,
-    latent_attention_violations,
-)
+from titan_exp.models import family
+from titan_exp.models.convert.hf_config import MTP_KEY, HuggingFace
+from titan_exp.models.convert.hf_keys import UNBALANCED, Key, both_ways, flag, rope_keys, whole
+from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears
+from titan_exp.models.spec.latent_attention import LatentAttentionConfig, latent_attention
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec, VectorSpec
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
-from titan_exp.models.spec.moe_layer import moe_linears, moe_violations
-from titan_exp.models.spec.mtp import MTPConfig, mtp_layers, mtp_violations
-from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
-
-if TYPE_CHECKING:
-    from titan_exp.models.blocks.transformer import TransformerBlock
-    from titan_exp.ops.attention.sdpa import AttentionBackend
+from titan_exp.models.spec.rope import YarnRope
+from titan_exp.models.spec.transformer import MTPConfig, decoder_spec, mtp_layers
 
 
 @dataclass(frozen=True)
@@ -78,18 +61,8 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def block(config: Config, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
-    """Pre-norm block with latent attention, dense or with experts."""
-    from titan_exp.models.blocks.latent_attention import LatentAttention
-    from titan_exp.models.blocks.mtp import MTPModule
-    from titan_exp.models.blocks.transformer import TransformerBlock
-
-    described, kind = spec(config).blocks[layer], TransformerBlock if layer < config.layers else MTPModule
-    return kind(described, config.norm_eps, backend, LatentAttention(described, backend))
-
-
 def violations(config: Config) -> Iterator[Violation]:
-    """Shape violations of a DeepSeek."""
+    """Shapes that a DeepSeek cannot compute."""
     if config.dense_layers > config.layers:
         yield Violation(
             "model.dense_layers",
@@ -97,29 +70,115 @@ def violations(config: Config) -> Iterator[Violation]:
             f"there are {config.layers} layers (model.layers)",
             f"at most model.dense_layers={config.layers}",
         )
-    yield from latent_attention_violations(config)
-    yield from swiglu_violations(config.ffn_dim, "model.ffn_dim")
-    yield from moe_violations(config.moe)
-    yield from mtp_violations(config.mtp, tied=config.tied_embeddings)
+    yield from family.violations(config)
 
 
-STATE_DICTS = {"huggingface": HUGGINGFACE}
-"""Parameter names by checkpoint format."""
+block, state_dict_map = family.block, family.decoder_maps()
 
 
-def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """State-dict map from another tool's tensors to our parameters."""
-    return decoder_map(spec(config), STATE_DICTS[form])
+V2, V3 = "deepseek_v2", "deepseek_v3"
+"""Values of `model_type`; Kimi K2's file has the keys of V3."""
+
+
+def _version(config: Config) -> str:
+    return V3 if config.moe.score == "sigmoid" else V2
+
+
+def _method(values: Mapping[str, Any]) -> str:
+    """Method by which the router chooses."""
+    return values.get("topk_method") or ("greedy" if values["model_type"] == V2 else "noaux_tc")
+
+
+def _score(values: Mapping[str, Any], _: object) -> str:
+    """Score of the router; refuses one of neither version."""
+    is_v3, method = values["model_type"] != V2, _method(values)
+    score = "sigmoid" if is_v3 else "softmax"
+    if values.get("scoring_func", score) != score or (method == "noaux_tc") != is_v3:
+        router = f"scoring_func={values.get('scoring_func')!r} and topk_method={method!r}"
+        raise UserError(f"config.json: {router} is not the router of a {values['model_type']}.")
+    return score
+
+
+def _groups(key: str, values: Mapping[str, Any], _: object) -> int:
+    return 1 if _method(values) == "greedy" else whole(values[key])
+
+
+_KEYS: dict[str, Any] = {
+    "model_type": Key(
+        "moe.group_score",
+        read=lambda values, _: "max" if values["model_type"] == V2 else "top2_sum",
+        write=_version,
+    ),
+    "architectures": Key(write=lambda config: [f"DeepseekV{_version(config)[-1]}ForCausalLM"]),
+    "num_hidden_layers": Key("layers"),
+    "hidden_size": Key("dim"),
+    "vocab_size": Key("vocab_size"),
+    "max_position_embeddings": None,  # its place; a key of RoPE
+    "num_attention_heads": Key("heads"),
+    "q_lora_rank": Key("q_lora_rank", lambda rank: None if rank is None else whole(rank)),
+    "kv_lora_rank": Key("kv_lora_rank"),
+    "qk_nope_head_dim": Key("qk_nope_head_dim"),
+    "qk_rope_head_dim": Key("qk_rope_head_dim"),
+    "v_head_dim": Key("v_head_dim"),
+    "first_k_dense_replace": Key("dense_layers"),
+    "intermediate_size": Key("ffn_dim"),
+    "rms_norm_eps": Key("norm_eps", float),
+    "initializer_range": Key("init_std", float),
+    "n_routed_experts": Key("moe.experts"),
+    "num_experts_per_tok": Key("moe.active_experts"),
+    "moe_intermediate_size": Key("moe.ffn_dim"),
+    "n_shared_experts": Key("moe.shared_experts"),
+    "routed_scaling_factor": Key("moe.scale", float),
+    **rope_keys(YarnRope),
+    "num_key_value_heads": Key(write=lambda config: config.heads),
+    "tie_word_embeddings": Key("tied_embeddings", flag, False),
+    "n_group": Key("moe.groups", read=partial(_groups, "n_group")),
+    "topk_group": Key("moe.active_groups", read=partial(_groups, "topk_group")),
+    # transformers reads it for V3 only.
+    "norm_topk_prob": Key(
+        "moe.normalized", read=lambda values, _: values["model_type"] != V2 and values.get("norm_topk_prob", True)
+    ),
+    "scoring_func": Key("moe.score", read=_score),
+    "topk_method": Key(
+        "moe.router_bias",
+        read=lambda values, _: _method(values) == "noaux_tc",
+        write=lambda config: (
+            "noaux_tc" if _version(config) == V3 else "greedy" if config.moe.groups == 1 else "group_limited_greedy"
+        ),
+    ),
+    MTP_KEY: Key("mtp.depth", default=lambda _: 0),
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+
+
+def _inexpressible(config: Config) -> Iterator[Violation]:
+    """Routers of neither version."""
+    moe, is_v3 = config.moe, _version(config) == V3
+    wanted = {"router_bias": True, "group_score": "top2_sum"} if is_v3 else {"router_bias": False, "normalized": False}
+    if not is_v3 and moe.groups > 1:
+        wanted |= {"group_score": "max"}
+    for key, value in wanted.items():
+        if getattr(moe, key) != value:
+            router = f"the router of DeepSeek V{_version(config)[-1]}, with model.moe.score={moe.score},"
+            reason, remedy = f"{router} has none such in transformers", f"model.moe.{key}={shown(value)}"
+            yield Violation(f"model.moe.{key}", getattr(moe, key), reason, remedy)
+
+
+def _unread_layers(values: Mapping[str, Any]) -> list[str]:
+    """Prefixes of the tensors of multi-token prediction, which a model may do without."""
+    last = int(values["num_hidden_layers"])
+    return [f"model.layers.{last + module}." for module in range(max(1, values.get(MTP_KEY) or 0))]
 
 
 huggingface = HuggingFace(
     model_type=V3,
     architectures=("DeepseekV3ForCausalLM",),
-    fixed=FIXED,
-    to_config=config_json,
-    from_config=lambda values, name: Config(**config_fields(values, name)),
-    violations=inexpressible,
-    unread=unread_layers,
+    **both_ways(Config, _KEYS, {"moe.fp32_router": True, "moe.balance": UNBALANCED}),
+    violations=_inexpressible,
+    unread=_unread_layers,
     other_types=(V2, "kimi_k2"),
 )
 """`config.json` of Hugging Face's DeepSeek V2 and V3, and of Kimi K2."""

@@ -4,39 +4,18 @@ Even layers have the window, odd ones full attention. The router has a bias, and
 experts.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
-from titan_exp.models.convert.hf_config import (
-    PLAIN_ROUTER,
-    HuggingFace,
-    common_fields,
-    common_keys,
-    routed_experts,
-    router_violations,
-)
-from titan_exp.models.convert.rope_keys import read_rope
-from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models import family
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE
+from titan_exp.models.convert.hf_config import HuggingFace
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, UNBALANCED, Key, attention_keys, both_ways, rope_keys
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.moe import BalanceConfig, MoEConfig, MoEVariant
-from titan_exp.models.spec.moe_layer import moe_violations
-from titan_exp.models.spec.rope import YarnRope, rope_violations
-from titan_exp.models.spec.transformer import (
-    AttentionConfig,
-    AttentionVariant,
-    attention_violations,
-    moe_transformer_layer,
-    transformer_spec,
-)
+from titan_exp.models.spec.moe import MoEConfig, MoEVariant
+from titan_exp.models.spec.rope import YarnRope
+from titan_exp.models.spec.transformer import AttentionConfig, AttentionVariant, moe_transformer_layer, transformer_spec
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
-
-if TYPE_CHECKING:
-    from titan_exp.models.blocks.transformer import TransformerBlock
-    from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
 @dataclass(frozen=True)
@@ -74,92 +53,50 @@ def spec(config: Config) -> ModelSpec:
     return transformer_spec(config, tuple(full if layer % 2 else windowed for layer in range(config.layers)))
 
 
-def block(config: Config, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
-    """Pre-norm block with the layer's window, and experts."""
-    from titan_exp.models.blocks.transformer import TransformerBlock
-
-    return TransformerBlock(spec(config).layers[layer], config.norm_eps, backend)
-
-
-def violations(config: Config) -> Iterator[Violation]:
-    """Shape violations of a GPT-OSS."""
-    yield from attention_violations(config)
-    yield from rope_violations(config.rope)
-    yield from moe_violations(config.moe)
-
-
-NAMES = replace(
-    HUGGINGFACE,
-    router="model.layers.{}.mlp.router.weight",
-    router_logit_bias="model.layers.{}.mlp.router.bias",
-    experts_gate_up="model.layers.{}.mlp.experts.gate_up_proj",
-    alternating_gate_up=True,
-    expert_down="model.layers.{}.mlp.experts.down_proj",
-)
+STATE_DICTS = {
+    "huggingface": replace(
+        HUGGINGFACE,
+        router="model.layers.{}.mlp.router.weight",
+        router_logit_bias="model.layers.{}.mlp.router.bias",
+        experts_gate_up="model.layers.{}.mlp.experts.gate_up_proj",
+        alternating_gate_up=True,
+        expert_down="model.layers.{}.mlp.experts.down_proj",
+    ),
+}
 """Names of `transformers`."""
+block, violations = family.block, family.violations
+state_dict_map = family.decoder_maps(STATE_DICTS)
 
 
-def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """State-dict map from Hugging Face's tensors to our parameters."""
-    return decoder_map(spec(config), {"huggingface": NAMES}[form])
+def _layer_types(config: Config) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)]
 
 
-def _layer_types(layers: int) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-
-
-def _to_config_json(config: Config) -> dict[str, Any]:
-    moe = config.moe
-    extra = {
-        "intermediate_size": moe.ffn_dim,
-        "num_local_experts": moe.experts,
-        "num_experts_per_tok": moe.active_experts,
-        "router_aux_loss_coef": moe.balance.coefficient,
-        "sliding_window": config.window,
-        "layer_types": _layer_types(config.layers),
-        "swiglu_alpha": config.swiglu_alpha,
-        "swiglu_limit": config.swiglu_limit,
-        **_FIXED,
-    }
-    return common_keys(config, extra=extra)
-
-
-def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    context, layers = int(values["max_position_embeddings"]), int(values["num_hidden_layers"])
-    if values.get("layer_types", _layer_types(layers)) != _layer_types(layers):
-        raise UserError("config.json: layer_types is another order than sliding_attention and full_attention in turn.")
-    return Config(
-        name=name,
-        architecture="gpt_oss",
-        context=context,
-        rope=read_rope(values, context, YarnRope),
-        window=int(values["sliding_window"]),
-        swiglu_alpha=float(values.get("swiglu_alpha", 1.702)),
-        swiglu_limit=float(values.get("swiglu_limit", 7.0)),
-        moe=MoEConfig(
-            experts=routed_experts(values, "num_local_experts"),
-            active_experts=int(values["num_experts_per_tok"]),
-            ffn_dim=int(values["intermediate_size"]),
-            # The files' coefficient is that of transformers, whose loss is off unless output_router_logits is set.
-            balance=BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True),
-            fp32_router=False,
-            **_ROUTING,
-        ),
-        **common_fields(values),
-    )
-
-
-_ROUTING: dict[str, Any] = {**PLAIN_ROUTER, "normalized": True}
-"""Fields of `MoEConfig` that `config.json` has no keys for."""
-
-_FIXED = {"attention_bias": True, "hidden_act": "silu"}
+_KEYS = {
+    "intermediate_size": Key("moe.ffn_dim"),
+    "num_local_experts": Key("moe.experts"),
+    "num_experts_per_tok": Key("moe.active_experts"),
+    # The files' coefficient is that of transformers, whose loss is off unless output_router_logits is set.
+    "router_aux_loss_coef": Key(write=lambda config: config.moe.balance.coefficient),
+    "sliding_window": Key("window"),
+    "layer_types": Key(
+        write=_layer_types,
+        refusal="layer_types is another order than sliding_attention and full_attention in turn.",
+    ),
+    "swiglu_alpha": Key("swiglu_alpha", float, 1.702),
+    "swiglu_limit": Key("swiglu_limit", float, 7.0),
+    "attention_bias": True,
+}
 
 huggingface = HuggingFace(
     model_type="gpt_oss",
     architectures=("GptOssForCausalLM",),
-    fixed=_FIXED,
-    to_config=_to_config_json,
-    from_config=_from_config_json,
-    violations=lambda config: router_violations(config.moe, _ROUTING, "GPT-OSS"),
+    **both_ways(
+        Config,
+        attention_keys(rope_keys(YarnRope), _KEYS),
+        {"moe.fp32_router": False, "moe.balance": UNBALANCED},
+        router={**PLAIN_ROUTER, "normalized": True},
+        called="GPT-OSS",
+    ),
 )
 """`config.json` of Hugging Face's GPT-OSS."""

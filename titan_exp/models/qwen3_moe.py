@@ -3,37 +3,15 @@
 The router chooses by a softmax over all experts, whose chosen values are divided by their sum; no expert is shared.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from titan_exp.config.errors.user_error import Violation
-from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
-from titan_exp.models.convert.hf_config import (
-    PLAIN_ROUTER,
-    HuggingFace,
-    common_fields,
-    common_keys,
-    routed_experts,
-    router_violations,
-)
-from titan_exp.models.convert.rope_keys import read_rope
-from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models import family
+from titan_exp.models.convert.hf_config import HuggingFace
+from titan_exp.models.convert.hf_keys import PLAIN_ROUTER, Key, attention_keys, both_ways, flag, rope_keys, whole
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
-from titan_exp.models.spec.moe_layer import moe_violations
-from titan_exp.models.spec.rope import ScaledRope, rope_violations
-from titan_exp.models.spec.transformer import (
-    NORMED,
-    AttentionConfig,
-    attention_violations,
-    moe_transformer_layer,
-    transformer_spec,
-)
-
-if TYPE_CHECKING:
-    from titan_exp.models.blocks.transformer import TransformerBlock
-    from titan_exp.ops.attention.sdpa import AttentionBackend
+from titan_exp.models.spec.moe import MoEConfig
+from titan_exp.models.spec.rope import ScaledRope
+from titan_exp.models.spec.transformer import NORMED, AttentionConfig, moe_transformer_layer, transformer_spec
 
 
 @dataclass(frozen=True)
@@ -52,74 +30,37 @@ def spec(config: Config) -> ModelSpec:
     return transformer_spec(config, (layer,) * config.layers)
 
 
-def block(config: Config, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
-    """Pre-norm block with QK norm and experts."""
-    from titan_exp.models.blocks.transformer import TransformerBlock
+block, violations = family.block, family.violations
+state_dict_map = family.decoder_maps()
 
-    return TransformerBlock(spec(config).layers[layer], config.norm_eps, backend)
-
-
-def violations(config: Config) -> Iterator[Violation]:
-    """Shape violations of a Qwen3 with experts."""
-    yield from attention_violations(config)
-    yield from rope_violations(config.rope)
-    yield from moe_violations(config.moe)
-
-
-def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """State-dict map from Hugging Face's tensors to our parameters."""
-    return decoder_map(spec(config), {"huggingface": HUGGINGFACE}[form])
-
-
-def _to_config_json(config: Config) -> dict[str, Any]:
-    moe = config.moe
-    extra = {
-        # Width of a dense layer, of which there is none.
-        "intermediate_size": moe.ffn_dim * moe.active_experts,
-        "moe_intermediate_size": moe.ffn_dim,
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.active_experts,
-        "norm_topk_prob": moe.normalized,
-        "router_aux_loss_coef": moe.balance.coefficient,
-        **_FIXED,
-    }
-    return common_keys(config, extra=extra)
-
-
-def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    context = int(values["max_position_embeddings"])
-    return Config(
-        name=name,
-        architecture="qwen3_moe",
-        context=context,
-        rope=read_rope(values, context, ScaledRope),
-        moe=MoEConfig(
-            experts=routed_experts(values, "num_experts"),
-            active_experts=int(values["num_experts_per_tok"]),
-            ffn_dim=int(values["moe_intermediate_size"]),
-            normalized=bool(values.get("norm_topk_prob", False)),
-            balance=BalanceConfig("global_batch", float(values.get("router_aux_loss_coef", 0.001)), 0.0, 0.0, True),
-            fp32_router=False,
-            **PLAIN_ROUTER,
-        ),
-        **common_fields(values),
-    )
-
-
-_FIXED = {
+_KEYS = {
+    # Width of a dense layer, of which there is none.
+    "intermediate_size": Key(write=lambda config: config.moe.ffn_dim * config.moe.active_experts),
+    "moe_intermediate_size": Key("moe.ffn_dim"),
+    "num_experts": Key(
+        "moe.experts",
+        # The former is the name in transformers 5.
+        read=lambda values, _: whole(values.get("num_local_experts") or values["num_experts"]),
+    ),
+    "num_experts_per_tok": Key("moe.active_experts"),
+    "norm_topk_prob": Key("moe.normalized", flag, False),
+    "router_aux_loss_coef": Key("moe.balance.coefficient", float, 0.001),
     "attention_bias": False,
     "use_sliding_window": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "hidden_act": "silu",
 }
+_BALANCE = {"loss": "global_batch", "z_loss": 0.0, "bias_rate": 0.0, "centered_bias": True}
 
 huggingface = HuggingFace(
     model_type="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    fixed=_FIXED,
-    to_config=_to_config_json,
-    from_config=_from_config_json,
-    violations=lambda config: router_violations(config.moe, PLAIN_ROUTER, "Qwen3 with experts"),
+    **both_ways(
+        Config,
+        attention_keys(rope_keys(ScaledRope), _KEYS),
+        {"moe.fp32_router": False} | {f"moe.balance.{name}": value for name, value in _BALANCE.items()},
+        router=PLAIN_ROUTER,
+        called="Qwen3 with experts",
+    ),
 )
 """`config.json` of Hugging Face's Qwen3 with experts."""

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale
-from titan_exp.models.spec.fused_rows import FusedRows
-from titan_exp.models.spec.parameter_roles import is_vector
+from titan_exp.models.spec.lookup import is_vector
+from titan_exp.models.spec.tp_plan import FusedRows
 
 _BUILT = "built_param_groups"
 """Attribute of an optimizer: values of its parameter groups when it was built."""

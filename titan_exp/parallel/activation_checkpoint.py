@@ -16,7 +16,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.machine.aten_ops import read_entry
-from titan_exp.models.blocks.iter_blocks import iter_blocks, iter_numbered_blocks
+from titan_exp.models.blocks.transformer import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.saved_calls import (

@@ -11,7 +11,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.models.blocks.transformer import iter_blocks
 from titan_exp.parallel.mesh import Mesh
 
 

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.models.blocks.iter_blocks import iter_blocks
-from titan_exp.models.blocks.mtp import MTPModule
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.blocks.transformer import MTPModule, iter_blocks
+from titan_exp.models.spec.model_spec import PipelinePlan
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.expert_parallel.apply import mixtures
 from titan_exp.parallel.mesh import Mesh

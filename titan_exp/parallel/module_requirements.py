@@ -15,11 +15,10 @@ from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointCo
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import regroups_experts
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
+from titan_exp.models.blocks.feed_forward import MoEFeedForward
 from titan_exp.models.blocks.linear import Linear
-from titan_exp.models.blocks.moe import MoEFeedForward
-from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.blocks.transformer import iter_numbered_blocks
+from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.models.spec.tp_plan import Rowwise, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES
@@ -249,7 +248,7 @@ def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: Parallelism
         if layer.router is not None and name not in found:
             key = "ep" if parallelism.ep > 1 else "tp"
             reason = f"it replaces the dispatch of {name}, which is no MoEFeedForward in {type(model).__name__}"
-            remedy = f"titan_exp.models.blocks.moe.MoEFeedForward, or parallelism.{key}=1"
+            remedy = f"titan_exp.models.blocks.feed_forward.MoEFeedForward, or parallelism.{key}=1"
             yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
             return
 

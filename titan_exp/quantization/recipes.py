@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.machine.torchao_version import torchao_violations
-from titan_exp.models.blocks.linear_impl import LinearImpl, TensorParallelCollectives
+from titan_exp.models.blocks.linear import LinearImpl, TensorParallelCollectives
 from titan_exp.quantization.float8.float8_linear import Float8, Float8Weight, float8_linear
 from titan_exp.quantization.float8.float8_tensor import E4M3, Float8Matrix
 from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear

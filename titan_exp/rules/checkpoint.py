@@ -14,8 +14,8 @@ from titan_exp.config.paths.checkpoint_files import intact_before, missing_part
 from titan_exp.config.paths.checkpoint_paths import initial_folder
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 from titan_exp.config.schema.identity_keys import is_among
-from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.hf_config import export_violations
+from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.rule import Refuse, rules
 from titan_exp.rules.weights.given_weights import ACCEPT, TOKENIZER, given_weights, model_misfits, tokenizer_misfit
 

@@ -16,10 +16,10 @@ from titan_exp.config.machine.attention_backends import (
     ON_CPU,
     efficient_multiple,
 )
-from titan_exp.models.spec.context import exceeds_context
 from titan_exp.models.spec.lookup import family_violations, token_mixing
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.mtp import MTP_DEPTH
+from titan_exp.models.spec.rope import exceeds_context
+from titan_exp.models.spec.transformer import MTP_DEPTH
 from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 

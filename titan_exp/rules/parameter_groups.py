@@ -9,8 +9,8 @@ from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig, Role
 from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.models.spec.lookup import parameter_roles
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.parameter_roles import parameter_roles
 from titan_exp.rules.rule import rules
 
 

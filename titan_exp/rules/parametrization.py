@@ -8,7 +8,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.groups.parametrization import BaseShapeConfig, ParametrizationConfig
-from titan_exp.models.parametrization.base_shape import fixed_inputs
+from titan_exp.models.parametrization.mup import fixed_inputs
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.rules.rule import Refuse, rules

@@ -19,7 +19,7 @@ from titan_exp.models.build import (
     parameter_count,
 )
 from titan_exp.models.decoder import Decoder
-from titan_exp.models.parametrization.lookup import scales_of
+from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import block_count
 from titan_exp.optim.parameter_groups import freeze, named_parameters
 from titan_exp.parallel.apply import parallelize

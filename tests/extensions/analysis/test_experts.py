@@ -19,7 +19,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.extensions.analysis.experts import CLASSES, ExpertClasses, TokenClassifier, learned_experts, lines
 from titan_exp.inference.evaluate import Evaluation, evaluate_command
-from titan_exp.models.blocks.router import Router
+from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.spec.moe import BalanceConfig, MoEConfig, RouterSpec
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh

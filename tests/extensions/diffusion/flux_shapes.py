@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_exp.extensions.diffusion.flux import Config, diffusers
 from titan_exp.extensions.diffusion.samples import grid_positions
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, state_dict_map
+from titan_exp.models.convert.state_dict_map import CheckpointFormat, state_dict_map
 
 needs_diffusers = pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
 

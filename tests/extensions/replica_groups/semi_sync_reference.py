@@ -18,7 +18,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.extensions.replica_groups.config import SemiSyncConfig, semi_sync_of
-from titan_exp.models.blocks.router import Router
+from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 

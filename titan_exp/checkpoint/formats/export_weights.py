@@ -24,11 +24,11 @@ from titan_exp.checkpoint.state_dict import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.data.tokenizers.files import write_tokenizer
-from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.diffusers_config import diffusers_violations, to_diffusers
 from titan_exp.models.convert.hf_config import export_violations, generation_config, to_huggingface
-from titan_exp.models.convert.meta_params import to_params
 from titan_exp.models.convert.model_json import FILE, to_json
+from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
+from titan_exp.models.llama import to_params
 from titan_exp.models.spec.lookup import model_spec
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"

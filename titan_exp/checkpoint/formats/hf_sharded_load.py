@@ -10,7 +10,7 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import open_huggingface
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
+from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.models.spec.lookup import mtp_depth
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.meta_init import local_shard

@@ -12,9 +12,9 @@ from titan_exp.checkpoint.formats.torch_file import torch_load_safely
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.foreign_json import read_object
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
-from titan_exp.models.convert.meta_params import from_params
+from titan_exp.models.convert.state_dict_map import state_dict_map
+from titan_exp.models.llama import from_params
 
 IGNORED = "rope.freqs"
 """RoPE table of old files."""

@@ -25,7 +25,6 @@ from titan_exp.config.paths.foreign_json import read_object, table
 from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
-from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.diffusers_config import CLASS, from_bfl, from_diffusers
 from titan_exp.models.convert.hf_config import (
@@ -37,6 +36,7 @@ from titan_exp.models.convert.hf_config import (
     unread_prefixes,
 )
 from titan_exp.models.convert.model_json import FILE, from_json
+from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.spec.lookup import family_violations, model_spec, with_mtp_depth
 
 FORMATS = ("bfl", "dcp", "diffusers", "huggingface", "llama", "safetensors", "torch", "torchtune")

@@ -32,8 +32,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.models.blocks.initialization import ShardSpec
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, state_dict_map
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh

@@ -31,10 +31,9 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.extensions.analysis.verbs import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
-from titan_exp.models.blocks.iter_blocks import iter_blocks
-from titan_exp.models.blocks.transformer import RMSNorm
+from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
-from titan_exp.models.parametrization.lookup import scales_of
+from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.gradient_point import HasGradientPoint

@@ -17,8 +17,7 @@ from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.extensions.diffusion.config import READ_FROM_PATHS, RectifiedFlowOptions, images_of
 from titan_exp.extensions.diffusion.latent_format import LatentManifest, format_of
 from titan_exp.extensions.diffusion.spec import latent_inputs
-from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.models.spec.token_span import EVERY_TOKEN
+from titan_exp.models.spec.model_spec import EVERY_TOKEN, ModelSpec
 from titan_exp.rules.quantization import RECIPE, quantized_linears, scaling_block
 from titan_exp.rules.rule import Refuse, rules
 

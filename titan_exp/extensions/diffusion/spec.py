@@ -13,19 +13,28 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbe
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import MAY_BE_MEANT, NO_CHANGE, ModelConfig
 from titan_exp.config.groups.types import BlockCount, PositiveBlockCount, PositiveFloat, PositiveInt
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.model_spec import (
+    EVERY_TOKEN,
+    ONCE,
     AttentionSpec,
     LayerSpec,
     LinearSpec,
     ModelSpec,
+    PipelinePlan,
     TensorSpec,
+    TokenSpan,
     VectorSpec,
 )
-from titan_exp.models.spec.pp_plan import PipelinePlan
-from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel
+from titan_exp.models.spec.tp_plan import (
+    SEQUENCE_PARALLEL,
+    Colwise,
+    FusedRows,
+    HeadParallel,
+    RowPiece,
+    Rowwise,
+    SequenceParallel,
+)
 
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.samples import LatentBatch

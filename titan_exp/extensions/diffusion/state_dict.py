@@ -7,10 +7,9 @@ of a single block reads attention and feed-forward of a head side by side; their
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_exp.models.convert.fused_rows import half_split_rows
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
-from titan_exp.models.spec.fused_rows import FusedRows
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, half_split_rows
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
+from titan_exp.models.spec.tp_plan import FusedRows
 
 
 @dataclass(frozen=True)

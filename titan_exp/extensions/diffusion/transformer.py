@@ -18,10 +18,8 @@ from titan_exp.extensions.diffusion.spec import (
 from titan_exp.models.blocks.linear import Linear, linear
 from titan_exp.models.blocks.token_order import ResultGather, Rope, RopeOrder, TokenShard
 from titan_exp.models.blocks.transformer import norm
-from titan_exp.models.spec.fused_rows import FusedRows
-from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.pp_plan import PipelinePlan
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
+from titan_exp.models.spec.model_spec import LayerSpec, PipelinePlan
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 

@@ -1,12 +1,31 @@
-"""SwiGLU feed-forward (Shazeer 2020) with gate and up fused."""
+"""Feed-forward layers: SwiGLU (Shazeer 2020) with gate and up fused, and the mixture of experts in its place."""
 
-from jaxtyping import Float
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.linear import linear
+from titan_exp.models.blocks.initialization import InitSpec
+from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, add_bias, linear, weight_and_bias
+from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.swiglu import FFN_GROUP
+from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.tp_plan import TPStyle
+from titan_exp.ops.moe.balance import (
+    SumCounts,
+    add_unless_recomputing,
+    attach_loss,
+    batch_balance_loss,
+    normalized_scores,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
+from titan_exp.ops.moe.routing import Routing, choices_per_expert, choose_experts, expert_weights, router_scores
+from titan_exp.ops.moe.token_padding import TokenPadding
 from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import GROUP, swiglu
 
@@ -30,3 +49,262 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x)), or a variant."""
         return recompute_input(lambda fused: swiglu(fused, self.group, self.variant), self.gate_up(x), self.down)
+
+
+class Router(nn.Module):
+    """Routes each token to its experts, and balances them.
+
+    Balance is defined over sequences or the global batch; the trainer says by `set_batch` how many sequences that has,
+    and calls `finish_step` with the counts of the global batch after each optimizer step.
+    """
+
+    bias: Tensor
+    previous_load: Tensor
+    counts: Tensor
+    losses: Tensor
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__()
+        moe = self.moe = spec.moe
+        self.std, self.logit_bias_std = spec.std, spec.logit_bias_std
+        self.weight = nn.Parameter(torch.empty(moe.experts, spec.inputs))
+        self.logit_bias = None if spec.logit_bias_std is None else nn.Parameter(torch.empty(moe.experts))
+        if moe.router_bias:
+            self.register_buffer("bias", torch.zeros(moe.experts))
+        if moe.balance.loss == "global_batch":
+            self.register_buffer("previous_load", torch.ones(moe.experts))
+        self.register_buffer("counts", torch.zeros(moe.experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("losses", torch.zeros(2), persistent=False)
+        self.sequences: Tensor | int = 1
+        """Sequences of the global batch; the trainer's is a tensor [], fp32, since a compiled or captured pass would
+        keep a number."""
+        self.sequence_ranks = 1
+        """Ranks that share each sequence, each with as many of its tokens."""
+        self.sum_counts: SumCounts | None = None
+        """Sum of counts over these ranks; None for one."""
+
+    def forward(self, x: Float[Tensor, "batch part dim"]) -> Routing:
+        """Route these tokens; in training also balance and count them."""
+        moe = self.moe
+        logits = F.linear(x.float(), self.weight.float()) if moe.fp32_router else F.linear(x, self.weight)
+        logits = add_bias(logits, self.logit_bias).float()
+        scores = router_scores(logits, sigmoid=moe.score == "sigmoid")
+        # Sigmoids of large logits are all 1.
+        ranking = logits if moe.score == "sigmoid" and moe.groups == 1 else scores
+        experts = choose_experts(
+            scores.detach() + self.bias if moe.router_bias else ranking,
+            moe.active_experts,
+            groups=moe.groups,
+            active_groups=moe.active_groups,
+            top2_groups=moe.group_score == "top2_sum",
+        )
+        weights = expert_weights(scores, experts, normalized=moe.normalized, scale=moe.scale)
+        if torch.is_grad_enabled():
+            weights = self._balanced(weights, logits, scores, experts)
+        return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
+
+    def set_batch(self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: SumCounts | None = None) -> None:
+        """Set the sequences of the global batch, and the ranks that share each sequence with the sum over them."""
+        self.sequences, self.sequence_ranks, self.sum_counts = sequences, sequence_ranks, sum_counts
+
+    @torch.no_grad()
+    def finish_step(self, counts: Int64[Tensor, " experts"]) -> None:
+        """Update bias and load from the tokens per expert of the whole global batch, and count anew."""
+        moe, exact = self.moe, counts.double()
+        if moe.balance.bias_rate:
+            change = moe.balance.bias_rate * (exact.mean() - exact).sign()
+            self.bias.add_(change - change.mean() if moe.balance.centered_bias else change)
+        if moe.balance.loss == "global_batch":
+            self.previous_load.copy_(exact * (moe.experts / exact.sum().clamp(min=1)))
+        self.counts.zero_()
+        self.losses.zero_()
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        """Initialization of the parameters by name."""
+        return weight_and_bias(self.std, self.logit_bias_std, "logit_bias")
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Fill the buffers, once memory is real."""
+        for name, buffer in self.named_buffers(recurse=False):
+            buffer.fill_(1 if name == "previous_load" else 0)
+
+    def _balanced(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """Count the tokens of each expert, and attach the gradients of the balance losses to the weights."""
+        moe, balance = self.moe, self.moe.balance
+        choices = choices_per_expert(experts.flatten(1), moe.experts)
+        add_unless_recomputing(self.counts, choices.sum(0))
+        length = experts.shape[1] * self.sequence_ranks
+        loss = z_loss = None
+        if balance.coefficient:
+            loss = self._balance_loss(scores, choices, length) * (balance.coefficient / self.sequences)
+        if balance.z_loss:
+            z_loss = router_z_loss(logits) * (balance.z_loss / (self.sequences * length))
+        losses = [term for term in (loss, z_loss) if term is not None]
+        if not losses:
+            return weights
+        zero = torch.zeros((), device=weights.device)
+        terms = [zero if term is None else term.detach() for term in (loss, z_loss)]
+        add_unless_recomputing(self.losses, torch.stack(terms))
+        return attach_loss(weights, sum(losses[1:], losses[0]))
+
+    def _balance_loss(self, scores: Tensor, choices: Tensor, length: int) -> Tensor:
+        """Sum over sequences of the balance loss, these tokens' part."""
+        moe = self.moe
+        if moe.balance.loss == "global_batch":
+            return batch_balance_loss(normalized_scores(scores), self.previous_load) / length
+        if self.sum_counts is not None:
+            choices = self.sum_counts(choices)
+        if moe.balance.loss == "switch":
+            return sequence_balance_loss(scores, choices, length)
+        return sequence_balance_loss(normalized_scores(scores), choices, length) / moe.active_experts
+
+
+class Experts(nn.Module):
+    """SwiGLU of every expert, on rows sorted by expert."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        self.gate_up = _grouped(layer, "feed_forward.experts.gate_up")
+        self.down = _grouped(layer, "feed_forward.experts.down")
+        self.variant, self.fused_rows = layer.swiglu, layer.fused_rows("feed_forward.experts")
+        self.weighted_inputs = layer.router is not None and layer.router.weighted_inputs
+        """True if weights multiply the rows that go in, and not those that come out."""
+        self.count = self.gate_up.experts
+        """Experts of the layer."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a recipe rounds what is projected down."""
+        return type(self.down.linear_impl) is not GroupedLinearImpl
+
+    @property
+    def row_multiple(self) -> int:
+        """Multiple of rows per expert to pad to, once for both matmuls.
+
+        It is 1 where a bias would make numbers of the zeros in between: there the matmuls pad themselves.
+        """
+        if self.gate_up.bias is not None:
+            return 1
+        return max(self.gate_up.linear_impl.row_multiple, self.down.linear_impl.row_multiple)
+
+    def forward(
+        self,
+        rows: Float[Tensor, "rows dim"],
+        ends: Int32[Tensor, " experts"],
+        weights: Float[Tensor, " _"] | None = None,
+        order: PaddedOrder | None = None,
+    ) -> Float[Tensor, "_ dim"]:
+        """down(silu(gate(x)) · up(x)) of each row's expert, times the row's weight if given; or a variant of SwiGLU.
+
+        `ends` are the ends of the experts' rows. `order` takes tokens in place of their rows in this order, and returns
+        rows in it.
+        """
+        if order is not None:
+            return self._down(self.gate_up(rows, ends, order=order), ends, weights, padded=True)
+        if self.row_multiple == 1:
+            return self._down(self.gate_up(rows, ends), ends, weights)
+        padding = TokenPadding.of(ends, rows.shape[0], self.row_multiple)
+        weights = None if weights is None else padding.spread(weights[:, None])[:, 0]
+        fused = self.gate_up(padding.spread(rows), padding.ends, padded=True)
+        return padding.collect(self._down(fused, padding.ends, weights, padded=True))
+
+    def _down(self, fused: Tensor, ends: Tensor, weights: Tensor | None, *, padded: bool = False) -> Tensor:
+        variant = self.variant
+        if weights is not None:
+            return self.down(fused, ends, weights, of_swiglu=variant)
+        return recompute_input(
+            lambda fused: swiglu(fused, variant=variant), fused, lambda hidden: self.down(hidden, ends, padded=padded)
+        )
+
+
+Dispatch = Callable[[Tensor, Routing, Experts], Callable[[], Tensor]]
+"""Starts to bring tokens [tokens, dim] to the experts that they are routed to.
+
+The result computes the experts' outputs, weighted and summed [tokens, dim]. Between the two calls, messages are under
+way.
+"""
+
+
+class TokenSplit(Protocol):
+    """Split of each sequence among ranks that all have its tokens."""
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's part [batch, part, dim] of [batch, seq, dim]."""
+        ...
+
+    def join(self, part: Tensor, length: int) -> Tensor:
+        """The whole sequences of `length` tokens from the ranks' parts."""
+        ...
+
+
+class MoEFeedForward(nn.Module):
+    """Router and experts; `dispatch` brings tokens to experts, which expert parallelism replaces."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        assert layer.router is not None, "the layer has a router"
+        self.router = Router(layer.router)
+        self.experts = Experts(layer)
+        has_shared = layer.router.moe.shared_experts > 0
+        self.shared = FeedForward(layer, "feed_forward.shared") if has_shared else None
+        self.dispatch: Dispatch = dispatch_locally
+        self.token_split: TokenSplit | None = None
+        """Split of tokens that several ranks have; None if this rank routes all of its tokens."""
+
+    def forward(self, x: Float[Tensor, "batch part dim"]) -> Float[Tensor, "batch part dim"]:
+        """Weighted sum of the routed experts, plus the shared ones."""
+        part = x if self.token_split is None else self.token_split.split(x)
+        finish = self.dispatch(part.flatten(0, 1), self.router(part), self.experts)
+        shared = None if self.shared is None else self.shared(x)
+        found = finish().view_as(part)
+        if self.token_split is not None:
+            found = self.token_split.join(found, x.shape[1])
+        return found if shared is None else found + shared
+
+
+def dispatch_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Callable[[], Tensor]:
+    """Dispatch to experts that are all on this rank."""
+    return lambda: compute_locally(tokens, routing, experts)
+
+
+def compute_locally(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """Weighted sum of the outputs of experts that are all on this rank."""
+    if experts.row_multiple > 1 and not experts.weighted_inputs:
+        return _compute_padded(tokens, routing, experts)
+    order, inverse, ends = sort_by_expert(routing.experts, experts.count)
+    if experts.weighted_inputs:
+        by_row = permute_weights(routing.weights, order, inverse)
+        rows = recompute_input(
+            lambda tokens: permute(tokens, order, inverse),
+            tokens,
+            lambda rows: recompute_input(
+                lambda rows: weigh_rows(rows, by_row), rows, lambda weighed: experts(weighed, ends)
+            ),
+        )
+        return combine(rows, order, inverse, None)
+    # Outputs that are weighted before the down projection need not be kept for the gradient of the weights. But what
+    # a recipe rounds would then differ from what other ranks' experts round.
+    weights = None if experts.is_quantized else permute_weights(routing.weights, order, inverse)
+    rows = recompute_input(
+        lambda tokens: permute(tokens, order, inverse), tokens, lambda rows: experts(rows, ends, weights)
+    )
+    return combine(rows, order, inverse, routing.weights if weights is None else None)
+
+
+def _compute_padded(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """The same for kernels that need padded rows: they lie where the matmuls read them, and nothing moves them."""
+    order = PaddedOrder.sort(routing.experts, experts.count, experts.row_multiple)
+    weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
+    rows = experts(tokens, order.ends, weights, order)
+    return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
+
+
+def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Rows [rows, dim] times their weights, in the dtype of the rows."""
+    return rows * weights.to(rows.dtype)[:, None]
+
+
+def _grouped(layer: LayerSpec, name: str) -> GroupedLinear:
+    spec = layer.linear(name)
+    return GroupedLinear(spec.experts, spec.inputs, spec.outputs, spec.std, spec.bias_std if spec.bias else None)

@@ -1,11 +1,118 @@
-"""Linear layer whose matmul quantization recipes replace; the bias is added after it."""
+"""Linear layers, plain or one per expert, and the matmul behind them, which quantization recipes replace."""
 
-from jaxtyping import Float
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import InitSpec
-from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.moe.expert_bias import add_expert_bias
+from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.moe.permutation import PaddedOrder, permute
+from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
+from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
+from titan_exp.ops.recompute import recompute_input
+from titan_exp.ops.swiglu_variant import SwiGLUVariant
+
+
+@runtime_checkable
+class TensorParallelCollectives(Protocol):
+    """Collectives around the linears of a block under tensor parallelism."""
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def sequence(self) -> bool:
+        """True if ranks hold parts of the tokens outside the linears."""
+        ...
+
+    @property
+    def by_sequence(self) -> bool:
+        """True if these are parts of each sequence, False if consecutive tokens of all."""
+        ...
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """All tokens of this rank's."""
+        ...
+
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks."""
+        ...
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """All tokens [batch, seq, width] of the ranks', without a gradient."""
+        ...
+
+    def scatter_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks of [batch, seq, width], without a gradient."""
+        ...
+
+
+class LinearImpl(nn.Module):
+    """Matmul in the dtype of input and weight. A recipe is a subclass."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
+        return F.linear(x, weight)
+
+    def column_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
+        """Outputs of this rank's rows of the weight for all tokens; `x` are this rank's tokens."""
+        return self(ranks.gather_input(x), weight)
+
+    def row_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
+        """Outputs of this rank's tokens; `x` are this rank's inputs of all tokens."""
+        return ranks.reduce_output(self(x, weight))
+
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Note that tensor-parallel ranks compute with shards of the weight, of inputs or outputs.
+
+        `amax_reduce` is the elementwise maximum over these ranks.
+        """
+
+
+class GroupedLinearImpl(nn.Module):
+    """Grouped matmul in the dtype of input and weight. A recipe is a subclass."""
+
+    row_multiple = 1
+    """Multiple of rows per expert that the kernel requires; rows that are not `padded` it pads itself."""
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
+        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs].
+
+        `padded` promises that every expert has a `row_multiple` of rows, and some; rows after the last end may then
+        come out uninitialized.
+        """
+        return grouped_linear(x, weight, ends)
+
+    def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
+        """The same for the padded rows of tokens."""
+        return recompute_input(
+            lambda tokens: permute(tokens, order.order, order.inverse, order.padding),
+            tokens,
+            lambda rows: self(rows, weight, order.ends, padded=True),
+        )
+
+    def of_swiglu(
+        self, gate_up: Tensor, weight: Tensor, ends: Tensor, row_weights: Tensor, variant: SwiGLUVariant
+    ) -> Tensor:
+        """The same for x = silu(gate) · up · row weight of `gate_up` [tokens, 2 · inputs], or a variant."""
+        if type(self) is GroupedLinearImpl:
+            return weighted_swiglu_linear(gate_up, weight, row_weights, ends, variant=variant)
+        return self(weighted_swiglu(gate_up, row_weights, variant=variant), weight, ends)
+
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Note that ranks with the same tokens compute with shards of the experts' channels, inputs or outputs.
+
+        `amax_reduce` is the elementwise maximum over these ranks.
+        """
 
 
 class Linear(nn.Linear):
@@ -46,3 +153,61 @@ def linear(layer: LayerSpec, name: str) -> Linear:
     spec = layer.linear(name)
     bias_std = spec.bias_std if spec.bias else None
     return Linear(spec.inputs, spec.outputs, spec.std, bias_std, quantizable=spec.quantizable)
+
+
+class GroupedLinear(nn.Module):
+    """Linear layers, one per expert, initialized with standard deviation `std`.
+
+    `bias_std` is that of their biases; None is layers without biases.
+    """
+
+    parameter_role = "expert"
+
+    def __init__(self, experts: int, fan_in: int, fan_out: int, std: float, bias_std: float | None = None) -> None:
+        super().__init__()
+        self.experts, self.in_features, self.out_features = experts, fan_in, fan_out
+        self.std, self.bias_std = std, bias_std
+        self.weight = nn.Parameter(torch.empty(experts, fan_out, fan_in))
+        self.bias = None if bias_std is None else nn.Parameter(torch.empty(experts, fan_out))
+        self.linear_impl = GroupedLinearImpl()
+        self.bias_start = 0
+        """First output that the bias on this rank is added to. Ranks whose outputs are summed each have other ones."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "tokens columns"],
+        ends: Int32[Tensor, " experts"],
+        row_weights: Float[Tensor, " tokens"] | None = None,
+        *,
+        of_swiglu: SwiGLUVariant | None = None,
+        order: PaddedOrder | None = None,
+        padded: bool = False,
+    ) -> Float[Tensor, "_ fan_out"]:
+        """x · weight[expert]ᵀ for rows sorted by expert, by `linear_impl`, plus the bias, times `row_weights` if given.
+
+        `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient. `of_swiglu` takes
+        fused gate and up, in place of this weighted variant of SwiGLU. `order` takes tokens in place of their rows in
+        this order. `padded` is that of `GroupedLinearImpl`.
+        """
+        weight = local_tensor(self.weight)
+        if of_swiglu is not None:
+            assert row_weights is not None, "the SwiGLU is weighted"
+            out = self.linear_impl.of_swiglu(x, weight, ends, row_weights, of_swiglu)
+        elif order is not None:
+            out = self.linear_impl.of_tokens(x, weight, order)
+        else:
+            out = self.linear_impl(x, weight, ends, padded=padded)
+        if self.bias is None:
+            return out
+        bias = local_tensor(self.bias)
+        if bias.shape[1] < out.shape[1]:
+            bias = F.pad(bias, (self.bias_start, out.shape[1] - self.bias_start - bias.shape[1]))
+        return add_expert_bias(out, bias, ends, row_weights)
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        """Initialization of the parameters by name."""
+        return weight_and_bias(self.std, self.bias_std)
+
+    def extra_repr(self) -> str:
+        """Shape for `print(model)`."""
+        return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -1,6 +1,6 @@
-"""Transformer building blocks: norm, embedding, LM head, attention, block. None knows a mesh."""
+"""Transformer building blocks: norm, embedding, LM head, attention, block, and the iterators over a model's blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,18 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.feed_forward import FeedForward
+from titan_exp.models.blocks.feed_forward import FeedForward, MoEFeedForward
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear import linear
-from titan_exp.models.blocks.moe import MoEFeedForward
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.models.spec.tp_plan import (
-    SEQUENCE_PARALLEL,
-    HeadSharded,
-    TPStyle,
-    VocabEmbedding,
-    VocabLogits,
-)
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, HeadSharded, TPStyle, VocabEmbedding, VocabLogits
 from titan_exp.ops.attention.rope import rotate, split_rotated
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.embedding import embedding_rows
@@ -274,3 +267,54 @@ def _sinks(layer: LayerSpec) -> AttentionSinks | None:
 
 def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":
     return None if layer.vector(name) is None else norm(layer, name, eps)
+
+
+class MTPModule(TransformerBlock):
+    """Block over the joined hidden states of the depth before and embeddings of the next tokens, and its output norm.
+
+    Hidden states are those that a head reads: behind the model's final norm for the first module, behind `norm` for the
+    next. The report says only "the representation given by the main model"; vLLM, SGLang and llama.cpp decode with the
+    published weights from behind the norm. As in those weights, the embedding is the first half of the projection's
+    input.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend, attention: nn.Module | None = None
+    ) -> None:
+        super().__init__(layer, norm_eps, backend, attention)
+        self._plan: dict[str, TPStyle] = {"projection": SEQUENCE_PARALLEL}
+        self.embedding_norm = norm(layer, "embedding_norm", norm_eps)
+        self.hidden_norm = norm(layer, "hidden_norm", norm_eps)
+        self.projection = linear(layer, "projection")
+        self.norm = norm(layer, "norm", norm_eps)
+
+    def tp_plan(self) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding: the projection is replicated, over this rank's tokens."""
+        return self._plan
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch part dim"],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 _"], ...],
+        mask: Any,
+        embedded: Float[Tensor, "batch part dim"] | None = None,
+    ) -> Float[Tensor, "batch part dim"]:
+        """Hidden states of this depth, normalized for the head, from those of the depth before and from the embeddings
+        of the tokens that many places ahead."""
+        assert embedded is not None, "the module reads the next tokens"
+        joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
+        return self.norm(super().forward(self.projection(joined), rope, mask))
+
+
+def iter_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Transformer blocks in order. Empty for a model without a `blocks` ModuleDict."""
+    for _, block in iter_numbered_blocks(model):
+        yield block
+
+
+def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Pairs of layer index in the whole model and block; a pipeline stage yields its own blocks."""
+    blocks = getattr(model, "blocks", None)
+    if isinstance(blocks, nn.ModuleDict):
+        for index, (key, block) in enumerate(blocks.items()):
+            yield int(key) if key.isdecimal() else index, block

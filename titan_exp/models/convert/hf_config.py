@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
+"""Hugging Face's `config.json` and `generation_config.json`, from a model config and back, and a repository's fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.types import BLOCKS
 from titan_exp.config.paths.foreign_json import count, read_object, table
 from titan_exp.config.paths.noted_keys import NotedKeys, named_errors
 from titan_exp.config.schema.component import builtin_components, component
 from titan_exp.config.schema.typed_config import validated
-from titan_exp.models.convert.rope_keys import rope_keys
-from titan_exp.models.spec.moe import MoEConfig
-from titan_exp.models.spec.transformer import AttentionConfig
+from titan_exp.models.spec.lookup import mtp_depth
 
 MTP_KEY = "num_nextn_predict_layers"
 """Number of modules of multi-token prediction in `config.json`."""
@@ -26,7 +24,7 @@ ANY_TYPE = "*"
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's class in `transformers`."""
+    """A family's class in `transformers`; `both_ways` of a table of keys gives what writes and reads its file."""
 
     model_type: str
     """Name in `config.json`."""
@@ -155,66 +153,6 @@ def quantized_weights(values: Mapping[str, Any]) -> tuple[int, int] | Literal["m
     return rows, columns
 
 
-def common_keys(config: AttentionConfig, *, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `config.json` that all decoders with grouped-query attention have; `extra` names those of the rest."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.norm_eps,
-        **rope_keys(config.rope, config.context),
-        "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": "silu",
-        **extra,
-        "initializer_range": config.init_std,
-    }
-
-
-def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `AttentionConfig` from those keys, without name, architecture, context and rope."""
-    heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
-    return {
-        "layers": int(values["num_hidden_layers"]),
-        "dim": dim,
-        "heads": heads,
-        "kv_heads": int(values.get("num_key_value_heads") or heads),
-        "head_dim": int(values.get("head_dim") or dim // heads),
-        "vocab_size": int(values["vocab_size"]),
-        "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
-        "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "init_std": float(values.get("initializer_range", 0.02)),
-        "attention_backend": "auto",
-    }
-
-
-def routed_experts(values: Mapping[str, Any], key: str) -> int:
-    """Number of experts, under the family's key or under that of transformers 5."""
-    return int(values[key] if key in values or "num_local_experts" not in values else values["num_local_experts"])
-
-
-PLAIN_ROUTER: Mapping[str, Any] = {
-    "shared_experts": 0,
-    "score": "softmax",
-    "router_bias": False,
-    "scale": 1.0,
-    "groups": 1,
-    "active_groups": 1,
-    "group_score": "max",
-}
-"""Fields of `MoEConfig` for which the `config.json` of most families with experts has no keys."""
-
-
-def router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) -> Iterator[Violation]:
-    """Fields of a router that differ from those of a family in `transformers`."""
-    for key, value in wanted.items():
-        if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
-            reason = f"{family} has no such router in transformers"
-            yield Violation(f"model.moe.{key}", own, reason, f"model.moe.{key}={shown(value)}")
-
-
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Content of `generation_config.json`: the ends of texts. It asks for no sampling, since scores of an export are
     those of its greedy texts; an end that also begins documents in training is no begin-of-text token of theirs."""
@@ -262,3 +200,51 @@ def _family(values: Mapping[str, Any], architecture: str | None) -> HuggingFace:
     if kind not in found:
         raise UserError(f"config.json: model_type is {kind!r}; supported: {', '.join(map(repr, found))}.")
     return found[kind]
+
+
+TOWERS = {"vision_config": "vision tower", "audio_config": "audio tower"}
+"""Parts of a multimodal model beside its language model, by their keys in `config.json`."""
+
+
+def repository_lines(values: Mapping[str, Any], name: str, weights: ModelConfig | None = None) -> Iterator[str]:
+    """Preset that fits a `config.json`, then what of the repository is not read.
+
+    `weights` is the model as its files hold it; None if only `config.json` is known.
+
+    Raises:
+        UserError: no family reads the `model_type`.
+    """
+    from titan_exp.config.hydra.presets import nearest_preset  # ranks, which type nothing, import no Hydra
+
+    text, _ = language_model(values)
+    if not has_family(values):
+        from_huggingface(text, name)
+        yield no_family(values)
+        return
+    try:
+        model = from_huggingface(text, name)
+        quantized_weights(text)
+    except UserError as error:  # it says what the family cannot compute
+        yield f"cannot be converted: {error}"
+        return
+    preset, keys = nearest_preset(model)
+    yield f"model={preset} fits but for {' '.join(keys)}" if keys else f"fits model={preset}"
+    if text is not values:
+        yield from (f"not read: {tower} ({key})" for key, tower in TOWERS.items() if key in values)
+    depth = int(text.get(MTP_KEY) or 0)
+    if depth and weights is not None and mtp_depth(weights) == 0:
+        yield f"missing in the files: modules of multi-token prediction, of which config.json has {MTP_KEY}={depth}"
+    elif depth:
+        yield f"{depth} module of multi-token prediction: trained with model.mtp.depth={depth}"
+
+
+def has_family(values: Mapping[str, Any]) -> bool:
+    """True if a family here reads the `model_type` of a `config.json`."""
+    return language_model(values)[0].get("model_type") in family_types()
+
+
+def no_family(values: Mapping[str, Any]) -> str:
+    """Sentences that name a `model_type` of no family, the families, and the one that takes any type."""
+    kind, (_, other) = values.get("model_type"), other_family() or ("", None)
+    found = f"model_type {kind!r} is of no family here; families are {listed(family_types(), 'and')}."
+    return f"{found} {other.offer}" if other else found

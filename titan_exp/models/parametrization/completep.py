@@ -14,7 +14,7 @@ from annotated_types import Interval
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parametrization import BaseShapeConfig
 from titan_exp.config.groups.types import PositiveInt
-from titan_exp.models.parametrization.base_shape import block_parameters, width_scales
+from titan_exp.models.parametrization.mup import block_parameters, width_scales
 from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec

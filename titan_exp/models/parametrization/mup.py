@@ -13,13 +13,15 @@ Decoupled weight decay acts as learning rate times decay, and is the same at eve
 epsilon with them. Scores of attention are divided by the width of a head, not by its root.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parametrization import BaseShapeConfig
-from titan_exp.models.parametrization.base_shape import width_scales
-from titan_exp.models.parametrization.parameter_scale import ParameterScale
-from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.parametrization.parameter_scale import ParameterScale, multiplier
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,82 @@ class Config(BaseShapeConfig):
 def parameter_scales(spec: ModelSpec, model: ModelConfig, config: Config) -> dict[str, ParameterScale]:
     """Scale of every parameter by full name."""
     return width_scales(spec, model, config)
+
+
+def width_scales(spec: ModelSpec, model: ModelConfig, config: BaseShapeConfig) -> dict[str, ParameterScale]:
+    """muP's scale of every parameter by full name, by the table above."""
+    growth = spec.dim / config.base_width
+    fixed, fixed_outputs = fixed_inputs(model, config.fixed), _fixed_sizes(model, config.fixed, "outputs")
+    small_gradients = ParameterScale(eps=1 / growth)
+    hidden = ParameterScale(init=growth**-0.5, lr=1 / growth, weight_decay=growth, eps=1 / growth, inputs=growth)
+    output = small_gradients.times(multiplier(1 / growth))
+    scales = dict.fromkeys(spec.shapes, small_gradients)
+    for number, layer in enumerate(spec.blocks):
+        prefix = f"blocks.{number}"
+        for linear in layer.linears:
+            scale = small_gradients if linear.name in fixed else hidden
+            outputs = 1.0 if linear.name in fixed_outputs else growth
+            scales[f"{prefix}.{linear.name}.weight"] = replace(scale, outputs=outputs)
+        if layer.router is not None:
+            scales[f"{prefix}.{layer.router.name}.weight"] = replace(output, inputs=growth)
+        for name, scale in _score_scales(layer, config.base_head_dim).items():
+            scales[f"{prefix}.{name}"] = scales[f"{prefix}.{name}"].times(scale)
+    embedded = multiplier(config.embedding_multiplier)
+    scales["embedding.weight"] = scales["embedding.weight"].times(embedded)
+    # A tied head has the factor of the embedding, and the last norm the rest.
+    shared = config.embedding_multiplier if spec.tied else 1.0
+    last = "norm.weight" if spec.tied else "head.weight"
+    scales[last] = output.times(multiplier(config.output_multiplier / shared))
+    return scales
+
+
+def block_parameters(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec | None]]:
+    """Parameters of a block by name in it, with the linear layer that they belong to."""
+    linears = {linear.name: linear for linear in layer.linears}
+    for name in layer.shapes:
+        yield name, linears.get(name.rpartition(".")[0])
+
+
+def fixed_inputs(model: ModelConfig, keys: tuple[str, ...]) -> frozenset[str]:
+    """Linear layers, by module path in the block, whose inputs depend on one of these keys of the model."""
+    return _fixed_sizes(model, keys, "inputs")
+
+
+def _fixed_sizes(model: ModelConfig, keys: tuple[str, ...], side: Literal["inputs", "outputs"]) -> frozenset[str]:
+    sizes, fixed = _sizes(model, side), set[str]()
+    for key in keys:
+        changed = _sizes(_with_other_value(model, key.split(".")), side)
+        fixed |= {name for name, count in sizes.items() if changed.get(name) != count}
+    return frozenset(fixed)
+
+
+def _sizes(model: ModelConfig, side: Literal["inputs", "outputs"]) -> dict[str, int]:
+    spec = model_spec(model)
+    assert spec is not None, "the model has a spec"
+    return {linear.name: getattr(linear, side) for layer in spec.blocks for linear in layer.linears}
+
+
+def _with_other_value(config: Any, parts: list[str]) -> Any:
+    """The config with another value of a number, by key."""
+    value = getattr(config, parts[0])
+    return replace(config, **{parts[0]: 2 * value if len(parts) == 1 else _with_other_value(value, parts[1:])})
+
+
+def _score_scales(layer: LayerSpec, base_head_dim: int | None) -> dict[str, ParameterScale]:
+    """Scales that multiply the scores of attention by sqrt(base width of a head / its width), by name in the block.
+
+    They lie in the norm of queries or in their own linear layer; where queries, keys and values are one, each takes the
+    root, and the output takes it back from the values.
+    """
+    attention = layer.attention
+    if base_head_dim is None or attention is None or attention.qk_dim == base_head_dim:
+        return {}
+    factor = (base_head_dim / attention.qk_dim) ** 0.5
+    linears = {linear.name: linear for linear in layer.linears}
+    if layer.vector("attention.q_norm") is not None:
+        return {"attention.q_norm.weight": multiplier(factor)}
+    if "attention.q" in linears:
+        return {"attention.q.weight": multiplier(factor)}
+    root = multiplier(factor**0.5)
+    scales = {"attention.qkv.weight": root, "attention.out.weight": multiplier(factor**-0.5)}
+    return scales | ({"attention.qkv.bias": root} if linears["attention.qkv"].bias else {})

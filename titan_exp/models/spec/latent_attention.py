@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.types import PositiveInt
-from titan_exp.models.spec.decoder_config import DecoderConfig
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.models.spec.model_spec import AttentionSpec, LinearSpec, VectorSpec
-from titan_exp.models.spec.rope import YarnRope, rope_violations
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, Rowwise
+from titan_exp.models.spec.rope import YarnRope
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, FusedRows, RowPiece, Rowwise
+from titan_exp.models.spec.transformer import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ def latent_attention(
 
 
 def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Violation]:
-    """Head widths and a context scaling that latent attention cannot compute."""
+    """Head widths that latent attention cannot compute."""
     if config.qk_rope_head_dim % 2:
         yield Violation(
             "model.qk_rope_head_dim",
@@ -109,4 +108,3 @@ def latent_attention_violations(config: LatentAttentionConfig) -> Iterator[Viola
             "(model.qk_nope_head_dim + model.qk_rope_head_dim)",
             f"at most model.v_head_dim={qk_dim}",
         )
-    yield from rope_violations(config.rope)

@@ -1,6 +1,6 @@
-"""Model spec of a config, by its architecture."""
+"""Model spec of a config, by its architecture, and roles of its parameters. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -8,6 +8,7 @@ from functools import lru_cache
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.errors.user_traceback import calling_user_code, package_prefix
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.optimizer import Role
 from titan_exp.config.schema.component import component
 from titan_exp.models.spec.model_spec import ModelSpec
 
@@ -92,3 +93,23 @@ def _spec(config: ModelConfig) -> ModelSpec | None:
 def _calling(function: str, config: ModelConfig) -> AbstractContextManager[None]:
     name = config.architecture
     return calling_user_code(f"model.architecture={name}: its {function}(config) fails", [package_prefix(name)])
+
+
+def parameter_roles(spec: ModelSpec) -> dict[str, Role]:
+    """Role of every parameter by full name; the same that an optimizer sees."""
+    stacked = {f"{name}.{part}" for name, linear in spec.linears() if linear.experts > 1 for part in ("weight", "bias")}
+    ends: dict[str, Role] = {"embedding.weight": "embedding", "head.weight": "head"}
+    return {
+        name: "vector"
+        if is_vector(shape, stacked=name in stacked)
+        else ends.get(name, "expert" if name in stacked or len(shape) > 2 else "matrix")
+        for name, shape in spec.shapes.items()
+    }
+
+
+def is_vector(shape: Sequence[int], *, stacked: bool) -> bool:
+    """True for one vector, for a stack of one per expert, and for numbers per head that broadcast, as [1, 1, heads, 1].
+
+    Of two dims, one of size 1 is a matrix all the same: a linear layer with one output.
+    """
+    return len(shape) - stacked < 2 or (len(shape) > 2 and sum(size > 1 for size in shape) < 2)

@@ -10,15 +10,53 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.models.spec.model_inputs import ModelInputs
 from titan_exp.models.spec.moe import RouterSpec
-from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.token_span import EVERY_TOKEN, ONCE, TokenSpan
-from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, TPStyle
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, FusedRows, TPStyle
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Stage placement of a model's children. `blocks` are split; every stage holds the children not named here."""
+
+    first: tuple[str, ...]
+    """Children of the first stage only."""
+    last: tuple[str, ...]
+    """Children of the last stage only."""
+    shared: tuple[str, ...] = ()
+    """Children of `first` whose parameters are the head's too, so that the last stage has a copy (tied embeddings)."""
+    looked_up: tuple[str, ...] = ()
+    """Children of `first` that the last stage calls too, with a copy of their parameters (multi-token prediction)."""
+    extra_tokens: int = 0
+    """Tokens of `dim` numbers that stages send each other beside those of the sequence (a conditioning)."""
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Children of `first` that the last stage has a copy of."""
+        return tuple(dict.fromkeys((*self.shared, *self.looked_up)))
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Tokens of a sequence that a layer computes, as the bounds of a slice."""
+
+    start: int = 0
+    """First token."""
+    stop: int | None = None
+    """End of the tokens; None is that of the sequence."""
+
+    def share(self, seq_len: int) -> float:
+        """Computed tokens per token of a sequence."""
+        return len(range(seq_len)[self.start : self.stop]) / seq_len
+
+
+EVERY_TOKEN = TokenSpan()
+"""All tokens of a sequence."""
+ONCE = TokenSpan(stop=1)
+"""As many as one token: a layer over a vector per sequence."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +320,7 @@ class ModelSpec:
     attention_backend: str = "auto"
     """Requested attention kernel."""
     mtp_layers: tuple[LayerSpec, ...] = ()
-    """Modules of multi-token prediction, numbered after the blocks; see `spec/mtp.py`."""
+    """Modules of multi-token prediction, numbered after the blocks; see `spec/transformer.py`."""
     mtp_weight: float = 0.0
     """Factor of their mean loss."""
     ends: tuple[TensorSpec, ...] | None = None

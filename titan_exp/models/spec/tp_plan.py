@@ -1,4 +1,4 @@
-"""Tensor-parallel styles of linears, norms, embedding and head: plain data, naming no mesh.
+"""Tensor-parallel styles of linears, norms, embedding and head, and rows of fused weights: plain data, naming no mesh.
 
 A `Colwise` linear is followed by a `Rowwise` one (Shoeybi et al. 2019), so that heads or feed-forward channels between
 them stay on their rank, and only the block's input and output are exchanged. What a style does to a module is its
@@ -166,3 +166,30 @@ class VocabLogits(TPStyle):
 
     vocabulary: int
     """Rows of the whole weight."""
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """Consecutive rows of a unit that belong to one projection."""
+
+    name: str
+    """Projection (`query`)."""
+    width: int
+    """Rows per head; in a feed-forward per group."""
+    heads: int = 1
+    """Heads in a unit."""
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Units of rows with the same pieces, repeated through the weight."""
+
+    kind: Literal["attention", "feed_forward"]
+    """Kind of the projections; those of attention have heads."""
+    pieces: tuple[RowPiece, ...]
+    """Pieces of a unit in order."""
+
+    @property
+    def unit(self) -> int:
+        """Rows of a unit."""
+        return sum(piece.heads * piece.width for piece in self.pieces)

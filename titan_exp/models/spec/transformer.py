@@ -1,14 +1,19 @@
-"""Grouped-query attention with a SwiGLU feed-forward: config fields, spec and shape rules that families share."""
+"""Decoders with grouped-query attention and SwiGLU: config fields, spec and shape rules that families share.
+
+Module k of multi-token prediction (DeepSeek-AI 2024, V3), behind the last layer, joins the hidden state of token i with
+the embedding of token i + k, and predicts token i + k + 1 by a block of its own and the model's LM head. It is trained
+and not used in inference.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.types import PositiveInt
-from titan_exp.models.spec.decoder_config import DecoderConfig, decoder_spec
-from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
+from titan_exp.config.groups.model import NO_CHANGE, ModelConfig
+from titan_exp.config.groups.types import BlockCount, NonNegativeFloat, PositiveFloat, PositiveInt
+from titan_exp.models.spec.feed_forward import moe_linears, swiglu_linears, swiglu_violations
 from titan_exp.models.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
@@ -18,9 +23,71 @@ from titan_exp.models.spec.model_spec import (
     VectorSpec,
 )
 from titan_exp.models.spec.moe import PLAIN_EXPERTS, MoEConfig, MoEVariant, RouterSpec
-from titan_exp.models.spec.moe_layer import moe_linears
-from titan_exp.models.spec.swiglu import swiglu_linears, swiglu_violations
-from titan_exp.models.spec.tp_plan import AcrossHeads, Colwise, HeadParallel, HeadSharded, ReplicatedKV, Rowwise
+from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.tp_plan import (
+    SEQUENCE_PARALLEL,
+    AcrossHeads,
+    Colwise,
+    FusedRows,
+    HeadParallel,
+    HeadSharded,
+    ReplicatedKV,
+    RowPiece,
+    Rowwise,
+)
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """Fields of a decoder."""
+
+    vocab_size: PositiveInt
+    """Rows of the embedding; at least as many as the tokenizer has tokens. E.g. `model.vocab_size=50304`."""
+    norm_eps: PositiveFloat
+    """Added to the mean square in RMSNorm. E.g. `model.norm_eps=1e-6`."""
+    tied_embeddings: bool
+    """The output head uses the embedding's weight. E.g. `model.tied_embeddings=true`."""
+    rope: PlainRope
+    """Rotary position embedding."""
+    init_std: PositiveFloat = field(metadata=NO_CHANGE)
+    """Standard deviation of initial weights. Llama scales residual outputs down by sqrt(2 · layers).
+    E.g. `model.init_std=0.01`."""
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"] = field(
+        metadata=NO_CHANGE
+    )
+    """Attention kernel. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
+    FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention.
+
+    The log says which one runs. E.g. `model.attention_backend=cudnn`."""
+
+    def effective(self) -> "DecoderConfig":
+        """The same decoder with keys of RoPE that its scaling does not read at their defaults."""
+        return replace(self, rope=self.rope.effective(self.context))
+
+
+def decoder_spec(
+    config: DecoderConfig,
+    layers: tuple[LayerSpec, ...],
+    *,
+    rope: PlainRope,
+    rope_dim: int,
+    mtp_layers: tuple[LayerSpec, ...] = (),
+    mtp_weight: float = 0.0,
+) -> ModelSpec:
+    """Spec of a decoder with these layers, which rotates `rope_dim` features of a head."""
+    return ModelSpec(
+        layers,
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        tied=config.tied_embeddings,
+        norm_eps=config.norm_eps,
+        embedding_std=config.init_std,
+        rope=rope,
+        rope_dim=rope_dim,
+        attention_backend=config.attention_backend,
+        mtp_layers=mtp_layers,
+        mtp_weight=mtp_weight,
+    )
 
 
 @dataclass(frozen=True)
@@ -188,3 +255,42 @@ def shape_violations(config: TransformerConfig) -> Iterator[Violation]:
     """Head counts, head width and feed-forward width that the shared block cannot compute."""
     yield from attention_violations(config)
     yield from swiglu_violations(config.ffn_dim, "model.ffn_dim")
+
+
+MTP_DEPTH, MTP_WEIGHT = "model.mtp.depth", "model.mtp.weight"
+"""Keys of the configuration."""
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction."""
+
+    depth: BlockCount = 0
+    """Modules, each of which predicts one token further ahead; 0 is none, and DeepSeek V3 has 1.
+    E.g. `model=deepseek_debug model.mtp.depth=1`."""
+    weight: NonNegativeFloat = field(default=0.3, metadata=NO_CHANGE)
+    """Factor of the modules' mean loss in the objective; V3 trains with 0.3, and with 0.1 for its last third.
+    E.g. `model=deepseek_debug model.mtp.weight=0.1`."""
+
+
+def mtp_layers(config: MTPConfig, layer: LayerSpec, dim: int, std: float) -> tuple[LayerSpec, ...]:
+    """Specs of the modules, whose block is `layer`; each has its own norms and projection, and shares embedding and
+    head with the model."""
+    projection = LinearSpec("projection", 2 * dim, dim, std, SEQUENCE_PARALLEL)
+    before = (VectorSpec("embedding_norm", dim), VectorSpec("hidden_norm", dim))
+    module = replace(
+        layer, linears=(projection, *layer.linears), vectors=(*before, *layer.vectors, VectorSpec("norm", dim))
+    )
+    return (module,) * config.depth
+
+
+def mtp_violations(config: MTPConfig, *, tied: bool) -> Iterator[Violation]:
+    """A model whose embedding and head the modules cannot share."""
+    if config.depth and tied:
+        yield Violation(
+            MTP_DEPTH,
+            config.depth,
+            "its modules look tokens up in the embedding where the head is, and with model.tied_embeddings=true the "
+            "embedding is the head's weight as well",
+            f"model.tied_embeddings=false, or {MTP_DEPTH}=0",
+        )

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from titan_exp.config.groups.optimizer import SplitMatrixOptimizerConfig
-from titan_exp.models.spec.fused_rows import FusedRows
+from titan_exp.models.spec.tp_plan import FusedRows
 from titan_exp.optim.matrices.newton_schulz import BATCH_ELEMENTS
 from titan_exp.optim.matrices.sharded_matrix import ShardedMatrix, local_matrices
 from titan_exp.optim.parameter_groups import NamedParameter

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_exp.models.spec.fused_rows import FusedRows
+from titan_exp.models.spec.tp_plan import FusedRows
 
 
 def split_rows(weight: Tensor, rows: FusedRows | None, *, by_head: bool) -> list[Tensor]:

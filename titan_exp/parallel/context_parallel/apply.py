@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.models.blocks.transformer import iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.moe import Experts, MoEFeedForward, compute_locally, weigh_rows
+from titan_exp.models.blocks.feed_forward import Experts, MoEFeedForward, compute_locally, weigh_rows
+from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.ops.function_output import dense
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert

@@ -10,7 +10,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.model_spec import PipelinePlan
 from titan_exp.parallel.fsdp import accumulate_gradients, restart_forward_order
 from titan_exp.parallel.step_observer import step_observer
 

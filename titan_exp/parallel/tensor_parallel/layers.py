@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.linear import add_bias
-from titan_exp.models.blocks.linear_impl import LinearImpl
+from titan_exp.models.blocks.linear import LinearImpl, add_bias
 from titan_exp.models.blocks.transformer import LogitsLoss
 from titan_exp.ops.embedding import embedding_rows
 from titan_exp.ops.function_output import dense, in_type

@@ -9,9 +9,8 @@ from itertools import accumulate
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.models.spec.lookup import model_spec, mtp_depth
+from titan_exp.models.spec.lookup import model_spec, mtp_depth, parameter_roles
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
-from titan_exp.models.spec.parameter_roles import parameter_roles
 
 MAX_DISTINCT_LAYERS, MAX_PERIOD, MAX_LAST_LAYERS = 4, 4, 4
 """Most first layers that may differ from the rest, e.g. dense ones before layers with experts, layers after which the

@@ -21,10 +21,9 @@ from titan_exp.config.paths.data_files import unlimited_split
 from titan_exp.config.schema.import_path_keys import import_paths, user_packages
 from titan_exp.data.sources.build import is_stream, own_source
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.hf_config import to_huggingface
-from titan_exp.models.parametrization.lookup import scales_of
-from titan_exp.models.parametrization.parameter_scale import ParameterScale
+from titan_exp.models.convert.state_dict_map import state_dict_map
+from titan_exp.models.parametrization.parameter_scale import ParameterScale, scales_of
 from titan_exp.models.spec.lookup import block_count, model_spec
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.optim.build import build_optimizer

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
+from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from titan_exp.config.layout.pipeline_schedules import Action
-from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
+from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.kernel_classes import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_exp.config.layout.axes import AXES
-from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
+from titan_exp.models.blocks.transformer import iter_numbered_blocks
 from titan_exp.plan.trace.fake_world import FakeRank
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_exp.models.blocks.linear_impl import TensorParallelCollectives
+from titan_exp.models.blocks.linear import TensorParallelCollectives
 from titan_exp.ops.float8.cast import dual_amax, dual_cast
 from titan_exp.ops.needs_input_grad import needs_input_grad
 from titan_exp.quantization.float8.float8_tensor import (

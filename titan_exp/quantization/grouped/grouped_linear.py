@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+from titan_exp.models.blocks.linear import GroupedLinearImpl
 from titan_exp.ops.function_output import in_type
 from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
 from titan_exp.ops.moe.permutation import PaddedOrder

@@ -20,9 +20,9 @@ from titan_exp.config.paths.foreign_json import read_object
 from titan_exp.config.paths.token_store_manifest import read_manifest
 from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.config.schema.typed_config import read_values
-from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.convert.hf_config import config_json, foreign_type, from_huggingface, language_model
 from titan_exp.models.convert.model_json import FILE
+from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.models.spec.lookup import model_spec, mtp_depth, with_mtp_depth
 from titan_exp.rules.weights.model_changes import ModelChange, model_changes
 

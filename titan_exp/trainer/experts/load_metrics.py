@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.router import Router
+from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.tracking.expert_load import load_statistics
 from titan_exp.tracking.sinks.sink import Value
 from titan_exp.trainer.experts.global_counts import ExpertLoad, routers_of

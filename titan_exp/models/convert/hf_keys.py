@@ -1,0 +1,236 @@
+"""Keys of Hugging Face's `config.json`: one table per family, by which its config is written and read."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.typed_config import validated
+from titan_exp.models.spec.moe import BalanceConfig, MoEConfig
+from titan_exp.models.spec.rope import PlainRope, ScaledRope, magnitude
+
+REQUIRED: Any = object()
+"""Default of a key that every file has."""
+
+
+def whole(value: Any) -> int:
+    """A number as an int. Raises ValueError for one with a fraction."""
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("it is no whole number")
+    return int(value)
+
+
+def flag(value: Any) -> bool:
+    """A truth value. Raises ValueError for anything but true, false and null."""
+    if value not in (True, False, None):
+        raise ValueError("it is neither true nor false")
+    return bool(value)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of `config.json`, and the field of the family's config that it holds."""
+
+    field: str = ""
+    """Field (`moe.experts`); empty for a key that is written only."""
+    kind: Callable[[Any], Any] = whole
+    """Conversion of a value that is read."""
+    default: Any = REQUIRED
+    """Value of an absent key; a function of the fields before, by name, also stands in for null and 0."""
+    read: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
+    """Value of the field from the whole file and the fields before, in place of `kind` and `default`."""
+    write: Callable[[Any], Any] | None = None
+    """Value of the key from the family's config, in place of the field's."""
+    refusal: str = ""
+    """Message about a file whose value differs from the one written, with `{value}` for it; empty accepts any."""
+
+
+Keys = Mapping[str, Any]
+"""A `Key` by its name in the file, or the value that it has in every file of the family, in the order of writing."""
+
+
+def both_ways(
+    config: type[ModelConfig],
+    keys: Keys,
+    given: Mapping[str, Any] = {},
+    *,
+    router: Mapping[str, Any] = {},
+    called: str = "",
+) -> dict[str, Any]:
+    """Fields of a family's `HuggingFace`: those that write and read its `config.json`.
+
+    `given` are values of fields that the file has no keys for, and so are those of `router`, fields of `moe`. A config
+    with another router is refused as none of the family that is `called` so.
+    """
+    constants = {"attention_backend": "auto", **given, **{f"moe.{name}": value for name, value in router.items()}}
+    found: dict[str, Any] = {
+        "fixed": {name: key for name, key in keys.items() if not isinstance(key, Key)},
+        "to_config": lambda model: written(keys, model),
+        "from_config": lambda values, name: _read(config, keys, constants | {"name": name}, values),
+    }
+    return found | ({"violations": lambda model: _router_violations(model.moe, router, called)} if router else {})
+
+
+def written(keys: Keys, model: Any) -> dict[str, Any]:
+    """Keys and values of a family's config."""
+    return {name: _value(key, model) if isinstance(key, Key) else key for name, key in keys.items()}
+
+
+def _value(key: Key, model: Any) -> Any:
+    return attrgetter(key.field)(model) if key.write is None else key.write(model)
+
+
+def _read(config: type[ModelConfig], keys: Keys, constants: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    found = {**constants, "architecture": config.__module__.removeprefix("titan_exp.models.")}
+    for name, key in keys.items():
+        if not isinstance(key, Key) or not key.field:
+            continue
+        if key.read is not None:
+            found[key.field] = key.read(values, found)
+        elif callable(key.default):
+            found[key.field] = key.kind(values.get(name) or key.default(found))
+        else:
+            found[key.field] = key.kind(values[name] if key.default is REQUIRED else values.get(name, key.default))
+    nested: dict[str, Any] = {}
+    for field, value in found.items():
+        *groups, last = field.split(".")
+        reduce(lambda group, name: group.setdefault(name, {}), groups, nested)[last] = value
+    model = validated(config, nested, "config.json")
+    for name, key in keys.items():
+        if isinstance(key, Key) and key.refusal and (value := values.get(name)) not in (None, [], _value(key, model)):
+            raise UserError(f"config.json: {key.refusal.format(value=value)}")
+    return model
+
+
+def attention_keys(rope: Keys, keys: Keys) -> Keys:
+    """Table of a decoder with grouped-query attention: the keys that all of them have, with `rope`, around the rest."""
+    return {
+        "vocab_size": Key("vocab_size"),
+        "hidden_size": Key("dim"),
+        "num_hidden_layers": Key("layers"),
+        "num_attention_heads": Key("heads"),
+        "num_key_value_heads": Key("kv_heads", default=lambda fields: fields["heads"]),
+        "head_dim": Key("head_dim", default=lambda fields: fields["dim"] // fields["heads"]),
+        "rms_norm_eps": Key("norm_eps", float, 1e-6),
+        **rope,
+        "tie_word_embeddings": Key("tied_embeddings", flag, False),
+        "hidden_act": "silu",
+        **keys,
+        "initializer_range": Key("init_std", float, 0.02),
+    }
+
+
+PLAIN_ROUTER: Mapping[str, Any] = {
+    "shared_experts": 0,
+    "score": "softmax",
+    "router_bias": False,
+    "scale": 1.0,
+    "groups": 1,
+    "active_groups": 1,
+    "group_score": "max",
+}
+"""Fields of `MoEConfig` for which the `config.json` of most families with experts has no keys."""
+UNBALANCED = BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True)
+"""Load balance of a model whose file says nothing of it."""
+
+
+def _router_violations(moe: MoEConfig, wanted: Mapping[str, Any], family: str) -> Iterator[Violation]:
+    """Fields of a router that differ from those of a family in `transformers`."""
+    for key, value in wanted.items():
+        if (own := getattr(moe, key)) != value and ("group" not in key or moe.groups > 1):
+            reason = f"{family} has no such router in transformers"
+            yield Violation(f"model.moe.{key}", own, reason, f"model.moe.{key}={shown(value)}")
+
+
+SCALINGS = ("linear", "llama3", "yarn")
+"""Values of `rope_type` beside `default`, which have our names."""
+YARN_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+"""Keys of YaRN with our names."""
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor")
+ORIGINAL = "original_max_position_embeddings"
+
+Rope = TypeVar("Rope", bound=ScaledRope)
+
+
+def rope_keys(kind: type[ScaledRope], context: Any = REQUIRED) -> Keys:
+    """Keys of RoPE that every version of transformers reads; `context` is the default of the longest position."""
+    longest = Key("context", default=context, write=lambda model: model.rope.longest(model.context))
+    return {
+        "max_position_embeddings": longest,
+        "rope_theta": Key(
+            "rope",
+            read=lambda values, fields: read_rope(values, fields["context"], kind),
+            write=lambda model: model.rope.theta,
+        ),
+        "rope_scaling": Key(write=lambda model: rope_scaling(model.rope.resolved(model.context))),
+    }
+
+
+def rope_scaling(rope: PlainRope) -> dict[str, Any] | None:
+    """Value of `rope_scaling`; None without a context scaling."""
+    if not isinstance(rope, ScaledRope) or rope.scaling == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        scaling |= {key: getattr(rope, key) for key in LLAMA3_KEYS}
+    else:
+        scaling["type"] = rope.scaling  # read by versions that know no llama3
+    if rope.scaling == "yarn":
+        scaling |= {key: getattr(rope, key) for key in YARN_KEYS}
+        # transformers reads the coefficients together or not at all.
+        if not (rope.mscale and rope.mscale_all_dim) and rope.magnitude != magnitude(rope.factor, 1.0):
+            scaling["attention_factor"] = rope.magnitude
+    if rope.scaling != "linear":
+        scaling[ORIGINAL] = rope.original_context
+    return scaling
+
+
+def read_rope(values: Mapping[str, Any], context: int, kind: type[Rope]) -> Rope:
+    """Embedding from the keys of a `config.json` with this context.
+
+    Raises:
+        UserError: its scaling is another one.
+    """
+    keys = rope_values(values)
+    scaling = "none" if keys["rope_type"] == "default" else keys["rope_type"]
+    if scaling not in ("none", *SCALINGS):
+        raise UserError(f"config.json: rope scaling {scaling!r} is not supported; default, {', '.join(SCALINGS)} are.")
+    given: dict[str, Any] = {one.name: one.default for one in fields(ScaledRope) if one.name != "theta"}
+    given |= {"scaling": scaling, "original_context": None if kind is ScaledRope else context}
+    if scaling != "none":
+        original = keys.get(ORIGINAL) or context
+        given["factor"] = float(keys.get("factor") or context / original)
+        # Their linear scaling knows no original context, and most files state the stretched one.
+        given["original_context"] = max(1, int(context / given["factor"])) if scaling == "linear" else int(original)
+    if scaling == "llama3":
+        given |= {key: float(keys[key]) for key in LLAMA3_KEYS}
+    if scaling == "yarn":
+        given |= {key: float(keys[key]) for key in ("beta_fast", "beta_slow", "mscale_all_dim") if keys.get(key)}
+        given |= {"mscale": _mscale(keys, given["factor"]), "truncate": bool(keys.get("truncate", True))}
+    return kind(float(keys["rope_theta"]), **given)
+
+
+def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 does not."""
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or 10000.0
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    return rope
+
+
+def _mscale(keys: Mapping[str, Any], factor: float) -> float:
+    """Our coefficient with which cosines and sines get their factor in transformers."""
+    own, all_dim, wanted = keys.get("mscale"), keys.get("mscale_all_dim") or 0.0, keys.get("attention_factor")
+    if wanted is None and own and all_dim:
+        return float(own)
+    if (wanted is None and not all_dim) or factor <= 1:
+        return 1.0
+    wanted = magnitude(factor, 1.0) if wanted is None else float(wanted)
+    mscale = round((wanted * magnitude(factor, all_dim) - 1) / (0.1 * math.log(factor)), 12)
+    if mscale < 0:
+        raise UserError(f"config.json: attention_factor={wanted:g} is not supported; at least 1 is.")
+    return mscale

@@ -1,0 +1,60 @@
+"""Family defaults: block, shape rules and state-dict map, from a family's config and spec. Imports no torch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.schema.component import component
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, TensorNames, decoder_map
+from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models.spec.feed_forward import moe_violations, swiglu_violations
+from titan_exp.models.spec.latent_attention import (
+    LatentAttentionConfig,
+    LatentAttentionSpec,
+    latent_attention_violations,
+)
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.rope import rope_violations
+from titan_exp.models.spec.transformer import AttentionConfig, DecoderConfig, attention_violations, mtp_violations
+
+if TYPE_CHECKING:
+    from titan_exp.models.blocks.transformer import TransformerBlock
+    from titan_exp.ops.attention.sdpa import AttentionBackend
+
+
+def block(config: DecoderConfig, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
+    """Block that the family's spec describes, or module of multi-token prediction behind the last layer."""
+    from titan_exp.models.blocks.latent_attention import LatentAttention
+    from titan_exp.models.blocks.transformer import MTPModule, TransformerBlock
+
+    described, kind = _spec(config).blocks[layer], TransformerBlock if layer < config.layers else MTPModule
+    is_latent = isinstance(described.attention, LatentAttentionSpec)
+    attention = LatentAttention(described, backend) if is_latent else None
+    return kind(described, config.norm_eps, backend, attention)
+
+
+def violations(config: DecoderConfig) -> Iterator[Violation]:
+    """Shapes that the shared blocks cannot compute, by the parts that the config has."""
+    if isinstance(config, AttentionConfig):
+        yield from attention_violations(config)
+    if isinstance(config, LatentAttentionConfig):
+        yield from latent_attention_violations(config)
+    parts = vars(config)
+    if "ffn_dim" in parts:
+        yield from swiglu_violations(parts["ffn_dim"], "model.ffn_dim")
+    yield from rope_violations(config.rope)
+    if "moe" in parts:
+        yield from moe_violations(parts["moe"])
+    if "mtp" in parts:
+        yield from mtp_violations(parts["mtp"], tied=config.tied_embeddings)
+
+
+def decoder_maps(
+    names: Mapping[str, TensorNames] = {"huggingface": HUGGINGFACE},
+) -> Callable[[DecoderConfig, str], StateDictMap]:
+    """A family's `state_dict_map`, from another tool's tensors to our parameters, by names for each format."""
+    return lambda config, form: decoder_map(_spec(config), names[form])
+
+
+def _spec(config: DecoderConfig) -> ModelSpec:
+    return component("model", config.architecture).spec(config)

@@ -96,14 +96,14 @@ def test_a_restored_optimizer_continues_bitwise():
 
 def muon_orthogonalizes_local_shards() -> None:
     patch(
-        "titan_exp.optim.matrices.matrix_weight.ShardedMatrix.of",
+        "titan_exp.optim.matrices.ShardedMatrix.of",
         lambda original: classmethod(lambda _, tensor: original(local_tensor(tensor))),
     )
 
 
 def muon_joins_shards_in_the_order_of_the_mesh() -> None:
     patch(
-        "titan_exp.optim.matrices.sharded_matrix.ShardedMatrix._applied",
+        "titan_exp.optim.matrices.ShardedMatrix._applied",
         lambda _: property(lambda self: list(self.axes)),
     )
 
@@ -121,7 +121,7 @@ def muon_updates_come_back_from_another_owner() -> None:
 
 def soap_computes_bases_of_local_shards() -> None:
     patch(
-        "titan_exp.optim.matrices.matrix_weight.ShardedMatrix.of",
+        "titan_exp.optim.matrices.ShardedMatrix.of",
         lambda original: classmethod(lambda _, tensor: original(local_tensor(tensor))),
     )
 

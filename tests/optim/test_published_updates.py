@@ -11,8 +11,8 @@ from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.spec.fused_rows import FusedRows, RowPiece
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.gradient_point import HasGradientPoint
-from titan_exp.optim.matrices.eigenbasis import initial_basis, iterated_basis
-from titan_exp.optim.matrices.newton_schulz import COEFFICIENTS
+from titan_exp.optim.updates.muon import COEFFICIENTS
+from titan_exp.optim.updates.soap import initial_basis, iterated_basis
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]
 

@@ -4,21 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.adafactor import Config
-from titan_exp.optim.matrices.sharded_matrix import (
-    COLUMNS,
-    ROWS,
-    ShardAxis,
-    shard_axes,
-    sharded_like,
-    sum_over_shards,
-)
-
-STACK = -3
-"""Dim of the experts of a stack."""
+from titan_exp.optim.matrices import COLUMNS, ROWS, STACK, ShardAxis, ShardedMatrix, sharded_like
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -45,7 +36,7 @@ class Adafactor(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        axes = [shard_axes(parameter) for parameter in parameters]
+        axes = [_shard_axes(parameter) for parameter in parameters]
         norms = self._track(parameters, axes)
         totals = [self._row_total(parameter) for parameter in parameters]
         sum_over_shards([(total, _of(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
@@ -130,3 +121,21 @@ def _square_sum(tensor: Tensor) -> Tensor:
 
 def _of(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
     return tuple(axis for axis in axes if axis.dim == dim)
+
+
+def _shard_axes(tensor: Tensor) -> tuple[ShardAxis, ...]:
+    """Axes that shard the last two dims of a tensor, or the one of a vector."""
+    if tensor.ndim > 1:
+        return ShardedMatrix.of(tensor).axes
+    return ShardedMatrix.of(tensor[None]).axes
+
+
+def sum_over_shards(sums: Sequence[tuple[Tensor, Sequence[ShardAxis]]]) -> None:
+    """Sum tensors in place, each over its axes, with one message per axis for all of them."""
+    groups = {axis.group.group_name: axis.group for _, axes in sums for axis in axes}
+    for name, group in groups.items():
+        tensors = [tensor for tensor, axes in sums if any(axis.group.group_name == name for axis in axes)]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(summed.view_as(tensor))

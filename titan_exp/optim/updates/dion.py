@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,24 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.optim.dion import Config
-from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
-from titan_exp.optim.matrices.noise import share_of_signal
-from titan_exp.optim.matrices.sharded_matrix import (
+from titan_exp.optim.matrices import (
     COLUMNS,
     ROWS,
+    STACK,
+    MatrixOptimizer,
+    ShardAxis,
     ShardedMatrix,
-    all_reduce,
     local_matrices,
     sharded_like,
-    without,
+    share_of_signal,
 )
 from titan_exp.optim.parameter_groups import NamedParameter
 
 # The newer name, after torch 2.11.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-STACK = -3
-"""Dim of the experts of a stack."""
 
 
 class Dion(MatrixOptimizer):
@@ -53,10 +51,10 @@ class Dion(MatrixOptimizer):
         state = self._state_of(parameter, sharding)
         weight, momentum, right = (local_matrices(x) for x in (parameter, state["momentum"], state["right"]))
         momentum.add_(local_matrices(parameter.grad))  # type: ignore[arg-type]  # not None
-        left = _orthonormal(all_reduce(momentum @ right.mT, sharding.axes, COLUMNS), sharding)
-        found = all_reduce(left.mT @ momentum, sharding.axes, ROWS)
+        left = _orthonormal(_all_reduce(momentum @ right.mT, sharding.axes, COLUMNS), sharding)
+        found = _all_reduce(left.mT @ momentum, sharding.axes, ROWS)
         momentum.baddbmm_(left, found, alpha=self._config.momentum - 1)
-        squares = all_reduce(found.square().sum(-1, keepdim=True), sharding.axes, COLUMNS)
+        squares = _all_reduce(found.square().sum(-1, keepdim=True), sharding.axes, COLUMNS)
         share = share_of_signal(squares, squares.amax(ROWS, keepdim=True))
         found.mul_(squares.clamp(min=torch.finfo(squares.dtype).tiny).rsqrt_())
         # A momentum of fewer directions than the rank, as that of an unused expert, has noise in the others; their
@@ -76,7 +74,7 @@ class Dion(MatrixOptimizer):
         generator = torch.Generator().manual_seed(zlib.crc32(self.named[parameter].name.encode()))
         whole = torch.randn(rank, sharding.columns, generator=generator)
         local = local_matrices(parameter)
-        part = _own_shard(whole, without(sharding, ROWS, rank))[:, : local.shape[-1]].to(local)
+        part = _own_shard(whole, _without(sharding, ROWS, rank))[:, : local.shape[-1]].to(local)
         part = part.expand(*local.shape[:-2], *part.shape).contiguous()
         shape = (*parameter.shape[:-2], rank, sharding.columns)
         own = part[0] if parameter.ndim == 2 else part
@@ -84,9 +82,23 @@ class Dion(MatrixOptimizer):
         return state
 
 
+def _all_reduce(tensor: Tensor, axes: Sequence[ShardAxis], dim: int) -> Tensor:
+    """Sum over the ranks that shard a dim, in place."""
+    for axis in axes:
+        if axis.dim == dim:
+            dist.all_reduce(tensor, group=axis.group)
+    return tensor
+
+
+def _without(matrix: ShardedMatrix, dim: int, size: int) -> ShardedMatrix:
+    """Sharding of a matrix that has `size` in place of `dim`, which is not sharded."""
+    axes = tuple(axis for axis in matrix.axes if axis.dim != dim)
+    return replace(matrix, axes=axes, **{"rows" if dim == ROWS else "columns": size})
+
+
 def _orthonormal(left: Tensor, sharding: ShardedMatrix) -> Tensor:
     """This rank's rows of the orthonormal basis of the columns of left factors [matrices, rows, rank]."""
-    factor, local_rows = without(sharding, COLUMNS, left.shape[-1]), left.shape[-2]
+    factor, local_rows = _without(sharding, COLUMNS, left.shape[-1]), left.shape[-2]
     gathered = factor.pad(left)
     for axis in reversed(factor.axes):
         found = gathered.new_empty(axis.size * gathered.numel())

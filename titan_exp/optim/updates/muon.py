@@ -1,20 +1,17 @@
 """Muon's update (Jordan et al. 2024; Liu et al. 2025): momentum, orthogonalized by Newton–Schulz on an owner rank."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
-from titan_exp.optim.matrices.matrix_weight import MatrixWeight, rounds
-from titan_exp.optim.matrices.newton_schulz import orthogonalize_all
-from titan_exp.optim.matrices.owners import OwnerGroup, assign_owners
-from titan_exp.optim.matrices.row_splits import join_rows, split_rows
-from titan_exp.optim.matrices.sharded_matrix import local_matrices
+from titan_exp.optim.matrices import BATCH_ELEMENTS, MatrixOptimizer, MatrixWeight, OwnerGroup, local_matrices
 from titan_exp.optim.muon import Config
 from titan_exp.optim.parameter_groups import NamedParameter
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Newton–Schulz: the quintic with the steepest slope at 0 whose iterates stay in [0.7, 1.2]."""
 
 
 class Muon(MatrixOptimizer):
@@ -34,13 +31,8 @@ class Muon(MatrixOptimizer):
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
-        by_axes = defaultdict(list)
-        for parameter in parameters:
-            weight = self._weight(parameter)
-            by_axes[tuple(axis.group.group_name for axis in weight.sharding.axes)].append(weight)
-        for weights in by_axes.values():
-            owners = OwnerGroup(weights[0].sharding.axes)
-            for few in rounds(weights, owners.size):
+        for owners, weights in OwnerGroup.of([self._weight(parameter) for parameter in parameters]):
+            for few in owners.rounds(weights):
                 self._update(few, owners, group)
 
     def _update(self, weights: Sequence[MatrixWeight], owners: OwnerGroup, group: dict[str, Any]) -> None:
@@ -62,12 +54,12 @@ class Muon(MatrixOptimizer):
         self, shards: Sequence[Tensor], weights: Sequence[MatrixWeight], owners: OwnerGroup
     ) -> Sequence[Tensor]:
         """This rank's shards of the orthogonalized matrices, of which each owner computes its own."""
-        owner_of = assign_owners([weight.flops for weight in weights], owners.size)
+        owner_of = owners.assign([weight.flops for weight in weights])
         gathered = owners.gather(shards, owner_of)
         parts: list[Tensor] = []
         for index, found in gathered.items():
             weight = weights[index]
-            parts += split_rows(weight.sharding.join(found), weight.rows, by_head=weight.by_head)
+            parts += weight.split(weight.sharding.join(found))
         orthogonal = iter(orthogonalize_all(parts, self._config.newton_schulz_steps))
         done = {}
         for index in gathered:
@@ -79,7 +71,7 @@ class Muon(MatrixOptimizer):
                 next(orthogonal) * (self._config.matrix_scale(*shape) / self._config.matrix_scale(*first))
                 for shape in others
             ]
-            done[index] = weight.sharding.split(join_rows(pieces, weight.rows))
+            done[index] = weight.sharding.split(weight.join(pieces))
         return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
 
     def _direction(self, parameter: Tensor) -> Tensor:
@@ -95,3 +87,44 @@ class Muon(MatrixOptimizer):
         if parameter not in self._weights:
             self._weights[parameter] = MatrixWeight.of(self.named[parameter], self._config)
         return self._weights[parameter]
+
+
+def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
+    """Approximate nearest semi-orthogonal matrices of a stack [matrices, rows, columns], in its dtype: Newton–Schulz
+    (Jordan et al. 2024), a polynomial that brings all singular values near 1.
+
+    Needs 3 · rows · columns + 3 · min(rows, columns)² numbers per matrix beside the input; 4 · steps · min(rows,
+    columns)² · (max + min / 2) FLOPs.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=x.dtype).clamp(min=eps)
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalize_all(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """`orthogonalize` of stacks of different shapes, those of equal shape in one batch."""
+    found: dict[int, Tensor] = {}
+    for indices in _batches(matrices):
+        stacks = [matrices[index] for index in indices]
+        joined = orthogonalize(torch.cat(stacks) if len(stacks) > 1 else stacks[0], steps)
+        found |= zip(indices, joined.split([len(stack) for stack in stacks]), strict=True)
+    return [found[index] for index in range(len(matrices))]
+
+
+def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
+    batches: list[list[int]] = []
+    open_batches: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    for index, stack in enumerate(matrices):
+        batch, size = open_batches.get(tuple(stack.shape[1:]), ([], BATCH_ELEMENTS))
+        if size + stack.numel() > BATCH_ELEMENTS:
+            batch, size = [], 0
+            batches.append(batch)
+        batch.append(index)
+        open_batches[tuple(stack.shape[1:])] = batch, size + stack.numel()
+    return batches

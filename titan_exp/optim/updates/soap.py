@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.matrices.eigenbasis import initial_basis, iterated_basis
-from titan_exp.optim.matrices.matrix_optimizer import MatrixOptimizer
-from titan_exp.optim.matrices.matrix_weight import MatrixWeight, rounds
-from titan_exp.optim.matrices.newton_schulz import BATCH_ELEMENTS
-from titan_exp.optim.matrices.noise import share_of_signal
-from titan_exp.optim.matrices.owners import OwnerGroup, assign_owners
-from titan_exp.optim.matrices.row_splits import join_rows, split_rows
-from titan_exp.optim.matrices.sharded_matrix import COLUMNS, ROWS, local_matrices, sharded_like
+from titan_exp.optim.matrices import (
+    BATCH_ELEMENTS,
+    COLUMNS,
+    NOISE,
+    ROWS,
+    STACK,
+    MatrixOptimizer,
+    MatrixWeight,
+    OwnerGroup,
+    local_matrices,
+    sharded_like,
+    share_of_signal,
+)
 from titan_exp.optim.parameter_groups import NamedParameter
 from titan_exp.optim.soap import Config
 
-STACK = -3
-"""Dim of the experts of a stack."""
 SIDES = {"left": ROWS, "right": COLUMNS}
 """Sides of a matrix, and the dim that each one's basis rotates."""
 
@@ -46,18 +49,15 @@ class Soap(MatrixOptimizer):
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
-        by_axes = _by_axes([self._weights[parameter] for parameter in parameters])
-        for weights in by_axes:
-            owners = OwnerGroup(weights[0].sharding.axes)
-            for few in rounds(self._in_turn(weights), owners.size):
+        for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
+            for few in owners.rounds(self._in_turn(weights)):
                 self._update(few, owners, group)
 
     def _assign(self, matrices: Sequence[MatrixWeight]) -> dict[Tensor, int]:
         owner = dict[Tensor, int]()
-        for weights in _by_axes(matrices):
-            ranks = OwnerGroup(weights[0].sharding.axes).size
-            owners = assign_owners([self._numbers(weight) for weight in weights], ranks)
-            owner |= {weight.parameter: rank for weight, rank in zip(weights, owners, strict=True)}
+        for owners, weights in OwnerGroup.of(matrices):
+            ranks = owners.assign([self._numbers(weight) for weight in weights])
+            owner |= {weight.parameter: rank for weight, rank in zip(weights, ranks, strict=True)}
         return owner
 
     def _in_turn(self, weights: Sequence[MatrixWeight]) -> list[MatrixWeight]:
@@ -100,7 +100,7 @@ class Soap(MatrixOptimizer):
     def _direction(self, weight: MatrixWeight, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Update of whole matrices [matrices, rows, columns], before the learning rate."""
         names = [""] if weight.rows is None else [f"_{piece.name}" for piece in weight.rows.pieces]
-        pieces = split_rows(gradient, weight.rows, by_head=weight.by_head)
+        pieces = weight.split(gradient)
         state = self.state[weight.parameter]
         is_first = not state
         if is_first:
@@ -124,7 +124,7 @@ class Soap(MatrixOptimizer):
                 for index, part in enumerate(matrices.split(few))
             ]
             directions.append((torch.cat(found) if len(found) > 1 else found[0]).view_as(piece))
-        return join_rows(directions, weight.rows)
+        return weight.join(directions)
 
     def _first_bases(
         self, gradient: Tensor, kept: Mapping[str, Tensor], state: Mapping[str, Tensor], group: Mapping[str, Any]
@@ -187,9 +187,29 @@ def _rotate(matrices: Tensor, kept: Mapping[str, Tensor], *, back: bool = False)
     return matrices if right is None else matrices @ (right.mT if back else right)
 
 
-def _by_axes(weights: Sequence[MatrixWeight]) -> list[list[MatrixWeight]]:
-    """Weights by the axes that shard their matrices."""
-    found = defaultdict[tuple[str, ...], list[MatrixWeight]](list)
-    for weight in weights:
-        found[tuple(axis.group.group_name for axis in weight.sharding.axes)].append(weight)
-    return list(found.values())
+def initial_basis(covariance: Tensor) -> Tensor:
+    """Eigenvectors [matrices, size, size] of covariances of gradients, by falling eigenvalue.
+
+    A gradient of fewer directions than columns has rounding noise in the others, whose eigenvectors are others for
+    every rounding. A small diagonal of distinct numbers, larger than its square, decides these instead.
+    """
+    largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
+    ramp = torch.linspace(2, 1, covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    scale = torch.where(largest > 0, NOISE**2 * largest, 1.0)
+    return torch.linalg.eigh(covariance + (scale * ramp).diag_embed()).eigenvectors.flip(-1)
+
+
+def iterated_basis(covariance: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """A basis after one step of power iteration, and the order of the former columns by falling Rayleigh quotient.
+
+    The covariance is shifted by its rounding error, so that directions below it keep their place instead of following
+    it, and columns whose quotients differ by less keep their order. Columns' signs are arbitrary: an update in the
+    basis does not depend on them.
+    """
+    power = covariance @ basis
+    quotients = (basis * power).sum(-2)
+    shift = torch.finfo(covariance.dtype).eps * covariance.shape[-1] * quotients.amax(-1)
+    power += shift[..., None, None] * basis
+    ranks = (quotients / shift[..., None].clamp(min=torch.finfo(covariance.dtype).tiny)).round()
+    order = ranks.argsort(dim=-1, descending=True, stable=True)
+    return torch.linalg.qr(power.gather(-1, order.unsqueeze(-2).expand_as(power))).Q, order

@@ -6,7 +6,6 @@ mixture of meshes; a replicated tensor counts once.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.optimizer import ScalesGradients
 
 
 @torch.no_grad()
@@ -89,15 +89,6 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
         found = torch._foreach_norm([gradients[place] for place in places], 2, dtype=torch.float32)
         norms |= zip(places, found, strict=True)
     return [norms[place] for place in range(len(gradients))]
-
-
-@runtime_checkable
-class ScalesGradients(Protocol):
-    """An optimizer that scales gradients inside its own `step`, as a fused clip-and-update kernel does."""
-
-    def set_grad_scale(self, factor: Tensor) -> None:
-        """Scale the gradients of the next step by a scalar on the device."""
-        ...
 
 
 def clip_gradients(

@@ -1,11 +1,11 @@
 """Matrices to update: how ranks shard them, the projections in fused weights, their owner ranks, rounding noise."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 from titan_exp.config.groups.optimizer import MatrixOptimizerConfig, SplitMatrixOptimizerConfig
 from titan_exp.models.spec.fused_rows import FusedRows
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 ROWS, COLUMNS, STACK = -2, -1, -3
@@ -27,13 +28,16 @@ NOISE = 1e-4
 """Size of a number or a direction, relative to the largest of its matrix, at which half of it is taken for signal."""
 
 
-class MatrixOptimizer(torch.optim.Optimizer, ABC):
+C = TypeVar("C", bound=MatrixOptimizerConfig)
+
+
+class MatrixOptimizer(GroupOptimizer, Generic[C]):
     """Updates groups with `matrices` by `update_matrices`, and others by torch's fused AdamW.
 
     Embedding, head and vectors are never matrices.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], config: MatrixOptimizerConfig) -> None:
+    def __init__(self, parameters: Sequence[NamedParameter], config: C) -> None:
         groups = [
             {**group, "matrices": matrices}
             for matrices in (True, False)
@@ -41,24 +45,19 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         ]
         defaults = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": 0.0}
         super().__init__(groups, defaults)
+        self.config = config
         self.named: Mapping[Tensor, NamedParameter] = {named.parameter: named for named in parameters}
 
     @abstractmethod
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Update the matrices of a group that have gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                (self.update_matrices if group["matrices"] else self._update_others)(parameters, group)
-        return loss
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One update of matrices, or of others."""
+        (self.update_matrices if group["matrices"] else self._update_others)(parameters, group)
 
     def _update_others(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        states = [self._moments(parameter) for parameter in parameters]
+        states = [adamw_state(self.state[parameter], parameter) for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
             [local_tensor(parameter) for parameter in parameters],
@@ -76,14 +75,6 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=local_tensor(parameter).device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
 
 
 @dataclass(frozen=True)

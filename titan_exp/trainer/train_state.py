@@ -14,7 +14,7 @@ from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.models.spec.lookup import has_experts, model_spec, mtp_depth
-from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
+from titan_exp.optim.grad_clip import GradientClipper, NormClipper
 from titan_exp.optim.optimizer import UpdatesComputeWeights, build_optimizer
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.weight_average import WeightAverage

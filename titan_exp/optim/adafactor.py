@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_exp.config.groups.optimizer import AdafactorConfig as Config
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.matrices import COLUMNS, ROWS, STACK, ShardAxis, ShardedMatrix, sharded_like
+from titan_exp.optim.matrices import COLUMNS, ROWS, ShardAxis, ShardedMatrix, sharded_like
 from titan_exp.optim.optimizer import GroupOptimizer
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
@@ -122,8 +122,8 @@ class Adafactor(GroupOptimizer):
             state["variance"] = torch.zeros_like(parameter)
             return state
         rows, columns = local.new_zeros(*local.shape[:-1], 1), local.new_zeros(*local.shape[:-2], 1, local.shape[-1])
-        state["row_variance"] = sharded_like(parameter, rows, (*shape[:-1], 1), (ROWS, STACK))
-        state["column_variance"] = sharded_like(parameter, columns, (*shape[:-2], 1, shape[-1]), (COLUMNS, STACK))
+        state["row_variance"] = sharded_like(parameter, rows, (*shape[:-1], 1), ROWS)
+        state["column_variance"] = sharded_like(parameter, columns, (*shape[:-2], 1, shape[-1]), COLUMNS)
         return state
 
 

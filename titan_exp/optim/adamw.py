@@ -242,12 +242,11 @@ class LowPrecisionAdamW(GroupOptimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             for name, moment in zip(MOMENTS, formats, strict=True):
-                empty = moment.empty(local_tensor(parameter))
-                dims = range(-parameter.ndim, 0)
-                state[name] = sharded_like(parameter, empty[0], parameter.shape, dims)
+                empty, dims = moment.empty(local_tensor(parameter)), range(-parameter.ndim, 0)
+                state[name] = sharded_like(parameter, empty[0], parameter.shape, *dims)
                 for scales in empty[1:]:
                     shape = (*parameter.shape[:-1], parameter.shape[-1] // MOMENT_BLOCK)
-                    state[f"{name}_scale"] = sharded_like(parameter, scales, shape, dims)
+                    state[f"{name}_scale"] = sharded_like(parameter, scales, shape, *dims)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # not None

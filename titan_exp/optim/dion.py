@@ -14,7 +14,6 @@ from titan_exp.config.groups.optimizer import DionConfig as Config
 from titan_exp.optim.matrices import (
     COLUMNS,
     ROWS,
-    STACK,
     MatrixOptimizer,
     ShardAxis,
     ShardedMatrix,
@@ -79,7 +78,7 @@ class Dion(MatrixOptimizer[Config]):
         part = part.expand(*local.shape[:-2], *part.shape).contiguous()
         shape = (*parameter.shape[:-2], rank, sharding.columns)
         own = part[0] if parameter.ndim == 2 else part
-        state["right"] = sharded_like(parameter, own, shape, (COLUMNS, STACK))
+        state["right"] = sharded_like(parameter, own, shape, COLUMNS)
         return state
 
 

@@ -20,8 +20,8 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
-ROWS, COLUMNS, STACK = -2, -1, -3
-"""Dims of a matrix, and the dim of the experts of a stack."""
+ROWS, COLUMNS = -2, -1
+"""Dims of a matrix, after that of the experts of a stack."""
 BATCH_ELEMENTS = 2**26
 """Numbers of the matrices with which a rank computes at a time, unless one matrix is larger."""
 NOISE = 1e-4
@@ -172,13 +172,13 @@ def sharded_dim(placement: Placement, dims: int) -> int | None:
     return None if dim is None else dim - dims if dim >= 0 else dim
 
 
-def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """State of this shape and this rank's part of it, sharded like the parameter over axes that shard one of `dims`
-    (counted from the end), and replicated over the others."""
+def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: int) -> Tensor:
+    """State of this shape and this rank's part of it, sharded like the parameter over axes that shard its stack or one of
+    `dims`, and replicated over the others."""
     if not isinstance(parameter, DTensor):
         return local
     placements = [
-        placement if sharded_dim(placement, parameter.ndim) in dims else Replicate()
+        placement if sharded_dim(placement, parameter.ndim) in (*dims, ROWS - 1) else Replicate()
         for placement in parameter.placements
     ]
     stride = torch.empty(tuple(shape), device="meta").stride()

@@ -14,7 +14,6 @@ from titan_exp.optim.matrices import (
     COLUMNS,
     NOISE,
     ROWS,
-    STACK,
     MatrixOptimizer,
     MatrixWeight,
     OwnerGroup,
@@ -174,7 +173,7 @@ class Soap(MatrixOptimizer[Config]):
             local = piece.new_zeros(*leading, *shape)
             own = local[0] if parameter.ndim == 2 else local
             whole = (*parameter.shape[:-2], *own.shape[-3:])
-            state[f"{key}{name}"] = sharded_like(parameter, own, whole, (STACK,))
+            state[f"{key}{name}"] = sharded_like(parameter, own, whole)
 
 
 def _covariance(gradient: Tensor, side: str) -> Tensor:

@@ -173,7 +173,7 @@ def sharded_dim(placement: Placement, dims: int) -> int | None:
 
 
 def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: int) -> Tensor:
-    """State of this shape and this rank's part of it, sharded like the parameter over axes that shard its stack or one of
+    """State of this shape and this rank's part of it, sharded like the parameter over axes that shard a stack or one of
     `dims`, and replicated over the others."""
     if not isinstance(parameter, DTensor):
         return local

@@ -50,7 +50,7 @@ class Adafactor(GroupOptimizer):
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """One update of all parameters, which share messages."""
-        axes = [_shard_axes(parameter) for parameter in parameters]
+        axes = [ShardedMatrix.of(weight if weight.ndim > 1 else weight[None]).axes for weight in parameters]
         norms = self._track(parameters, axes)
         totals = [self._row_total(parameter) for parameter in parameters]
         sum_over_shards([(total, _of(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
@@ -135,13 +135,6 @@ def _square_sum(tensor: Tensor) -> Tensor:
 
 def _of(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
     return tuple(axis for axis in axes if axis.dim == dim)
-
-
-def _shard_axes(tensor: Tensor) -> tuple[ShardAxis, ...]:
-    """Axes that shard the last two dims of a tensor, or the one of a vector."""
-    if tensor.ndim > 1:
-        return ShardedMatrix.of(tensor).axes
-    return ShardedMatrix.of(tensor[None]).axes
 
 
 def sum_over_shards(sums: Sequence[tuple[Tensor, Sequence[ShardAxis]]]) -> None:

@@ -31,12 +31,13 @@ class Muon(MatrixOptimizer[Config]):
 
     def __init__(self, parameters: Sequence[NamedParameter], config: Config) -> None:
         super().__init__(parameters, config)
-        self._weights = dict[Tensor, MatrixWeight]()
+        matrices = [MatrixWeight.of(named, config) for named in parameters if named.is_matrix]
+        self._weights = {weight.parameter: weight for weight in matrices}
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
-        for owners, weights in OwnerGroup.of([self._weight(parameter) for parameter in parameters]):
+        for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(weights):
                 self._update(few, owners, group)
 
@@ -87,11 +88,6 @@ class Muon(MatrixOptimizer[Config]):
         gradient, kept = local_matrices(parameter.grad), local_matrices(state["momentum"])  # type: ignore[arg-type]
         kept.lerp_(gradient, 1 - momentum)
         return (gradient.lerp(kept, momentum) if self.config.nesterov else kept).to(self._dtype)
-
-    def _weight(self, parameter: Tensor) -> MatrixWeight:
-        if parameter not in self._weights:
-            self._weights[parameter] = MatrixWeight.of(self.named[parameter], self.config)
-        return self._weights[parameter]
 
 
 def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:

@@ -48,20 +48,16 @@ class Soap(MatrixOptimizer[Config]):
         super().__init__(parameters, config)
         matrices = [MatrixWeight.of(named, config) for named in parameters if named.is_matrix]
         self._weights = {weight.parameter: weight for weight in matrices}
-        self._owner = self._assign(matrices)
+        self._owner = dict[Tensor, int]()
+        for owners, weights in OwnerGroup.of(matrices):
+            ranks = owners.assign([self._numbers(weight) for weight in weights])
+            self._owner |= {weight.parameter: rank for weight, rank in zip(weights, ranks, strict=True)}
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(self._in_turn(weights)):
                 self._update(few, owners, group)
-
-    def _assign(self, matrices: Sequence[MatrixWeight]) -> dict[Tensor, int]:
-        owner = dict[Tensor, int]()
-        for owners, weights in OwnerGroup.of(matrices):
-            ranks = owners.assign([self._numbers(weight) for weight in weights])
-            owner |= {weight.parameter: rank for weight, rank in zip(weights, ranks, strict=True)}
-        return owner
 
     def _in_turn(self, weights: Sequence[MatrixWeight]) -> list[MatrixWeight]:
         """Weights in an order in which owners take turns, so that all of them work in every round."""

@@ -23,9 +23,9 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
-from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
 from titan_exp.optim.lr_schedule import LRSchedule, set_lr
+from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.meta_init import buffer_places, every_weight, init_buffers, init_weights, materialize_parameters

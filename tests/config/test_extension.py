@@ -21,6 +21,7 @@ def test_descriptions_and_composing_import_no_torch():
     code = (
         "import sys; from titan_exp.config.extension import extensions; extensions();"
         "from titan_exp.config.hydra.compose import compose; compose();"
+        "from titan_exp.config.schema.component import KINDS, config_classes; [*map(config_classes, KINDS)];"
         "assert not {'torch', 'transformers', 'numpy'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,12 +11,18 @@ from tests.faults import NO_MOUNTS, can_mount, read_only
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
-from titan_exp.doctor import compute
-from titan_exp.doctor import interconnect as links
-from titan_exp.doctor.datasheet import bandwidth, peak_of_type
-from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
+from titan_exp.doctor import microbenchmarks
 from titan_exp.doctor.machine import machine_command
-from titan_exp.doctor.measurement import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
+from titan_exp.doctor.microbenchmarks import (
+    MAX_CALLS,
+    MIN_CALLS,
+    bandwidth,
+    disk_rate,
+    measure_rate,
+    median_seconds,
+    peak_of_type,
+    scheduler,
+)
 from titan_exp.doctor.usage import usage
 from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 from titan_exp.plan.device_memory import cpu_device
@@ -28,10 +34,10 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the measurements to a second."""
-    monkeypatch.setitem(compute.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
-    monkeypatch.setitem(compute.ATTENTIONS, "cpu", ((1, 2, 1, 16, 16),))
-    monkeypatch.setitem(compute.COPY_BYTES, "cpu", 2**16)
-    monkeypatch.setitem(links.SIZES, "cpu", (2**10, 2**12))
+    monkeypatch.setitem(microbenchmarks.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
+    monkeypatch.setitem(microbenchmarks.ATTENTIONS, "cpu", ((1, 2, 1, 16, 16),))
+    monkeypatch.setitem(microbenchmarks.COPY_BYTES, "cpu", 2**16)
+    monkeypatch.setitem(microbenchmarks.SIZES, "cpu", (2**10, 2**12))
 
 
 @pytest.mark.night
@@ -73,7 +79,7 @@ def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("small")
 def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr("titan_exp.doctor.machine.link_rates", lambda *_, **__: [])
+    monkeypatch.setattr("titan_exp.doctor.microbenchmarks.link_rates", lambda *_, **__: [])
     machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks)
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == device_name(CPU)
@@ -113,8 +119,8 @@ def test_calls_are_repeated_within_the_limit_and_at_least_three_times():
 
 def test_backward_is_measured_without_forward(monkeypatch: pytest.MonkeyPatch):
     seconds = iter((1.0, 3.0))
-    monkeypatch.setattr("titan_exp.doctor.measurement.median_seconds", lambda *_: next(seconds))
-    forward, backward = compute._attention_rates("flash", (1, 2, 1, 16, 16), CPU, 0.1)
+    monkeypatch.setattr("titan_exp.doctor.microbenchmarks.median_seconds", lambda *_: next(seconds))
+    forward, backward = microbenchmarks._attention_rates("flash", (1, 2, 1, 16, 16), CPU, 0.1)
     assert forward.value == pytest.approx(2e-12 * 2 * 16 * 16 * 16)
     assert forward.value is not None
     assert backward.value == pytest.approx(forward.value * 2.5 / 2), "five matmuls in two seconds"
@@ -150,7 +156,7 @@ def test_failing_links_do_not_end_the_other_measurements():
     def broken(*_: object) -> None:
         raise RuntimeError("a traceback\nrank 1: it died")
 
-    (rate,) = links.link_rates(broken, ranks=2, device="cpu", limit=1.0)
+    (rate,) = microbenchmarks.link_rates(broken, ranks=2, device="cpu", limit=1.0)
     assert (rate.value, rate.note) == (None, "failed: rank 1: it died")
 
 

@@ -14,8 +14,8 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.parametrization.parameter_scale import UNSCALED, ParameterScale, multiplier, scales_of
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
-from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import set_lr
+from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.optim.parameter_groups import freeze, hyperparameters, named_parameters
 from titan_exp.parallel.meta_init import init_weights
 from titan_exp.rules import check

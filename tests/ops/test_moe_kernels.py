@@ -223,7 +223,7 @@ def cast(device: str) -> Results:
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_are_cast_as_torchao_casts_their_rows(device: str):
-    from titan_exp.quantization.torchao import amax_to_scale, to_fp8_saturated
+    from titan_exp.quantization.float8 import amax_to_scale, to_fp8_saturated
 
     [found] = run_kernels(1, device, cast)
     assert len(found) == 6

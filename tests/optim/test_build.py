@@ -10,8 +10,8 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
-from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.lr_schedule import set_lr
+from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.optim.parameter_groups import named_parameters
 
 ADAMW = AdamWConfig(

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.grad_clip import GradClipConfig
 from titan_exp.config.groups.optimizer import ParameterGroup
-from titan_exp.optim.clipping.adagc import AVERAGE_NORM
-from titan_exp.optim.clipping.clipper import GradientClipper
+from titan_exp.optim.grad_clip import AVERAGE_NORM, GradientClipper
 from titan_exp.optim.parameter_groups import named_parameters
 
 

@@ -8,9 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
 from titan_exp.ops.optim.adamw import adamw_update, bias_rates
-from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
+from titan_exp.optim.adamw import FusedClipAdamW, LowPrecisionAdamW
 from titan_exp.optim.grad_clip import clip_factor, global_grad_norm, scale_gradients
-from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
 from titan_exp.trainer.distributed import joined_process_group
 
 pytestmark = needs_triton

@@ -96,21 +96,21 @@ def test_a_restored_optimizer_continues_bitwise():
 
 def muon_orthogonalizes_local_shards() -> None:
     patch(
-        "titan_exp.optim.matrices.matrix_weight.ShardedMatrix.of",
+        "titan_exp.optim.matrices.ShardedMatrix.of",
         lambda original: classmethod(lambda _, tensor: original(local_tensor(tensor))),
     )
 
 
 def muon_joins_shards_in_the_order_of_the_mesh() -> None:
     patch(
-        "titan_exp.optim.matrices.sharded_matrix.ShardedMatrix._applied",
+        "titan_exp.optim.matrices.ShardedMatrix._applied",
         lambda _: property(lambda self: list(self.axes)),
     )
 
 
 def muon_updates_come_back_from_another_owner() -> None:
     patch(
-        "titan_exp.optim.updates.muon.OwnerGroup.scatter",
+        "titan_exp.optim.muon.OwnerGroup.scatter",
         lambda original: (
             lambda self, owned, shapes, owners, like: original(
                 self, {index: found.flip(0) for index, found in owned.items()}, shapes, owners, like
@@ -121,7 +121,7 @@ def muon_updates_come_back_from_another_owner() -> None:
 
 def soap_computes_bases_of_local_shards() -> None:
     patch(
-        "titan_exp.optim.matrices.matrix_weight.ShardedMatrix.of",
+        "titan_exp.optim.matrices.ShardedMatrix.of",
         lambda original: classmethod(lambda _, tensor: original(local_tensor(tensor))),
     )
 
@@ -129,7 +129,7 @@ def soap_computes_bases_of_local_shards() -> None:
 def soap_permutes_nothing_with_its_basis() -> None:
     """The second moment stays where the eigenvectors before were."""
     patch(
-        "titan_exp.optim.updates.soap.iterated_basis",
+        "titan_exp.optim.soap.iterated_basis",
         lambda original: (
             lambda covariance, basis: (
                 original(covariance, basis)[0],
@@ -140,11 +140,11 @@ def soap_permutes_nothing_with_its_basis() -> None:
 
 
 def dion_sums_nothing_over_columns() -> None:
-    patch("titan_exp.optim.updates.dion.COLUMNS", lambda _: -9)
+    patch("titan_exp.optim.dion.COLUMNS", lambda _: -9)
 
 
 def adafactor_keeps_local_means() -> None:
-    patch("titan_exp.optim.updates.adafactor.sum_over_shards", lambda _: lambda sums: None)
+    patch("titan_exp.optim.adafactor.sum_over_shards", lambda _: lambda sums: None)
 
 
 MUTATIONS = [

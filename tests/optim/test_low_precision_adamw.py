@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
+from titan_exp.optim.adamw import LowPrecisionAdamW
 
 HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -9,10 +9,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.models.blocks.linear import GroupedLinear
 from titan_exp.models.spec.tp_plan import FusedRows, RowPiece
-from titan_exp.optim.build import build_optimizer
-from titan_exp.optim.gradient_point import HasGradientPoint
-from titan_exp.optim.matrices.eigenbasis import initial_basis, iterated_basis
-from titan_exp.optim.matrices.newton_schulz import COEFFICIENTS
+from titan_exp.optim.muon import COEFFICIENTS
+from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer
+from titan_exp.optim.soap import initial_basis, iterated_basis
 
 SHAPES = [(24, 8), (8, 24), (16, 16)]
 

@@ -77,8 +77,7 @@ def _update_on_rank(
 ) -> list[tuple[Tensors, Tensors]]:
     if mutate is not None:
         mutate()
-    from titan_exp.optim.build import build_optimizer
-    from titan_exp.optim.gradient_point import HasGradientPoint
+    from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.train_state import assemble
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.models.shapes import real_model
-from titan_exp.optim.compute_weights import cast_gradients
+from titan_exp.optim.optimizer import cast_gradients
 from titan_exp.parallel.compute_weights import ComputeWeights
 
 

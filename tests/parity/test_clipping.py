@@ -1,6 +1,6 @@
 """Clipping by value, by group and by AdaGC: one device's in every layout, and in a run that continues."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,8 @@ from torch.distributed.tensor import Shard
 from tests.parity.runs import LINES, Curve, assert_same_curve, train
 from tests.parity.test_continued import assert_continues, continued
 from tests.patching import patch
+from titan_exp.optim import grad_clip
+from titan_exp.optim.grad_clip import GradientClipper
 
 CLIPS = {
     "value": "grad_clip=value grad_clip.max_value=2e-3 training.max_grad_norm=0.2",
@@ -95,10 +97,15 @@ def shards_of_a_dim_that_two_axes_divide_are_not_summed() -> None:
 
 
 def beyond_is_counted_on_one_shard() -> None:
-    patch(
-        "titan_exp.optim.clipping.clipper.sum_over_shards",
-        lambda _: lambda numbers, parameters: torch.stack(list(numbers)),
-    )
+    def make(original: Callable[[GradientClipper], torch.Tensor]) -> Callable[[GradientClipper], torch.Tensor]:
+        def clamp(self: GradientClipper) -> torch.Tensor:
+            with pytest.MonkeyPatch.context() as during:
+                during.setattr(grad_clip, "sum_over_shards", lambda numbers, _: torch.stack(list(numbers)))
+                return original(self)
+
+        return clamp
+
+    patch("titan_exp.optim.grad_clip.GradientClipper._clamp", make)
 
 
 def stages_limit_groups_alone() -> None:

@@ -163,7 +163,7 @@ def companded() -> None:
 
 def companded_by_scales_of_a_rank() -> None:
     companded()
-    patch("titan_exp.quantization.float8.float8_linear.Float8.sharded", lambda _: lambda self, **_: self)
+    patch("titan_exp.quantization.float8.Float8.sharded", lambda _: lambda self, **_: self)
 
 
 @pytest.mark.night

@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability, fake_cuda_kernels
 from titan_exp.plan.trace.op_costs import count_flops
-from titan_exp.quantization.grouped import grouped_kernels
+from titan_exp.quantization import grouped_kernels
 from titan_exp.quantization.hardware_support import needs_grouped_emulation
 
 TOKENS, INPUTS, OUTPUTS = 40, 16, 24

@@ -33,7 +33,7 @@ def planned(device: str, *words: str, full: bool = False) -> Plan:
 @pytest.mark.parametrize("shape", [(96, 64), (2, 128, 320), (32, 32)])
 def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
     """torchao's reference cast has the shapes and strides of its kernel."""
-    from titan_exp.quantization.torchao import (
+    from titan_exp.quantization.mxfp8 import (
         KernelPreference,
         MXFP8Dim0CastKernelChoice,
         MXTensor,

@@ -6,9 +6,8 @@ import logging
 import pytest
 import torch
 
-from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
-from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
-from titan_exp.quantization.torchao import KernelPreference, MXFP8Dim0CastKernelChoice, ScaleCalculationMode
+from titan_exp.quantization.float8 import Float8, float8_linear
+from titan_exp.quantization.mxfp8 import KernelPreference, MXFP8Dim0CastKernelChoice, ScaleCalculationMode, mxfp8_linear
 
 NAMES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
 
@@ -144,7 +143,7 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
     from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
-    from titan_exp.quantization.mx import mxfp8_linear as module
+    from titan_exp.quantization import mxfp8 as module
 
     products = []
     original = module._multiply

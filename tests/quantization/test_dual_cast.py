@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
-from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
-from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, cast, scale_of
+from titan_exp.quantization.float8 import E4M3, E5M2, Float8, cast, float8_linear, scale_of
 
 pytestmark = needs_triton
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ranks import run_ranks
 from titan_exp.ops.swiglu import swiglu
-from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
+from titan_exp.quantization.float8 import Float8, float8_linear
 
 TOKENS, DIM, FFN = 384, 128, 512
 

@@ -22,18 +22,19 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.ops.moe.permutation import PaddedOrder
 from titan_exp.ops.moe.routing import Routing
+from titan_exp.quantization import grouped_kernels as grouped_instructions
 from titan_exp.quantization import hardware_support as instructions
-from titan_exp.quantization.float8.float8_linear import Float8
-from titan_exp.quantization.grouped import grouped_kernels as grouped_instructions
-from titan_exp.quantization.grouped.grouped_linear import (
+from titan_exp.quantization.float8 import Float8, amax_to_scale
+from titan_exp.quantization.grouped import (
     EmulatedGroupedLinear,
+    GroupedFloat8,
+    GroupedMX,
     NativeGroupedLinear,
     grouped_linear_impl_for,
 )
-from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
+from titan_exp.quantization.mxfp8 import KernelPreference
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.quantization.recipes import linear_impl_for
-from titan_exp.quantization.torchao import KernelPreference, amax_to_scale
 
 CPU = torch.device("cpu")
 RECIPES = {

@@ -8,10 +8,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_exp.config.machine.torchao_version import torchao_violations
-from titan_exp.quantization.mx import nvfp4_linear as module
-from titan_exp.quantization.mx.hadamard import SIGNS, transform, transformed
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
-from titan_exp.quantization.mx.nvfp4_tensor import BLOCK, rounded, tensor_scale
+from titan_exp.quantization import nvfp4 as module
+from titan_exp.quantization.nvfp4 import (
+    BLOCK,
+    NVFP4,
+    SIGNS,
+    nvfp4_linear,
+    rounded,
+    tensor_scale,
+    transform,
+    transformed,
+)
 
 RECIPE = NVFP4(power_of_two=True, stochastic=False)
 
@@ -210,9 +217,9 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
     # torchao defines its operators only where Triton has a GPU.
     for name in [name for name in sys.modules if name.startswith("torchao.prototype.moe_training.nvfp4_training")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "titan_exp.quantization.mx.nvfp4_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "titan_exp.quantization.nvfp4_kernels", raising=False)
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
+    from titan_exp.quantization.nvfp4_kernels import nvfp4_native
 
     for stochastic in (False, True):
         with FakeTensorMode():
@@ -227,7 +234,7 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
 @needs_kernels
 def test_the_path_of_the_instructions_pairs_numbers_with_their_scales(monkeypatch: pytest.MonkeyPatch):
     """With what torchao's kernels compute, by their documentation, in place of them: they run on Blackwell alone."""
-    from titan_exp.quantization.mx import nvfp4_kernels as instructions
+    from titan_exp.quantization import nvfp4_kernels as instructions
 
     def tokens(rows: Tensor, of_columns: Tensor, of_rows: Tensor, signs: list[int], **_: object) -> tuple[Tensor, ...]:
         assert signs == list(SIGNS)

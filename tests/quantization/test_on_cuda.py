@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.quantization.test_dual_cast import bits
 from tests.quantization.test_float8_weights import RECIPES as FLOAT8
 from tests.quantization.test_float8_weights import linears
-from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
-from titan_exp.quantization.float8.float8_weights import Float8Weights, allocate_float8_weights
+from titan_exp.quantization.float8 import Float8, float8_linear
 from titan_exp.quantization.hardware_support import MIN_CAPABILITY
-from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
+from titan_exp.quantization.mxfp8 import mxfp8_linear
+from titan_exp.quantization.nvfp4 import NVFP4, nvfp4_linear
+from titan_exp.quantization.weights import Float8Weights, allocate_float8_weights
 
 pytestmark = [
     pytest.mark.cuda,
@@ -31,7 +31,7 @@ def four(power_of_two: bool, x: Tensor, weight: Tensor, *, emulated: bool) -> Te
     recipe = NVFP4(power_of_two=power_of_two, stochastic=False)
     if emulated:
         return nvfp4_linear(x, weight, None, recipe)
-    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
+    from titan_exp.quantization.nvfp4_kernels import nvfp4_native
 
     return nvfp4_native(x, weight, None, recipe)
 
@@ -68,8 +68,7 @@ def test_instructions_compute_what_is_emulated(name: str):
 
 @pytest.mark.parametrize("name", ["float8_rowwise", "mxfp8"])
 def test_kernels_of_experts_compute_what_is_emulated(name: str):
-    from titan_exp.quantization.grouped.grouped_linear import EmulatedGroupedLinear, NativeGroupedLinear
-    from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
+    from titan_exp.quantization.grouped import EmulatedGroupedLinear, GroupedFloat8, GroupedMX, NativeGroupedLinear
     from titan_exp.quantization.hardware_support import Hardware
 
     if torch.cuda.get_device_capability() < MIN_CAPABILITY[name] or not Hardware().has_grouped_kernels(
@@ -101,8 +100,8 @@ def test_tokens_cast_to_their_rows_are_rows_cast():
     from titan_exp.models.blocks.linear import GroupedLinearImpl
     from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
     from titan_exp.ops.moe.permutation import PaddedOrder, permute
-    from titan_exp.quantization.grouped.grouped_kernels import OF_TOKENS, fp8_grouped_mm
-    from titan_exp.quantization.grouped.grouped_linear import NativeGroupedLinear
+    from titan_exp.quantization.grouped import NativeGroupedLinear
+    from titan_exp.quantization.grouped_kernels import OF_TOKENS, fp8_grouped_mm
     from titan_exp.quantization.hardware_support import Hardware
 
     if not Hardware().has_grouped_kernels("float8_rowwise", torch.device("cuda")) or not OF_TOKENS:

@@ -13,11 +13,11 @@ from titan_exp.models.blocks.linear import Linear
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.quantization import hardware_support as instructions
-from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of
+from titan_exp.quantization.float8 import E4M3, scale_of
 from titan_exp.quantization.hardware_support import needs_emulation
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.quantization.recipes import Float8LinearImpl, NVFP4LinearImpl
-from titan_exp.quantization.weight_scales import WeightScales
+from titan_exp.quantization.weights import WeightScales
 
 CPU = torch.device("cpu")
 SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]

@@ -22,7 +22,7 @@ from titan_exp.checkpoint.state_values import UnsavedStateError, decode, encode,
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.clipping.adagc import AVERAGE_NORM
+from titan_exp.optim.grad_clip import AVERAGE_NORM
 from titan_exp.optim.parameter_groups import changed_groups, reset_groups
 from titan_exp.optim.weight_average import AVERAGE
 from titan_exp.tracking.logging import get_logger

@@ -18,10 +18,8 @@ from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.compute import DTYPES, attention_rates, context_memory, copy_rates, gemm_rates, launch_rate
-from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
-from titan_exp.doctor.interconnect import SIZES, link_rates
-from titan_exp.doctor.measurement import Measurement
+from titan_exp.doctor import microbenchmarks as bench
+from titan_exp.doctor.microbenchmarks import Measurement
 from titan_exp.doctor.usage import usage
 from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import require_usable_cuda
@@ -84,31 +82,31 @@ def measure(
         report(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
         rates.extend(measurements(SHARES[kind] * seconds))
 
-    take("gemm", lambda limit: gemm_rates(device, limit))
-    take("attention", lambda limit: attention_rates(device, limit))
-    take("copy", lambda limit: copy_rates(device, limit))
-    take("launch", lambda limit: [launch_rate(device, limit)])
+    take("gemm", lambda limit: bench.gemm_rates(device, limit))
+    take("attention", lambda limit: bench.attention_rates(device, limit))
+    take("copy", lambda limit: bench.copy_rates(device, limit))
+    take("launch", lambda limit: [bench.launch_rate(device, limit)])
     if device.type == "cuda":
-        rates.append(context_memory(device))
+        rates.append(bench.context_memory(device))
     ranks = torch.cuda.device_count() if device.type == "cuda" else min(2, len(os.sched_getaffinity(0)))
     if ranks > 1:
-        take("link", lambda limit: link_rates(run_on_ranks, ranks=ranks, device=device.type, limit=limit))
-    take("disk", lambda limit: [disk_rate(runs, limit)])
+        take("link", lambda limit: bench.link_rates(run_on_ranks, ranks=ranks, device=device.type, limit=limit))
+    take("disk", lambda limit: [bench.disk_rate(runs, limit)])
     report(f"measured in {time.perf_counter() - start:.0f} s")
     return DeviceRates(
         device=name,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
-        tflops={dtype: best for dtype in DTYPES if (best := _best(rates, "gemm", f"{dtype} ")) is not None},
+        tflops={dtype: best for dtype in bench.DTYPES if (best := _best(rates, "gemm", f"{dtype} ")) is not None},
         attention=_attention(rates),
         copy=_best(rates, "copy", "within"),
         link=_best(rates, "link", "all-reduce"),
-        message_us=_microseconds(rates, "link", f"all-reduce of {SIZES[device.type][0] / 2**10:g} KiB"),
+        message_us=_microseconds(rates, "link", f"all-reduce of {bench.SIZES[device.type][0] / 2**10:g} KiB"),
         launch_us=_microseconds(rates, "launch", ""),
         context_gib=_best(rates, "memory", "CUDA"),
         communicator_gib=_best(rates, "memory", "buffers"),
         rates=[asdict(rate) for rate in rates],
-        scheduler=scheduler(),
+        scheduler=bench.scheduler(),
     )
 
 

@@ -1,50 +1,148 @@
 """Adafactor (Shazeer and Stern 2018): a second moment kept as row and column means, no momentum."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from annotated_types import Interval
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.config.groups.types import PositiveFloat
-
-if TYPE_CHECKING:
-    import torch
-
-    from titan_exp.optim.parameter_groups import NamedParameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(OptimizerConfig):
-    """Fields of Adafactor; `lr` is relative to the root mean square of a matrix, as in torch's."""
-
-    beta2_decay: Annotated[float, Interval(lt=0)]
-    """Exponent of the step: the second moment forgets at the rate 1 - step ** beta2_decay.
-    E.g. `optimizer=adafactor optimizer.beta2_decay=-0.5`."""
-    eps: PositiveFloat
-    """Smallest root of a second moment. E.g. `optimizer=adafactor optimizer.eps=1e-8`."""
-    min_rms: PositiveFloat
-    """Smallest root mean square of a matrix that the learning rate is relative to.
-    E.g. `optimizer=adafactor optimizer.min_rms=1e-2`."""
-    clip_threshold: PositiveFloat
-    """Largest root mean square of an update, before the learning rate.
-    E.g. `optimizer=adafactor optimizer.clip_threshold=2.0`."""
-
-    @property
-    def sends_messages(self) -> bool:
-        """True: means are over whole rows and columns."""
-        return True
-
-    @property
-    def max_state(self) -> float | None:
-        """A second moment in vectors; less in matrices."""
-        return 2
+from titan_exp.config.groups.optimizer import AdafactorConfig as Config
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.matrices import COLUMNS, ROWS, ShardAxis, ShardedMatrix, sharded_like
+from titan_exp.optim.optimizer import GroupOptimizer
+from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
-def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
+def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build Adafactor."""
-    from titan_exp.optim.parameter_groups import parameter_groups
-    from titan_exp.optim.updates.adafactor import Adafactor
+    return Adafactor(
+        parameter_groups(parameters, config),
+        lr=config.lr,
+        beta2_decay=config.beta2_decay,
+        eps=config.eps,
+        min_rms=config.min_rms,
+        clip_threshold=config.clip_threshold,
+    )
 
-    return Adafactor(parameter_groups(parameters, config), config)
+
+class Adafactor(GroupOptimizer):
+    """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale.
+
+    State: a number per row and one per column of a matrix, each sharded like these; a number per element of a vector.
+    Per step, group of parameters and sharding axis three all-reduces: of the sums over rows and columns and of the
+    squared weights; of the sums of row means; of the squared updates. The update of a parameter is computed twice, so
+    that one is held at a time.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        beta2_decay: float,
+        eps: float,
+        min_rms: float,
+        clip_threshold: float,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self._beta2_decay, self._eps, self._min_rms, self._clip_threshold = beta2_decay, eps, min_rms, clip_threshold
+
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One update of all parameters, which share messages."""
+        axes = [ShardedMatrix.of(weight if weight.ndim > 1 else weight[None]).axes for weight in parameters]
+        norms = self._track(parameters, axes)
+        totals = [self._row_total(parameter) for parameter in parameters]
+        sum_over_shards([(total, _of(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
+        squares = [
+            _square_sum(self._direction(parameter, total)) for parameter, total in zip(parameters, totals, strict=True)
+        ]
+        sum_over_shards(list(zip(squares, axes, strict=True)))
+        for parameter, total, square, norm in zip(parameters, totals, squares, norms, strict=True):
+            elements = parameter.shape[-2:].numel()
+            step = float(self.state[parameter]["step"])
+            size = (norm / elements).sqrt().clamp(min=self._min_rms) * min(group["lr"], step**-0.5)
+            excess = ((square / elements).sqrt() / self._clip_threshold).clamp(min=1.0)
+            weight = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(self._direction(parameter, total).mul_(size / excess))
+
+    def _track(self, parameters: Sequence[Tensor], axes: Sequence[tuple[ShardAxis, ...]]) -> list[Tensor]:
+        """Update the second moments; returns the sum of squares of each matrix."""
+        sums: list[tuple[Tensor, Sequence[ShardAxis]]] = []
+        norms, found = [], []
+        for parameter, shards in zip(parameters, axes, strict=True):
+            weight, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]  # not None
+            norms.append(_square_sum(weight))
+            sums.append((norms[-1], shards))
+            if parameter.ndim > 1:
+                squares = gradient.square()
+                means = squares.sum(COLUMNS, keepdim=True), squares.sum(ROWS, keepdim=True)
+                sums += [(means[0], _of(COLUMNS, shards)), (means[1], _of(ROWS, shards))]
+                found.append((means[0], parameter.shape[COLUMNS], means[1], parameter.shape[ROWS]))
+            else:
+                found.append((gradient.square(), 1, None, 1))
+        sum_over_shards(sums)
+        for parameter, (row, columns, column, rows) in zip(parameters, found, strict=True):
+            state = self._state_of(parameter)
+            state["step"] += 1
+            share = float(state["step"]) ** self._beta2_decay
+            if column is None:
+                local_tensor(state["variance"]).lerp_(row, share)
+            else:
+                local_tensor(state["row_variance"]).lerp_(row / columns, share)
+                local_tensor(state["column_variance"]).lerp_(column / rows, share)
+        return norms
+
+    def _row_total(self, parameter: Tensor) -> Tensor:
+        """Sum of this rank's row means of each matrix; zero for a vector."""
+        state = self.state[parameter]
+        if "variance" in state:
+            return local_tensor(state["variance"]).new_zeros(1)
+        return local_tensor(state["row_variance"]).sum(ROWS, keepdim=True)
+
+    def _direction(self, parameter: Tensor, row_total: Tensor) -> Tensor:
+        """Gradient over the root of its second moment."""
+        state, smallest = self.state[parameter], self._eps
+        if "variance" in state:
+            variance = local_tensor(state["variance"]).clone()
+        else:
+            mean = (row_total / parameter.shape[ROWS]).clamp_(min=smallest)
+            variance = local_tensor(state["row_variance"]) @ local_tensor(state["column_variance"])
+            variance.div_(mean)
+        gradient = local_tensor(parameter.grad)  # type: ignore[arg-type]  # not None
+        return variance.clamp_(min=smallest**2).rsqrt_().mul_(gradient)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if state:
+            return state
+        state["step"] = torch.tensor(0.0)
+        local, shape = local_tensor(parameter), parameter.shape
+        if parameter.ndim == 1:
+            state["variance"] = torch.zeros_like(parameter)
+            return state
+        rows, columns = local.new_zeros(*local.shape[:-1], 1), local.new_zeros(*local.shape[:-2], 1, local.shape[-1])
+        state["row_variance"] = sharded_like(parameter, rows, (*shape[:-1], 1), ROWS)
+        state["column_variance"] = sharded_like(parameter, columns, (*shape[:-2], 1, shape[-1]), COLUMNS)
+        return state
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    """Sum of squares of each matrix, or of a vector."""
+    dims = (ROWS, COLUMNS) if tensor.ndim > 1 else (COLUMNS,)
+    return tensor.square().sum(dims, keepdim=True)
+
+
+def _of(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
+    return tuple(axis for axis in axes if axis.dim == dim)
+
+
+def sum_over_shards(sums: Sequence[tuple[Tensor, Sequence[ShardAxis]]]) -> None:
+    """Sum tensors in place, each over its axes, with one message per axis for all of them."""
+    groups = {axis.group.group_name: axis.group for _, axes in sums for axis in axes}
+    for name, group in groups.items():
+        tensors = [tensor for tensor, axes in sums if any(axis.group.group_name == name for axis in axes)]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(summed.view_as(tensor))

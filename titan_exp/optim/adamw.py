@@ -1,30 +1,29 @@
 """AdamW (Loshchilov and Hutter 2019): torch's, with low-precision moments, or fused with clipping."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.optimizer import MOMENT_BLOCK
 from titan_exp.config.groups.optimizer import AdamWConfig as Config
+from titan_exp.ops.import_torchao import import_torchao
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.optim.adamw import adamw_update, bias_rates
+from titan_exp.optim.matrices import sharded_like
+from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
+from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
-if TYPE_CHECKING:
-    import torch
 
-    from titan_exp.optim.parameter_groups import NamedParameter
-
-__all__ = ["Config", "build"]
-
-
-def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
+def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build the implementation that `implementation` and `state_precision` choose.
 
     Raises:
         UserError: a block of 8-bit moments would lie on two ranks.
     """
-    import torch
-
-    from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
-    from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
-    from titan_exp.optim.parameter_groups import parameter_groups
-
     groups, lr, betas = parameter_groups(parameters, config), config.lr, (config.betas[0], config.betas[1])
     assert config.implementation != "auto", "resolved before launch"
     precision, implementation, eps = config.state_precision, config.implementation, config.eps
@@ -36,3 +35,249 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.opti
         return LowPrecisionAdamW(groups, lr=lr, betas=betas, eps=eps, precision=precision)
     fused, foreach = implementation == "fused", implementation == "foreach"
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused, foreach=foreach)
+
+
+class FusedClipAdamW(GroupOptimizer):
+    """AdamW by our kernel on CUDA, which clips and updates in one pass over memory; fp32 parameters, moments in the
+    dtype `moments`.
+
+    States have the names, shapes and dtypes of torch's fused AdamW, or with bf16 moments of `LowPrecisionAdamW`, so
+    that checkpoints are interchangeable.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._grad_scale: Tensor | None = None
+        self._moments = moments
+        self._copies: Mapping[Any, Tensor] = {}
+
+    def set_grad_scale(self, factor: Tensor) -> None:
+        """Scale the gradients of the next step by a scalar on the device."""
+        self._grad_scale = factor
+
+    def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
+        """Round each updated parameter into its compute weight too. Gradients may have the compute weight's dtype."""
+        self._copies = copies
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Gradients stay as they are, not clipped."""
+        loss = super().step(closure)
+        self._grad_scale = None
+        return loss
+
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One update, a kernel per parameter."""
+        states = [adamw_state(self.state[parameter], parameter, self._moments) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        rates = bias_rates(torch.stack(steps), lr=group["lr"], betas=group["betas"])
+        for parameter, state, step_rates in zip(parameters, states, rates.unbind(), strict=True):
+            gradient, copy = parameter.grad, self._copies.get(parameter)
+            assert gradient is not None
+            adamw_update(
+                local_tensor(parameter),
+                local_tensor(gradient),
+                local_tensor(state["exp_avg"]),
+                local_tensor(state["exp_avg_sq"]),
+                rates=step_rates,
+                decay=group["lr"] * group["weight_decay"],
+                betas=group["betas"],
+                eps=group["eps"],
+                factor=self._grad_scale,
+                copy=None if copy is None else local_tensor(copy),
+            )
+
+
+class MomentFormat(Protocol):
+    """Storage of one moment of a parameter, as one or two tensors.
+
+    Blocks of 8-bit moments lie within rows, so they are whole on one rank and a checkpoint fits every layout; torchao's
+    optimizers block the local shard.
+    """
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """Tensors of a zero moment, for this rank's shard of a parameter."""
+        ...
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """The moment in fp32, not to be modified."""
+        ...
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """Store a moment."""
+        ...
+
+
+class Rounded:
+    """Rounded to a torch dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """One tensor of the dtype."""
+        return [torch.zeros_like(like, dtype=self.dtype)]
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """Stored form of a moment."""
+        return kept[0].float()
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """Round to nearest."""
+        kept[0].copy_(moment)
+
+
+class Float8Blocks:
+    """e4m3 numbers as bytes, and an fp32 scale per block.
+
+    `root` stores square roots of a non-negative moment: a second moment spans twice the exponents of its gradients, and
+    one that underflows to 0 makes the update far too large.
+    """
+
+    def __init__(self, *, root: bool = False) -> None:
+        self.root = root
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """Bytes, and scales [..., columns / MOMENT_BLOCK]."""
+        scales = torch.zeros(*like.shape[:-1], like.shape[-1] // MOMENT_BLOCK, device=like.device)
+        return [torch.zeros_like(like, dtype=torch.uint8), scales]
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """Number times scale."""
+        numbers = kept[0].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, MOMENT_BLOCK))
+        found = (numbers * kept[1][..., None]).flatten(-2)
+        return found.square_() if self.root else found
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """Scale each block's largest value to e4m3's."""
+        from torchao.optim.subclass_fp8 import quantize_fp8
+
+        moment = moment.sqrt() if self.root else moment
+        numbers, scales = quantize_fp8(moment.contiguous(), MOMENT_BLOCK)
+        kept[0].copy_(numbers.view(torch.uint8))
+        kept[1].copy_(scales.view_as(kept[1]))
+
+
+class DynamicBlocks:
+    """Codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per block."""
+
+    def __init__(self, *, signed: bool) -> None:
+        self.signed = signed
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """Codes, and scales [..., columns / MOMENT_BLOCK]."""
+        return Float8Blocks().empty(like)
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """Value times scale."""
+        from torchao.optim.quant_utils import dequant_with_qmap
+
+        return dequant_with_qmap(kept[0], _values(self.signed, kept[0].device), kept[1].flatten())
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """Nearest value of each number, relative to its block's largest."""
+        from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
+        scaled, scales = scale_tensor(moment.contiguous(), MOMENT_BLOCK)
+        kept[0].copy_(quantize_8bit_with_qmap(scaled, _values(self.signed, moment.device)))
+        kept[1].copy_(scales.view_as(kept[1]))
+
+
+def formats_of(precision: str) -> tuple[MomentFormat, MomentFormat]:
+    """Formats of the first and second moment, by `optimizer.state_precision`."""
+    if precision in ("fp32", "bf16"):
+        rounded = Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
+        return rounded, rounded
+    with import_torchao():
+        import torchao.optim  # noqa: F401  # its functions are imported where used
+    if precision == "fp8":
+        return Float8Blocks(), Float8Blocks(root=True)
+    return DynamicBlocks(signed=True), DynamicBlocks(signed=False)
+
+
+@cache
+def _values(signed: bool, device: torch.device) -> Tensor:
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return torch.tensor(create_dynamic_map(signed=signed), device=device)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LowPrecisionAdamW(GroupOptimizer):
+    """AdamW with moments stored in `precision`, `bf16`, `int8` or `fp8`, and computed in fp32; parameter by parameter.
+
+    8-bit moments of vectors, and of matrices whose columns are no multiple of a block, stay in fp32.
+
+    Raises:
+        UserError: a block of 8-bit moments would lie on two ranks.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, precision: str
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._formats, self._in_blocks = formats_of(precision), precision in ("int8", "fp8")
+        if self._in_blocks:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    _require_whole_blocks(parameter, precision)
+
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One update, parameter by parameter."""
+        for parameter in parameters:
+            self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, formats = self.state[parameter], self._formats_of(parameter)
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name, moment in zip(MOMENTS, formats, strict=True):
+                empty, dims = moment.empty(local_tensor(parameter)), range(-parameter.ndim, 0)
+                state[name] = sharded_like(parameter, empty[0], parameter.shape, *dims)
+                for scales in empty[1:]:
+                    shape = (*parameter.shape[:-1], parameter.shape[-1] // MOMENT_BLOCK)
+                    state[f"{name}_scale"] = sharded_like(parameter, scales, shape, *dims)
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # not None
+        kept = [[local_tensor(state[key]) for key in (name, f"{name}_scale") if key in state] for name in MOMENTS]
+        # The update uses the moments before they are rounded for storage.
+        first = formats[0].read(kept[0]).lerp(gradient, 1 - beta1)
+        second = formats[1].read(kept[1]).lerp(gradient.square(), 1 - beta2)
+        for moment, tensors, value in zip(formats, kept, (first, second), strict=True):
+            moment.write(tensors, value)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        denominator = second.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        weight.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
+
+    def _formats_of(self, parameter: Tensor) -> tuple[MomentFormat, MomentFormat]:
+        if self._in_blocks and not _has_blocks(parameter):
+            return Rounded(torch.float32), Rounded(torch.float32)
+        return self._formats
+
+
+def _has_blocks(parameter: Tensor) -> bool:
+    """True if the whole parameter fits 8-bit blocks, so that every layout stores the same."""
+    return parameter.dim() >= 2 and parameter.shape[-1] % MOMENT_BLOCK == 0
+
+
+def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
+    columns = local_tensor(parameter).shape[-1] if parameter.dim() else 0
+    if _has_blocks(parameter) and columns % MOMENT_BLOCK:
+        reason = (
+            f"moments are stored in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of "
+            f"{parameter.shape[-1]}"
+        )
+        remedy = "optimizer.state_precision=bf16, or a smaller parallelism.tp or parallelism.dp_shard"
+        violation = Violation("optimizer.state_precision", precision, reason, remedy)
+        raise UserError("This run cannot be started.", [violation])

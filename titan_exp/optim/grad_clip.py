@@ -1,19 +1,29 @@
-"""Global gradient norm and gradient clipping.
+"""Gradient norms, and gradient clipping by the global norm, by value, by the norms of parameter groups, or by AdaGC:
+one device's in every layout.
 
 Squared norms are summed per mesh and placement and reduced over the axes that shard them, so parameters may live on any
 mixture of meshes; a replicated tensor counts once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_exp.config.groups.grad_clip import GradClipConfig
+from titan_exp.config.groups.optimizer import ParameterGroup
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.optimizer import ScalesGradients
+from titan_exp.optim.parameter_groups import NamedParameter
+
+REST = "rest"
+"""Name of the parameters whose group has no `max_grad_norm`."""
+AVERAGE_NORM = "average_grad_norm"
+"""Name of AdaGC's average norm in a parameter's optimizer state."""
 
 
 @torch.no_grad()
@@ -22,26 +32,15 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
 
     `parameters` are this rank's, without copies of tied weights that another pipeline stage counts.
     """
-    groups: dict[object, list[Tensor]] = defaultdict(list)
-    meshes, device = {}, torch.device("cpu")
+    gradients, device = list[Tensor](), torch.device("cpu")
     for parameter in parameters:
-        gradient, device = parameter.grad, parameter.device
-        if gradient is None:
-            continue
-        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        meshes[key] = gradient if isinstance(gradient, DTensor) else None
-        groups[key].append(local_tensor(gradient))
+        device = parameter.device
+        gradients += [] if parameter.grad is None else [parameter.grad]
     squares = []
-    for key, gradients in groups.items():
-        square = torch.stack(_norms(gradients)).square().sum()
-        sample = meshes[key]
-        if sample is not None:
-            for axis, placement in enumerate(sample.placements):
-                assert not placement.is_partial(), "gradients are reduced before their norm"
-                # Not only Shard: a dim sharded twice has its own placement class.
-                if not placement.is_replicate():
-                    dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
-        squares.append(square)
+    for indices in _by_sharding(gradients):
+        few = [gradients[index] for index in indices]
+        square = torch.stack(_norms([local_tensor(gradient) for gradient in few])).square().sum()
+        squares.append(_summed(square, few[0]))
     # Also without gradients it is where other stages have theirs, for one message.
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if pp_group is not None:
@@ -65,20 +64,32 @@ def parameter_norms(parameters: Sequence[Tensor]) -> Tensor:
 
 def sum_over_shards(numbers: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     """Sum of a number per shard over each parameter's shards, [parameters]; a message per mesh and placement."""
-    groups: dict[object, list[int]] = defaultdict(list)
-    for index, parameter in enumerate(parameters):
-        is_sharded = isinstance(parameter, DTensor)
-        groups[(parameter.device_mesh, parameter.placements) if is_sharded else None].append(index)
     sums = list(numbers)
-    for indices in groups.values():
-        sample, found = parameters[indices[0]], torch.stack([numbers[index] for index in indices])
-        if isinstance(sample, DTensor):
-            for axis, placement in enumerate(sample.placements):
-                if not placement.is_replicate():
-                    dist.all_reduce(found, group=sample.device_mesh.get_group(axis))
+    for indices in _by_sharding(parameters):
+        found = _summed(torch.stack([numbers[index] for index in indices]), parameters[indices[0]])
         for index, total in zip(indices, found.unbind(), strict=True):
             sums[index] = total
     return torch.stack(sums)
+
+
+def _by_sharding(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Indices of tensors with the same mesh and placements."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        is_sharded = isinstance(tensor, DTensor)
+        groups[(tensor.device_mesh, tensor.placements) if is_sharded else None].append(index)
+    return groups.values()
+
+
+def _summed(numbers: Tensor, sharded: Tensor) -> Tensor:
+    """Sum over the ranks with other shards of a tensor, in place."""
+    if isinstance(sharded, DTensor):
+        for axis, placement in enumerate(sharded.placements):
+            assert not placement.is_partial(), "gradients are reduced before their norm"
+            # Not only Shard: a dim sharded twice has its own placement class.
+            if not placement.is_replicate():
+                dist.all_reduce(numbers, group=sharded.device_mesh.get_group(axis))
+    return numbers
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
@@ -89,15 +100,6 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
         found = torch._foreach_norm([gradients[place] for place in places], 2, dtype=torch.float32)
         norms |= zip(places, found, strict=True)
     return [norms[place] for place in range(len(gradients))]
-
-
-@runtime_checkable
-class ScalesGradients(Protocol):
-    """An optimizer that scales gradients inside its own `step`, as a fused clip-and-update kernel does."""
-
-    def set_grad_scale(self, factor: Tensor) -> None:
-        """Scale the gradients of the next step by a scalar on the device."""
-        ...
 
 
 def clip_gradients(
@@ -122,3 +124,197 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+class NormClipper:
+    """Clips gradients by their global norm alone, which an optimizer may do inside its step; without `max_norm`, never.
+    `parameters` are all of this rank."""
+
+    in_place = False
+    """True if gradients must have the dtype of their parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], max_norm: float | None) -> None:
+        self._optimizer, self._parameters, self._max_norm = optimizer, list(parameters), max_norm
+
+    def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
+        """Clip gradients of the global norm `grad_norm`. There are no metrics."""
+        if self._max_norm is not None:
+            clip_gradients(self._optimizer, self._parameters, grad_norm, self._max_norm)
+        return {}
+
+    def keep(self) -> None:
+        """Nothing is kept in the optimizer's state."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing is kept beside it."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Nothing is restored from it."""
+
+
+class GradientClipper:
+    """Clips the gradients of this rank's parameters in place, in the dtype of the parameters.
+
+    `unique` are those without copies of tied weights that another pipeline stage counts; `max_norm` is that of
+    parameters without a limit of their own.
+    """
+
+    in_place = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[NamedParameter],
+        unique: Iterable[Tensor],
+        config: GradClipConfig,
+        groups: Mapping[str, ParameterGroup],
+        *,
+        max_norm: float | None,
+        pp_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._config, self._max_norm, self._pp_group = config, max_norm, pp_group
+        self._parameters = [named.parameter for named in parameters]
+        self._limits = {REST: max_norm} | {
+            name: group.max_grad_norm for name, group in groups.items() if group.max_grad_norm is not None
+        }
+        own = {name: groups[name] for name in self._limits if name != REST}
+        self._limit_of = [
+            next((name for name, group in own.items() if group.has(named.name, named.role)), REST)
+            for named in parameters
+        ]
+        counted = set(unique)
+        self._counted = torch.tensor([float(parameter in counted) for parameter in self._parameters])
+        if self._parameters:
+            self._counted = self._counted.to(local_tensor(self._parameters[0]).device)
+        self._adagc = AdaGC(optimizer, self._parameters, config) if config.mode == "adagc" else None
+
+    @property
+    def averages(self) -> Tensor | None:
+        """Average norm of each parameter, with AdaGC."""
+        return None if self._adagc is None else self._adagc.averages
+
+    def state(self) -> dict[str, Any]:
+        """Step after which AdaGC's averages began, if that was not the run's first."""
+        return {"begun": self._adagc.begun} if self._adagc is not None and self._adagc.begun else {}
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Take over AdaGC's averages from the optimizer's state, after a checkpoint of `step` is loaded."""
+        if self._adagc is not None:
+            self._adagc.restore(None if state is None else state["begun"], step)
+
+    def keep(self) -> None:
+        """Keep AdaGC's averages in the optimizer's state; after its step."""
+        if self._adagc is not None:
+            self._adagc.keep()
+
+    @torch.no_grad()
+    def clip(self, grad_norm: Tensor, *, step: int) -> Mapping[str, Tensor]:
+        """Clip gradients of the global norm `grad_norm`. Returns metrics, the same on every rank."""
+        metrics = {"clip/share": self._clamp()} if self._config.mode == "value" else {}
+        norms = parameter_norms(self._parameters)
+        if self._adagc is None:
+            factors, limited = self._by_limit(norms)
+            metrics |= limited
+        else:
+            factors = self._adagc.factors(norms, step=step, grad_norm=grad_norm, max_norm=self._max_norm)
+            metrics["clip/share"] = self._share((factors < 1).float(), torch.ones_like(factors))
+        for parameter, factor in zip(self._parameters, factors.unbind(), strict=True):
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).mul_(factor)
+        smallest = factors.amin()
+        if self._pp_group is not None:
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._pp_group)
+        return {**metrics, "clip/factor": smallest}
+
+    def _clamp(self) -> Tensor:
+        """Clamp every number of the gradients; returns the share that was beyond the limit."""
+        limit, beyond = self._config.max_value, []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                beyond.append(self._counted.new_zeros(()))
+                continue
+            local = local_tensor(gradient)
+            beyond.append((local.abs() > limit).sum(dtype=torch.float32))
+            local.clamp_(-limit, limit)
+        sizes = [0 if parameter.grad is None else parameter.numel() for parameter in self._parameters]
+        return self._share(sum_over_shards(beyond, self._parameters), self._counted.new_tensor(sizes))
+
+    def _by_limit(self, norms: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Factors [parameters] that limit the norm of each group of parameters; metrics of several groups."""
+        squares = norms.square() * self._counted
+        places = {name: [index for index, of in enumerate(self._limit_of) if of == name] for name in self._limits}
+        sums = torch.stack([sum((squares[index] for index in of), squares.new_zeros(())) for of in places.values()])
+        if self._pp_group is not None:
+            dist.all_reduce(sums, group=self._pp_group)
+        found = dict(zip(places, sums.sqrt().unbind(), strict=True))
+        one = norms.new_ones(())
+        factor = {
+            name: one if (limit := self._limits[name]) is None else clip_factor(norm, limit)
+            for name, norm in found.items()
+        }
+        metrics = {f"clip/norm/{name}": norm for name, norm in found.items()} if len(found) > 1 else {}
+        return torch.stack([factor[name] for name in self._limit_of]), metrics
+
+    def _share(self, numbers: Tensor, of: Tensor) -> Tensor:
+        """Ratio of two sums over all parameters of the model."""
+        sums = torch.stack([(numbers * self._counted).sum(), (of * self._counted).sum()])
+        if self._pp_group is not None:
+            dist.all_reduce(sums, group=self._pp_group)
+        return sums[0] / sums[1]
+
+
+class AdaGC:
+    """Adaptive gradient clipping (Wang et al. 2025, arXiv 2502.11034): a threshold for every parameter from its average
+    gradient norm, infinite where no gradient has been seen.
+
+    A parameter is a whole tensor: a fused projection, or a stack of experts. The average norm of each is a scalar of
+    its optimizer state, so checkpoints hold it by name, in any layout.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], config: GradClipConfig) -> None:
+        self._optimizer, self._parameters, self._config = optimizer, list(parameters), config
+        device = local_tensor(self._parameters[0]).device if self._parameters else None
+        self.averages = torch.full((len(self._parameters),), torch.inf, device=device)
+        """Average norm of each parameter."""
+        self.begun = 0
+        """Step after which averages began, from which the warm-up counts."""
+
+    @torch.no_grad()
+    def factors(self, norms: Tensor, *, step: int, grad_norm: Tensor, max_norm: float | None) -> Tensor:
+        """Factors [parameters] of the gradients with these norms, whose average they join.
+
+        A gradient of zero sets no threshold, which would freeze its parameter; nor does one that is not finite.
+        """
+        averages = self.averages
+        if step - self.begun <= self._config.warmup_steps:
+            factor = torch.ones_like(norms) if max_norm is None else clip_factor(grad_norm, max_norm).expand_as(norms)
+            joined = torch.minimum(averages, factor * norms)
+        else:
+            thresholds = self._config.relative * averages
+            factor = torch.where(norms > thresholds, thresholds / norms, 1.0)
+            decay, clipped = self._config.decay, factor * norms
+            joined = torch.where(averages.isinf(), clipped, decay * averages + (1 - decay) * clipped)
+        averages.copy_(torch.where((norms > 0) & norms.isfinite(), joined, averages))
+        return factor
+
+    @torch.no_grad()
+    def restore(self, begun: int | None, step: int) -> None:
+        """Take over the averages that a checkpoint after `step` has given the optimizer's state, and keep them there.
+        None is a checkpoint that does not say when they began: with the run, or, if it has none, now."""
+        known = False
+        for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
+            state = self._optimizer.state.get(parameter, {})
+            if AVERAGE_NORM in state:
+                average.copy_(state[AVERAGE_NORM])
+                state[AVERAGE_NORM] = average
+                known = True
+        self.begun = begun if begun is not None else 0 if known else step
+
+    def keep(self) -> None:
+        """Keep the averages in the optimizer's state; after its step, since optimizers create their own state where
+        there is none."""
+        for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
+            if parameter.grad is not None:
+                self._optimizer.state[parameter].setdefault(AVERAGE_NORM, average)

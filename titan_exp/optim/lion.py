@@ -1,42 +1,40 @@
 """Lion (Chen et al. 2023): the sign of an interpolated momentum."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from titan_exp.config.groups.optimizer import Betas, OptimizerConfig
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-
-    from titan_exp.optim.parameter_groups import NamedParameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(OptimizerConfig):
-    """Fields of Lion, whose learning rate is three to ten times smaller than AdamW's."""
-
-    betas: Betas
-    """Share of the momentum in the update's direction, and decay rate of the momentum.
-    E.g. `optimizer=lion optimizer.betas='[0.95,0.98]'`."""
-    state_precision: Literal["fp32", "bf16"]
-    """Precision of the momentum; the update is computed in fp32.
-    E.g. `optimizer=lion optimizer.state_precision=bf16`."""
-
-    @property
-    def is_scale_invariant(self) -> bool:
-        """True: updates are signs, whose rules are Adam's (Yang and Littwin 2023, arXiv 2308.01814)."""
-        return True
-
-    @property
-    def max_state(self) -> float | None:
-        """The momentum."""
-        return 1
+from titan_exp.config.groups.optimizer import LionConfig as Config
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.optimizer import GroupOptimizer
+from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
-def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
+def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build Lion."""
-    from titan_exp.optim.parameter_groups import parameter_groups
-    from titan_exp.optim.updates.lion import Lion
+    dtype = torch.float32 if config.state_precision == "fp32" else torch.bfloat16
+    return Lion(parameter_groups(parameters, config), lr=config.lr, betas=config.betas, dtype=dtype)
 
-    return Lion(parameter_groups(parameters, config), config)
+
+class Lion(GroupOptimizer):
+    """Lion, parameter by parameter and without messages; the momentum is in `dtype`, sharded like the parameter."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], dtype: torch.dtype
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+        self._dtype = dtype
+
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One update, parameter by parameter."""
+        for parameter in parameters:
+            state, (share, decay) = self.state[parameter], group["betas"]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter, dtype=self._dtype, memory_format=torch.preserve_format)
+            weight, gradient, kept = (local_tensor(x) for x in (parameter, parameter.grad, state["momentum"]))  # type: ignore[arg-type]
+            momentum = kept.float()
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(gradient.lerp(momentum, share).sign_(), alpha=-group["lr"])
+            kept.copy_(momentum.lerp_(gradient, 1 - decay))

@@ -1,73 +1,131 @@
 """Muon (Jordan et al. 2024; Liu et al. 2025): orthogonalized momentum for matrices, AdamW for the rest."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Any
 
-from annotated_types import Interval
+import torch
+from torch import Tensor
 
-from titan_exp.config.groups.optimizer import SplitMatrixOptimizerConfig
-from titan_exp.config.groups.types import PositiveFloat, PositiveInt
+from titan_exp.config.groups.optimizer import MuonConfig as Config
+from titan_exp.optim.matrices import BATCH_ELEMENTS, MatrixOptimizer, MatrixWeight, OwnerGroup, local_matrices
+from titan_exp.optim.parameter_groups import NamedParameter
 
-if TYPE_CHECKING:
-    import torch
-
-    from titan_exp.optim.parameter_groups import NamedParameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(SplitMatrixOptimizerConfig):
-    """Fields of Muon."""
-
-    momentum: Annotated[float, Interval(ge=0, lt=1)]
-    """Decay rate of a matrix's momentum. E.g. `optimizer=muon optimizer.momentum=0.9`."""
-    nesterov: bool
-    """Use Nesterov momentum. E.g. `optimizer=muon optimizer.nesterov=false`."""
-    newton_schulz_steps: PositiveInt
-    """Newton–Schulz iterations. E.g. `optimizer=muon optimizer.newton_schulz_steps=6`."""
-    precision: Literal["bf16", "fp32"]
-    """Precision of Newton–Schulz and of the messages with matrices. `bf16` is as published; in `fp32` every layout
-    computes one device's update to rounding. E.g. `optimizer=muon optimizer.precision=bf16`."""
-    scale: Literal["match_rms_adamw", "original", "none"]
-    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
-    sqrt(max(1, rows / columns)).
-
-    The first makes updates as large as AdamW's, so that one learning rate serves all (Liu et al. 2025).
-    E.g. `optimizer=muon optimizer.scale=original`."""
-
-    qk_clip: PositiveFloat | None = None
-    """Largest attention logit of a head (Kimi Team 2025): where one of the step is larger, the head's queries and keys
-    are scaled down after the update, by its square root each. null leaves them.
-    E.g. `optimizer=muon optimizer.qk_clip=100`."""
-
-    @property
-    def max_logit(self) -> float | None:
-        """`qk_clip`."""
-        return self.qk_clip
-
-    def matrix_scale(self, rows: float, columns: float) -> float:
-        """`scale` of a matrix; its orthogonalized update has norm 1."""
-        match self.scale:
-            case "match_rms_adamw":
-                return 0.2 * max(rows, columns) ** 0.5
-            case "original":
-                return max(1.0, rows / columns) ** 0.5
-            case "none":
-                return 1.0
-
-    @property
-    def is_scale_invariant(self) -> bool:
-        """True: updates are orthogonalized; but a head is no matrix that grows with the width."""
-        return self.split_attention != "head"
-
-    @property
-    def max_state(self) -> float | None:
-        """AdamW's moments; a matrix has a momentum only."""
-        return 2
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Newton–Schulz: the quintic with the steepest slope at 0 whose iterates stay in [0.7, 1.2]."""
 
 
-def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
+def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build Muon."""
-    from titan_exp.optim.updates.muon import Muon
-
     return Muon(parameters, config)
+
+
+class Muon(MatrixOptimizer[Config]):
+    """Muon for plain tensors and DTensors; every matrix of a stack is orthogonalized alone.
+
+    State: a momentum in fp32 per number, sharded like the parameter. A matrix that is sharded by rows or columns is
+    gathered to one rank of its shard group, orthogonalized there, and the update scattered: per step each rank sends
+    and receives its shards once in each direction in `precision`, in one all-to-all per sharding axis and direction
+    for each round. A round is as many matrices as give every rank `BATCH_ELEMENTS` numbers, at least one; its
+    workspace on a rank is about seven times these numbers, in `precision`. Replicas (HSDP) compute the same.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], config: Config) -> None:
+        super().__init__(parameters, config)
+        matrices = [MatrixWeight.of(named, config) for named in parameters if named.is_matrix]
+        self._weights = {weight.parameter: weight for weight in matrices}
+        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+    def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One step; groups of parameters have one mesh, and axes of it differ by parameter."""
+        for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
+            for few in owners.rounds(weights):
+                self._update(few, owners, group)
+
+    def _update(self, weights: Sequence[MatrixWeight], owners: OwnerGroup, group: dict[str, Any]) -> None:
+        shards, matrix_weights = list[Tensor](), list[MatrixWeight]()
+        for weight in weights:
+            stack = weight.sharding.pad(self._direction(weight.parameter))
+            shards += stack.unbind()
+            matrix_weights += [weight] * len(stack)
+        if not shards:
+            return  # with more ranks than experts, some have none, and so do those that share their matrices
+        updates = iter(self._orthogonalized(shards, matrix_weights, owners))
+        for weight in weights:
+            step_size = group["lr"] * self.config.matrix_scale(*weight.shapes[0])
+            for matrix, update in zip(local_matrices(weight.parameter), updates, strict=False):
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update[: matrix.shape[0], : matrix.shape[1]], alpha=-step_size)
+
+    def _orthogonalized(
+        self, shards: Sequence[Tensor], weights: Sequence[MatrixWeight], owners: OwnerGroup
+    ) -> Sequence[Tensor]:
+        """This rank's shards of the orthogonalized matrices, of which each owner computes its own."""
+        owner_of = owners.assign([weight.flops for weight in weights])
+        gathered = owners.gather(shards, owner_of)
+        parts: list[Tensor] = []
+        for index, found in gathered.items():
+            weight = weights[index]
+            parts += weight.split(weight.sharding.join(found))
+        orthogonal = iter(orthogonalize_all(parts, self.config.newton_schulz_steps))
+        done = {}
+        for index in gathered:
+            weight = weights[index]
+            first, *others = weight.shapes
+            pieces = [next(orthogonal)]
+            # The scale of the first piece is applied in fp32, with the learning rate.
+            pieces += [
+                next(orthogonal) * (self.config.matrix_scale(*shape) / self.config.matrix_scale(*first))
+                for shape in others
+            ]
+            done[index] = weight.sharding.split(weight.join(pieces))
+        return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
+
+    def _direction(self, parameter: Tensor) -> Tensor:
+        """Momentum after the gradient, with Nesterov's look-ahead, in the dtype of Newton–Schulz."""
+        state, momentum = self.state[parameter], self.config.momentum
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        gradient, kept = local_matrices(parameter.grad), local_matrices(state["momentum"])  # type: ignore[arg-type]
+        kept.lerp_(gradient, 1 - momentum)
+        return (gradient.lerp(kept, momentum) if self.config.nesterov else kept).to(self._dtype)
+
+
+def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
+    """Approximate nearest semi-orthogonal matrices of a stack [matrices, rows, columns], in its dtype: Newton–Schulz
+    (Jordan et al. 2024), a polynomial that brings all singular values near 1.
+
+    Needs 3 · rows · columns + 3 · min(rows, columns)² numbers per matrix beside the input; 4 · steps · min(rows,
+    columns)² · (max + min / 2) FLOPs.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=x.dtype).clamp(min=eps)
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalize_all(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """`orthogonalize` of stacks of different shapes, those of equal shape in one batch."""
+    found: dict[int, Tensor] = {}
+    for indices in _batches(matrices):
+        stacks = [matrices[index] for index in indices]
+        joined = orthogonalize(torch.cat(stacks) if len(stacks) > 1 else stacks[0], steps)
+        found |= zip(indices, joined.split([len(stack) for stack in stacks]), strict=True)
+    return [found[index] for index in range(len(matrices))]
+
+
+def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
+    batches: list[list[int]] = []
+    open_batches: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    for index, stack in enumerate(matrices):
+        batch, size = open_batches.get(tuple(stack.shape[1:]), ([], BATCH_ELEMENTS))
+        if size + stack.numel() > BATCH_ELEMENTS:
+            batch, size = [], 0
+            batches.append(batch)
+        batch.append(index)
+        open_batches[tuple(stack.shape[1:])] = batch, size + stack.numel()
+    return batches

@@ -1,47 +1,78 @@
 """Schedule-free AdamW (Defazio et al. 2024): averaged weights in place of a decaying learning rate."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from annotated_types import Interval, Len
+import torch
+from torch import Tensor
 
-from titan_exp.config.groups.optimizer import OptimizerConfig
-from titan_exp.config.groups.types import PositiveFloat
-
-if TYPE_CHECKING:
-    import torch
-
-    from titan_exp.optim.parameter_groups import NamedParameter
+from titan_exp.config.groups.optimizer import ScheduleFreeAdamWConfig as Config
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(OptimizerConfig):
-    """Fields of schedule-free AdamW, for a learning rate that is constant after its warm-up."""
-
-    betas: Annotated[tuple[Annotated[float, Interval(gt=0, lt=1)], ...], Len(2, 2)]
-    """Share of the averaged weights x in the point y that gradients are computed at; and decay rate of the second
-    moment. E.g. `optimizer.betas='[0.95,0.99]'`."""
-    eps: PositiveFloat
-    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
-    averaging_power: Annotated[float, Interval(ge=0)]
-    """Power of the learning rate in a step's weight in the average, so that steps of the warm-up count less.
-    E.g. `optimizer=schedule_free_adamw optimizer.averaging_power=0`."""
-
-    @property
-    def max_state(self) -> float | None:
-        """The weights z that steps are added to, and the second moment."""
-        return 2
-
-    @property
-    def averages_weights(self) -> bool:
-        """True: evaluations and checkpoints have the averaged weights x."""
-        return True
-
-
-def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
+def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build schedule-free AdamW."""
-    from titan_exp.optim.parameter_groups import parameter_groups
-    from titan_exp.optim.updates.schedule_free_adamw import ScheduleFreeAdamW
+    groups, power = parameter_groups(parameters, config), config.averaging_power
+    return ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, averaging_power=power)
 
-    return ScheduleFreeAdamW(parameter_groups(parameters, config), config)
+
+class ScheduleFreeAdamW(torch.optim.Optimizer):
+    """Schedule-free AdamW for plain tensors and DTensors, parameter by parameter. No messages.
+
+    Between steps the parameters are the averaged weights x, so that evaluations, checkpoints and exports have them and
+    need not switch. `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and
+    `step` moves them on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from
+    y and z.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], eps: float, averaging_power: float
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._power = averaging_power
+
+    @torch.no_grad()
+    def to_gradient_point(self) -> None:
+        """Move the parameters from x to y."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                z = self._state_of(parameter)["z"]
+                local_tensor(parameter).lerp_(local_tensor(z), 1 - group["betas"][0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update from the gradients at y, after which parameters are the next x. A parameter without gradient
+        returns to x."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, (share, decay) = self._state_of(parameter), group["betas"]
+        weight, z, square = (local_tensor(x) for x in (parameter, state["z"], state["exp_avg_sq"]))
+        averaged = weight.lerp(z, 1 - 1 / share)
+        if parameter.grad is None:
+            weight.copy_(averaged)
+            return
+        gradient = local_tensor(parameter.grad)
+        state["step"] += 1
+        torch.maximum(state["peak_lr"], torch.tensor(group["lr"]), out=state["peak_lr"])
+        contribution = state["peak_lr"] ** self._power
+        state["weight_sum"] += contribution
+        square.mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
+        denominator = (square / (1 - decay ** float(state["step"]))).sqrt_().add_(group["eps"])
+        z.addcdiv_(gradient, denominator, value=-group["lr"])
+        z.add_(weight, alpha=-group["lr"] * group["weight_decay"])
+        total = float(state["weight_sum"])
+        weight.copy_(averaged.lerp_(z, float(contribution) / total if total else 0.0))
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state |= {name: torch.tensor(0.0) for name in ("step", "weight_sum", "peak_lr")}
+            state["z"] = parameter.detach().clone(memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state

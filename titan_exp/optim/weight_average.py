@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan_exp.config.groups.weight_average import WeightAverageConfig
 from titan_exp.ops.local_tensor import local_tensor
@@ -41,7 +40,8 @@ class WeightAverage:
         is_ema, decay = self._config.mode == "ema", self._config.decay
         share = (1 - decay) / (1 - decay**self.steps) if is_ema else 1 / self.steps
         weights, averages = [], []
-        for parameter in self._parameters():
+        updated = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for parameter in [parameter for parameter in updated if parameter.grad is not None]:
             state = self._optimizer.state[parameter]
             if AVERAGE not in state:
                 state[AVERAGE] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -93,8 +93,3 @@ class WeightAverage:
                     weight.copy_(other)
                     other.copy_(kept)
         self.after_move()
-
-    def _parameters(self) -> Iterator[Tensor]:
-        """Parameters that a step has updated."""
-        for group in self._optimizer.param_groups:
-            yield from (parameter for parameter in group["params"] if parameter.grad is not None)

@@ -37,7 +37,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         if isinstance(linear, Linear):
             linear.linear_impl = linear_impl_for(config, emulated=emulated)
             continue
-        from titan_exp.quantization.grouped.grouped_linear import grouped_linear_impl_for
+        from titan_exp.quantization.grouped import grouped_linear_impl_for
 
         grouped_emulated = _is_grouped_emulated(name, linear, config, device)
         linear.linear_impl = grouped_linear_impl_for(config, emulated=grouped_emulated)

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,20 +12,29 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.machine.torchao_version import torchao_violations
 from titan_exp.models.blocks.linear import LinearImpl, TensorParallelCollectives
-from titan_exp.quantization.float8.float8_linear import Float8, Float8Weight, float8_linear
-from titan_exp.quantization.float8.float8_tensor import E4M3, Float8Matrix
-from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
+from titan_exp.quantization.float8 import E4M3, Float8, Float8Matrix, Float8Weight, float8_linear
+from titan_exp.quantization.mxfp8 import mxfp8_linear
+from titan_exp.quantization.nvfp4 import NVFP4, nvfp4_linear
 
 
 class ScaledLinearImpl(LinearImpl):
     """A recipe with a scale for the whole weight; if `precomputed`, it is computed elsewhere into `weight_scale`."""
 
+    recipe: Any
     weight_scale: Tensor | None
 
-    def __init__(self, *, precomputed: bool) -> None:
+    def __init__(self, recipe: Float8 | NVFP4, *, precomputed: bool) -> None:
         super().__init__()
+        self.recipe = recipe
         self.register_buffer("weight_scale", torch.ones(()) if precomputed else None, persistent=False)
+
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Reduce amax over the tensor-parallel ranks."""
+        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
+
+    def extra_repr(self) -> str:
+        """Recipe for `print(model)`."""
+        return str(self.recipe)
 
     @abstractmethod
     def scales_of(self, amax: Tensor) -> Tensor:
@@ -35,6 +45,7 @@ class Float8LinearImpl(ScaledLinearImpl):
     """A float8 recipe. Buffers after `allocate_weight` are those of `Float8Weight`, `columns` as in memory; a float8
     all-gather sends `sent_shard`."""
 
+    recipe: Float8
     sent_shard: Tensor | None
     rows: Tensor
     rows_scale: Tensor
@@ -44,8 +55,7 @@ class Float8LinearImpl(ScaledLinearImpl):
     columns_inverse: Tensor
 
     def __init__(self, recipe: Float8, *, precomputed: bool) -> None:
-        super().__init__(precomputed=precomputed)
-        self.recipe = recipe
+        super().__init__(recipe, precomputed=precomputed)
         self._is_allocated = False
         self.register_buffer("sent_shard", None, persistent=False)
 
@@ -95,14 +105,6 @@ class Float8LinearImpl(ScaledLinearImpl):
             Float8Matrix(self.columns.t(), self.columns_scale, self.columns_inverse),
         )
 
-    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Reduce amax over the tensor-parallel ranks."""
-        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
-
-    def extra_repr(self) -> str:
-        """Recipe for `print(model)`."""
-        return str(self.recipe)
-
     def scales_of(self, amax: Tensor) -> Tensor:
         """Scale that maps the amax to the largest e4m3 value."""
         return self.recipe.scale_of_amax(amax, E4M3)
@@ -123,30 +125,23 @@ class MXLinearImpl(LinearImpl):
 class NVFP4LinearImpl(ScaledLinearImpl):
     """NVFP4. Blocks lie within a shard; tensor scales cover all ranks' shards."""
 
+    recipe: NVFP4
+
     def __init__(self, recipe: NVFP4, *, emulated: bool, precomputed: bool) -> None:
-        super().__init__(precomputed=precomputed)
-        self.recipe = recipe
+        super().__init__(recipe, precomputed=precomputed)
         if emulated:
             self._multiply = nvfp4_linear
         else:
             # Before the kernels are imported, which older versions of torchao lack.
             if violations := torchao_violations("nvfp4"):
                 raise UserError("This run cannot be started.", violations)
-            from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
+            from titan_exp.quantization.nvfp4_kernels import nvfp4_native
 
             self._multiply = nvfp4_native
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ."""
         return self._multiply(x, weight, self.weight_scale, self.recipe)
-
-    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Reduce amax over the tensor-parallel ranks."""
-        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
-
-    def extra_repr(self) -> str:
-        """Recipe for `print(model)`."""
-        return str(self.recipe)
 
     def scales_of(self, amax: Tensor) -> Tensor:
         """Tensor scale that lets block scales use the whole e4m3 range."""
@@ -158,13 +153,5 @@ def linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> LinearImpl
     if config.recipe == "mxfp8":
         return MXLinearImpl(emulated=emulated)
     if config.recipe == "nvfp4":
-        recipe4 = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
-        return NVFP4LinearImpl(recipe4, emulated=emulated, precomputed=config.precomputed_scales)
-    recipe = Float8(
-        rowwise=config.recipe != "float8_tensorwise",
-        high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
-        power_of_two=config.power_of_two_scales,
-        emulated=emulated,
-        dual_cast=config.fused_casts is not False and config.has_dual_casts and not emulated,
-    )
-    return Float8LinearImpl(recipe, precomputed=config.precomputed_scales)
+        return NVFP4LinearImpl(NVFP4.of(config), emulated=emulated, precomputed=config.precomputed_scales)
+    return Float8LinearImpl(Float8.of(config, emulated=emulated), precomputed=config.precomputed_scales)

@@ -74,7 +74,7 @@ class DeviceRates:
     communicator_gib: float | None = None
     """Memory of NCCL's buffers of one process group, in GiB."""
     rates: list[dict[str, Any]] = field(default_factory=list)
-    """All rates, as dictionaries of `doctor.measurement.Rate`."""
+    """All rates, as dictionaries of `doctor.microbenchmarks.Measurement`."""
     scheduler: list[str] = field(default_factory=list)
     """SLURM partitions."""
 

@@ -14,9 +14,8 @@ from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.models.spec.lookup import has_experts, model_spec, mtp_depth
-from titan_exp.optim.build import build_optimizer
-from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
-from titan_exp.optim.compute_weights import UpdatesComputeWeights
+from titan_exp.optim.grad_clip import GradientClipper, NormClipper
+from titan_exp.optim.optimizer import UpdatesComputeWeights, build_optimizer
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.weight_average import WeightAverage
 from titan_exp.parallel.compute_weights import ComputeWeights
@@ -177,7 +176,7 @@ def _compute_weights(
 def _float8_modules(parts: Sequence[nn.Module], experiment: Experiment) -> list[nn.Module]:
     if not experiment.quantization.recipe.startswith("float8"):
         return []
-    from titan_exp.quantization.float8.float8_weights import modules_with_float8_weights
+    from titan_exp.quantization.weights import modules_with_float8_weights
 
     return modules_with_float8_weights(parts)
 
@@ -186,8 +185,7 @@ def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Call
     """Function that recomputes kept float8 weights and precomputed scales from the weights; called by all ranks."""
     if experiment.quantization.recipe == "none":
         return lambda: None
-    from titan_exp.quantization.float8.float8_weights import Float8Weights
-    from titan_exp.quantization.weight_scales import WeightScales
+    from titan_exp.quantization.weights import Float8Weights, WeightScales
 
     dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
     scales, weights = WeightScales(model.parts, mesh.shard_groups, dtype), Float8Weights(model.parts, dtype)

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
-from titan_exp.optim.compute_weights import UpdatesComputeWeights, cast_gradients
 from titan_exp.optim.grad_clip import global_grad_norm
-from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
+from titan_exp.optim.optimizer import HasGradientPoint, UpdatesComputeWeights, cast_gradients
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients

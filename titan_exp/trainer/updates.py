@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.optim.clipping.adagc import AVERAGE_NORM
-from titan_exp.optim.clipping.clipper import GradientClipper, NormClipper
+from titan_exp.optim.grad_clip import AVERAGE_NORM, GradientClipper, NormClipper
 from titan_exp.optim.weight_average import AVERAGE, WeightAverage
 from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.tracking.logging import get_logger

@@ -19,7 +19,7 @@ from titan_exp.extensions.analysis.coordinates import (
     slope,
 )
 from titan_exp.models.parametrization.parameter_scale import ParameterScale
-from titan_exp.optim.updates.schedule_free_adamw import ScheduleFreeAdamW
+from titan_exp.optim.schedule_free_adamw import ScheduleFreeAdamW
 
 TINY = [
     *("model=llama_debug", "model.layers=1", "training.seq_len=32", "training.global_batch_size=4"),

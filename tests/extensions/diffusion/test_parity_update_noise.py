@@ -61,7 +61,7 @@ def test_rounding_is_no_update(tmp_path: Path, flux: str, words: str, other: str
 def noise_is_signal() -> None:
     for name in ("soap", "dion"):
         patch(
-            f"titan_exp.optim.updates.{name}.share_of_signal",
+            f"titan_exp.optim.{name}.share_of_signal",
             lambda _: lambda squares, largest: (squares > 0).to(squares.dtype),
         )
 

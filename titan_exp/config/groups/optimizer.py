@@ -1,6 +1,6 @@
 """Groups `optimizer` and `lr_schedule`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -50,7 +50,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Fields of every optimizer. Each adds its own in `titan_exp/optim/<name>.py`."""
+    """Fields of every optimizer. Each adds its own, here where its file of `titan_exp/optim` holds an update too, which
+    imports torch; composing does not."""
 
     name: str
     """Optimizer: a file of `titan_exp/optim` (`adamw`, `muon`, ...), or the import path of your own.
@@ -153,6 +154,79 @@ class AdamWConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleFreeAdamWConfig(OptimizerConfig):
+    """Fields of schedule-free AdamW, for a learning rate that is constant after its warm-up."""
+
+    betas: Annotated[tuple[Annotated[float, Interval(gt=0, lt=1)], ...], Len(2, 2)]
+    """Share of the averaged weights x in the point y that gradients are computed at; and decay rate of the second
+    moment. E.g. `optimizer.betas='[0.95,0.99]'`."""
+    eps: PositiveFloat
+    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
+    averaging_power: Annotated[float, Interval(ge=0)]
+    """Power of the learning rate in a step's weight in the average, so that steps of the warm-up count less.
+    E.g. `optimizer=schedule_free_adamw optimizer.averaging_power=0`."""
+
+    @property
+    def max_state(self) -> float | None:
+        """The weights z that steps are added to, and the second moment."""
+        return 2
+
+    @property
+    def averages_weights(self) -> bool:
+        """True: evaluations and checkpoints have the averaged weights x."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionConfig(OptimizerConfig):
+    """Fields of Lion, whose learning rate is three to ten times smaller than AdamW's."""
+
+    betas: Betas
+    """Share of the momentum in the update's direction, and decay rate of the momentum.
+    E.g. `optimizer=lion optimizer.betas='[0.95,0.98]'`."""
+    state_precision: Literal["fp32", "bf16"]
+    """Precision of the momentum; the update is computed in fp32.
+    E.g. `optimizer=lion optimizer.state_precision=bf16`."""
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are signs, whose rules are Adam's (Yang and Littwin 2023, arXiv 2308.01814)."""
+        return True
+
+    @property
+    def max_state(self) -> float | None:
+        """The momentum."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    """Fields of Adafactor; `lr` is relative to the root mean square of a matrix, as in torch's."""
+
+    beta2_decay: Annotated[float, Interval(lt=0)]
+    """Exponent of the step: the second moment forgets at the rate 1 - step ** beta2_decay.
+    E.g. `optimizer=adafactor optimizer.beta2_decay=-0.5`."""
+    eps: PositiveFloat
+    """Smallest root of a second moment. E.g. `optimizer=adafactor optimizer.eps=1e-8`."""
+    min_rms: PositiveFloat
+    """Smallest root mean square of a matrix that the learning rate is relative to.
+    E.g. `optimizer=adafactor optimizer.min_rms=1e-2`."""
+    clip_threshold: PositiveFloat
+    """Largest root mean square of an update, before the learning rate.
+    E.g. `optimizer=adafactor optimizer.clip_threshold=2.0`."""
+
+    @property
+    def sends_messages(self) -> bool:
+        """True: means are over whole rows and columns."""
+        return True
+
+    @property
+    def max_state(self) -> float | None:
+        """A second moment in vectors; less in matrices."""
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class MatrixOptimizerConfig(OptimizerConfig):
     """Fields of an optimizer of matrices, which leaves all other parameters to AdamW."""
 
@@ -178,6 +252,121 @@ class SplitMatrixOptimizerConfig(MatrixOptimizerConfig):
     split_feed_forward: Literal["fused", "projection"]
     """Matrices of fused gate and up that are updated alone: the whole weight, or each of the two.
     E.g. `optimizer=muon optimizer.split_feed_forward=fused`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(SplitMatrixOptimizerConfig):
+    """Fields of Muon."""
+
+    momentum: Annotated[float, Interval(ge=0, lt=1)]
+    """Decay rate of a matrix's momentum. E.g. `optimizer=muon optimizer.momentum=0.9`."""
+    nesterov: bool
+    """Use Nesterov momentum. E.g. `optimizer=muon optimizer.nesterov=false`."""
+    newton_schulz_steps: PositiveInt
+    """Newton–Schulz iterations. E.g. `optimizer=muon optimizer.newton_schulz_steps=6`."""
+    precision: Literal["bf16", "fp32"]
+    """Precision of Newton–Schulz and of the messages with matrices. `bf16` is as published; in `fp32` every layout
+    computes one device's update to rounding. E.g. `optimizer=muon optimizer.precision=bf16`."""
+    scale: Literal["match_rms_adamw", "original", "none"]
+    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
+    sqrt(max(1, rows / columns)).
+
+    The first makes updates as large as AdamW's, so that one learning rate serves all (Liu et al. 2025).
+    E.g. `optimizer=muon optimizer.scale=original`."""
+
+    qk_clip: PositiveFloat | None = None
+    """Largest attention logit of a head (Kimi Team 2025): where one of the step is larger, the head's queries and keys
+    are scaled down after the update, by its square root each. null leaves them.
+    E.g. `optimizer=muon optimizer.qk_clip=100`."""
+
+    @property
+    def max_logit(self) -> float | None:
+        """`qk_clip`."""
+        return self.qk_clip
+
+    def matrix_scale(self, rows: float, columns: float) -> float:
+        """`scale` of a matrix; its orthogonalized update has norm 1."""
+        match self.scale:
+            case "match_rms_adamw":
+                return 0.2 * max(rows, columns) ** 0.5
+            case "original":
+                return max(1.0, rows / columns) ** 0.5
+            case "none":
+                return 1.0
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are orthogonalized; but a head is no matrix that grows with the width."""
+        return self.split_attention != "head"
+
+    @property
+    def max_state(self) -> float | None:
+        """AdamW's moments; a matrix has a momentum only."""
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DionConfig(MatrixOptimizerConfig):
+    """Fields of Dion; a fused projection is one matrix."""
+
+    momentum: Annotated[float, Interval(ge=0, lt=1)]
+    """Share of the orthonormalized part that stays in the momentum; the rest of it stays whole (error feedback).
+    E.g. `optimizer=dion optimizer.momentum=0.9`."""
+    rank_fraction: Annotated[float, Interval(gt=0, le=1)]
+    """Rank of the update, as a fraction of the smaller side of a matrix.
+    E.g. `optimizer=dion optimizer.rank_fraction=0.5`."""
+    scale: Literal["match_rms_adamw", "original", "none"]
+    """Factor of the learning rate of a matrix: `match_rms_adamw` is 0.2 · sqrt(max(rows, columns)), `original` is
+    sqrt(rows / columns). E.g. `optimizer=dion optimizer.scale=original`."""
+
+    def matrix_scale(self, rows: float, columns: float) -> float:
+        """`scale` of a matrix; its orthogonalized update has norm 1."""
+        match self.scale:
+            case "match_rms_adamw":
+                return 0.2 * max(rows, columns) ** 0.5
+            case "original":
+                return (rows / columns) ** 0.5
+            case "none":
+                return 1.0
+
+    @property
+    def is_scale_invariant(self) -> bool:
+        """True: updates are orthonormalized."""
+        return True
+
+    @property
+    def max_state(self) -> float | None:
+        """The momentum, and at most as many numbers of the right factor."""
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapConfig(SplitMatrixOptimizerConfig):
+    """Fields of SOAP."""
+
+    betas: Betas
+    """Decay rates of the first moment, and of the second and the covariances; AdamW's for the rest.
+    E.g. `optimizer.betas='[0.9,0.99]'`."""
+    eps: PositiveFloat
+    """Added to the denominator. E.g. `optimizer.eps=1e-15`."""
+    precondition_every: PositiveInt
+    """Steps between power iterations of the eigenbases. E.g. `optimizer=soap optimizer.precondition_every=1`."""
+    max_dim: PositiveInt
+    """Largest side of a matrix with a covariance and an eigenbasis; a larger side is not rotated.
+    E.g. `optimizer=soap optimizer.max_dim=4096`."""
+    sides: Literal["both", "smaller"]
+    """Rotated sides of a matrix: both, or the smaller one alone, with less memory and work.
+    E.g. `optimizer=soap optimizer.sides=smaller`."""
+
+    @property
+    def max_state(self) -> float | None:
+        """Two moments, and two numbers per element of a side's covariance."""
+        return 4 if self.sides == "smaller" else 4 + 2 * self.max_dim
+
+    @property
+    def costliest(self) -> "SoapConfig":
+        """A power iteration in every step."""
+        return replace(self, precondition_every=1)
 
 
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:

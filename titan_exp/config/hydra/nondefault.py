@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan_exp.config.errors.user_error import in_quotes, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose, config_folder, default_overrides, shipped_options
-from titan_exp.config.schema.component import KINDS, builtin_components, component
+from titan_exp.config.schema.component import KINDS, builtin_components, component_config
 from titan_exp.config.schema.config_diff import flatten, same_value
 from titan_exp.config.schema.identity_keys import idle_keys, is_among
 from titan_exp.config.schema.schema import hints
@@ -104,7 +104,7 @@ def _declared(group: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     kind = hints(Experiment).get(group)
     name = wanted.get(f"{group}.{KINDS[group].key}") if group in KINDS else None
     if group in KINDS and name in builtin_components(group):
-        kind = component(group, str(name)).Config
+        kind = component_config(group, str(name))
     found = {}
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -23,6 +23,7 @@ from titan_exp.config.schema.call_signature import Call, call_violations
 from titan_exp.config.schema.import_path import (
     find_dotted,
     import_module,
+    imported_from,
     is_dotted,
     locate,
     names_bound_by,
@@ -117,6 +118,19 @@ def component(group: str, name: str) -> ModuleType:
     return import_module(name, name, key)
 
 
+def component_config(group: str, name: str) -> Any:
+    """`Config` of a component. Where a file of ours imports it, the file is not imported: it may import torch.
+
+    Raises:
+        UserError: as `component` does.
+    """
+    found = builtin_components(group).get(KINDS[group].aliases.get(name, name), "")
+    if not found.startswith("titan_exp."):
+        return component(group, name).Config
+    module, attribute = imported_from(found, "Config")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def is_builtin(group: str, name: str) -> bool:
     """True if a component is one of the package's, under its current or a former name; else its name is an import path,
     with or without a dot."""
@@ -194,7 +208,7 @@ def config_class(group: str, values: object) -> Any:
                 "This configuration cannot be read.", [Violation(f"{group}.{key}", name, "it must be text", remedy)]
             )
         case name:
-            return component(group, str(name)).Config
+            return component_config(group, str(name))
 
 
 def one_value(key: str, values: Sequence[Any], known: Sequence[str] = ()) -> str:
@@ -217,7 +231,7 @@ def config_classes(group: str) -> list[Any]:
     """Possible dataclasses of a config group: the base class, then the built-in components'."""
     base = get_type_hints(Experiment)[group]
     names = builtin_components(group) if group in KINDS else ()
-    return [base, *(component(group, name).Config for name in names)]
+    return [base, *(component_config(group, name) for name in names)]
 
 
 def current_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,6 +144,18 @@ def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
         return None
     names = names_bound_by(Path(spec.origin))
     return None if "*" in names or "__getattr__" in names else names
+
+
+@cache
+def imported_from(module: str, name: str) -> tuple[str, str]:
+    """Module and name that a module imports a top-level name from, or these themselves; the module is not imported."""
+    spec = find_spec(module)
+    for node in ast.parse(Path(spec.origin).read_bytes()).body if spec is not None and spec.origin else ():
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return node.module, alias.name
+    return module, name
 
 
 def names_bound_by(file: Path) -> set[str]:

@@ -35,9 +35,8 @@ from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.parametrization.parameter_scale import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
-from titan_exp.optim.build import build_optimizer
-from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
+from titan_exp.optim.optimizer import HasGradientPoint, build_optimizer
 from titan_exp.parallel.meta_init import (
     buffer_places,
     copy_initial_weights,

@@ -60,7 +60,7 @@ class _FakeHardware(Hardware):
 
     def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
         # Called for models with experts, on a GPU with the recipe's instructions.
-        from titan_exp.quantization.grouped.grouped_kernels import OF_TOKENS
+        from titan_exp.quantization.grouped_kernels import OF_TOKENS
 
         if recipe in GROUPED_MULTIPLE and not OF_TOKENS:
             reason = "of torchao before 0.18, the casts of its grouped matmuls are not known without a GPU"

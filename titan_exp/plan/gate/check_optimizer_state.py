@@ -26,9 +26,8 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.build import build_named
-from titan_exp.optim.gradient_point import HasGradientPoint
 from titan_exp.optim.lr_schedule import set_lr
+from titan_exp.optim.optimizer import HasGradientPoint, build_named
 from titan_exp.optim.parameter_groups import NamedParameter, same_value
 
 STEPS, RESTORED_AFTER = 12, (1, 9)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.optim.grad_clip import ScalesGradients
+from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically

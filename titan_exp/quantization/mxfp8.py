@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_exp.ops.import_torchao import import_torchao
 from titan_exp.ops.needs_input_grad import needs_input_grad
-from titan_exp.quantization.torchao import (
-    KernelPreference,
-    MXFP8Dim0CastKernelChoice,
-    MXTensor,
-    ScaleCalculationMode,
-)
+from titan_exp.quantization.float8 import unflatten
+
+with import_torchao():
+    from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -36,8 +37,7 @@ class _MXLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, emulated: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.emulated = emulated
-        output = _multiply(x.reshape(-1, x.shape[-1]), weight, emulated)
-        return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
+        return unflatten(_multiply(x.reshape(-1, x.shape[-1]), weight, emulated), x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -46,8 +46,7 @@ class _MXLinear(torch.autograd.Function):
         x_grad = weight_grad = None
         needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
         if needs_x_grad:
-            x_grad = _multiply(gradient, weight.t(), ctx.emulated)
-            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+            x_grad = unflatten(_multiply(gradient, weight.t(), ctx.emulated), gradients[0])
         if needs_weight_grad:
             weight_grad = _multiply(gradient.t(), x.reshape(-1, x.shape[-1]).t(), ctx.emulated)
         return x_grad, weight_grad, None

@@ -1,24 +1,29 @@
-"""Recipes of emulated grouped matmuls: each expert's rows and weight are rounded as those of one linear layer.
+"""Quantized grouped linear for experts: torchao's kernels, or emulation.
 
-Scales of a whole matrix, or of a column of tokens, are per expert. Nothing synchronizes with the host.
+torchao has kernels for two recipes. Others, and those two elsewhere, are emulated: each expert's rows and weight are
+rounded as those of one linear layer. Scales of a whole matrix, or of a column of tokens, are per expert. Nothing
+synchronizes with the host.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.models.blocks.linear import GroupedLinearImpl
+from titan_exp.ops.function_output import in_type
+from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
+from titan_exp.ops.moe.permutation import PaddedOrder
 from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
-from titan_exp.quantization.float8.float8_linear import Float8
-from titan_exp.quantization.float8.float8_tensor import E4M3, AmaxReduce, cast, scale_of
-from titan_exp.quantization.mx.hadamard import transformed
-from titan_exp.quantization.mx.mxfp8_linear import BLOCK as MX_BLOCK
-from titan_exp.quantization.mx.mxfp8_linear import rounded as rounded_mx
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4
-from titan_exp.quantization.mx.nvfp4_tensor import BLOCK as NVFP4_BLOCK
-from titan_exp.quantization.mx.nvfp4_tensor import rounded as rounded_nvfp4
+from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.quantization import mxfp8, nvfp4
+from titan_exp.quantization.float8 import E4M3, AmaxReduce, Float8, cast, scale_of
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE
+from titan_exp.quantization.nvfp4 import NVFP4
 
 
 @dataclass(frozen=True)
@@ -119,16 +124,16 @@ class GroupedMX(GroupedRecipe):
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Blocks of inputs."""
-        return Operands(rounded_mx(x), rounded_mx(weight).mT, ends)
+        return Operands(mxfp8.rounded(x), mxfp8.rounded(weight).mT, ends)
 
     def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Blocks of outputs."""
-        return Operands(rounded_mx(gradient), rounded_mx(weight.mT.contiguous()).mT, ends)
+        return Operands(mxfp8.rounded(gradient), mxfp8.rounded(weight.mT.contiguous()).mT, ends)
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Blocks of tokens."""
-        padding = TokenPadding.of(ends, x.shape[0], MX_BLOCK)
-        left, right = (rounded_mx(padding.spread(rows).t().contiguous()).t() for rows in (gradient, x))
+        padding = TokenPadding.of(ends, x.shape[0], mxfp8.BLOCK)
+        left, right = (mxfp8.rounded(padding.spread(rows).t().contiguous()).t() for rows in (gradient, x))
         return Operands(left, right, padding.ends)
 
 
@@ -154,7 +159,7 @@ class GroupedNVFP4(GroupedRecipe):
 
     def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Blocks of Hadamard-transformed tokens."""
-        padding = TokenPadding.of(ends, x.shape[0], NVFP4_BLOCK)
+        padding = TokenPadding.of(ends, x.shape[0], nvfp4.BLOCK)
         left, left_scale = self._transformed(
             gradient, padding, self.recipe.output_amax_reduce, stochastic=self.recipe.stochastic
         )
@@ -177,10 +182,10 @@ class GroupedNVFP4(GroupedRecipe):
         scale = _of_rows(self.recipe.scale_of_amax(amax, amax_reduce), expert)
         over_channels = self.recipe.input_amax_reduce or self.recipe.output_amax_reduce
         weight_scale = self.recipe.scale_of_amax(weight.abs().amax((1, 2)), over_channels)
-        block_scales = weight_scale[:, None].expand(experts, outputs // NVFP4_BLOCK).reshape(-1, 1, 1, 1)
-        right = rounded_nvfp4(weight.flatten(0, 1), block_scales, square=True).view_as(weight)
+        block_scales = weight_scale[:, None].expand(experts, outputs // nvfp4.BLOCK).reshape(-1, 1, 1, 1)
+        right = nvfp4.rounded(weight.flatten(0, 1), block_scales, square=True).view_as(weight)
         return Operands(
-            rounded_nvfp4(rows, scale[:, None, None, None], stochastic=stochastic),
+            nvfp4.rounded(rows, scale[:, None, None, None], stochastic=stochastic),
             right.mT if transposed else right,
             ends,
             (scale[:, None], _of_rows(weight_scale, expert)[:, None]),
@@ -189,11 +194,11 @@ class GroupedNVFP4(GroupedRecipe):
     def _transformed(
         self, rows: Tensor, padding: TokenPadding, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
     ) -> tuple[Tensor, Tensor]:
-        columns = transformed(padding.spread(rows))
+        columns = nvfp4.transformed(padding.spread(rows))
         amax = _expert_amax(columns.abs().amax(0), padding.expert, padding.ends.shape[0])
         scale = self.recipe.scale_of_amax(amax, amax_reduce)
-        block_scales = _of_rows(scale, padding.expert)[::NVFP4_BLOCK][:, None]
-        return rounded_nvfp4(columns, block_scales, stochastic=stochastic).t(), scale[:, None, None]
+        block_scales = _of_rows(scale, padding.expert)[:: nvfp4.BLOCK][:, None]
+        return nvfp4.rounded(columns, block_scales, stochastic=stochastic).t(), scale[:, None, None]
 
 
 def _dequantized(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,3 +215,99 @@ def _expert_amax(sizes: Tensor, expert: Tensor, experts: int) -> Tensor:
 def _of_rows(values: Tensor, expert: Tensor) -> Tensor:
     """Value of each row's expert: [experts, ...] to [tokens, ...]; 1 for rows of no expert."""
     return torch.cat([values, values.new_ones(1, *values.shape[1:])]).index_select(0, expert)
+
+
+class EmulatedGroupedLinear(GroupedLinearImpl):
+    """A recipe whose operands are rounded and multiplied in high precision."""
+
+    def __init__(self, recipe: GroupedRecipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
+        """x · weight[expert]ᵀ."""
+        return _EmulatedGrouped.apply(x, weight, ends, self.recipe)  # type: ignore[return-value]  # a Tensor
+
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Reduce amax over the ranks with other channels."""
+        self.recipe = self.recipe.sharded(input_sharded=input_sharded, amax_reduce=amax_reduce)
+
+    def extra_repr(self) -> str:
+        """Recipe for `print(model)`."""
+        return str(self.recipe)
+
+
+class NativeGroupedLinear(GroupedLinearImpl):
+    """`float8_rowwise` or `mxfp8` by torchao's kernels, which compute scales from this rank's channels.
+
+    Scales are powers of two: another one changes only values below 2^-14 of the amax.
+    """
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        from titan_exp.quantization.grouped_kernels import KERNELS, OF_TOKENS
+
+        self.recipe = recipe
+        self._multiply, self._of_tokens = KERNELS[recipe], OF_TOKENS.get(recipe)
+        # Rows after the last end, uninitialized in between, are not read: that is known of rowwise float8.
+        self.row_multiple = GROUPED_MULTIPLE[recipe] if recipe == "float8_rowwise" else 1
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor, *, padded: bool = False) -> Tensor:
+        """x · weight[expert]ᵀ."""
+        if padded:
+            return self._multiply(x, weight, ends)
+        padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE[self.recipe])
+        return padding.collect(self._multiply(padding.spread(x), weight, padding.ends))
+
+    def of_tokens(self, tokens: Tensor, weight: Tensor, order: PaddedOrder) -> Tensor:
+        """The same for the padded rows of tokens."""
+        if self._of_tokens is None:
+            return super().of_tokens(tokens, weight, order)
+        return self._of_tokens(tokens, weight, order)
+
+    def extra_repr(self) -> str:
+        """Recipe for `print(model)`."""
+        return self.recipe
+
+
+def grouped_linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> GroupedLinearImpl:
+    """Grouped linear implementation of a recipe."""
+    if not emulated:
+        return NativeGroupedLinear(config.recipe)
+    if config.recipe == "mxfp8":
+        return EmulatedGroupedLinear(GroupedMX())
+    if config.recipe == "nvfp4":
+        return EmulatedGroupedLinear(GroupedNVFP4(NVFP4.of(config)))
+    return EmulatedGroupedLinear(GroupedFloat8(Float8.of(config, emulated=True)))
+
+
+class _EmulatedGrouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, recipe: GroupedRecipe) -> Tensor:
+        ctx.recipe = recipe
+        ctx.save_for_backward(x, weight, ends)
+        return _rows(recipe.output(x, weight, ends), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        recipe: GroupedRecipe = ctx.recipe
+        x, weight, ends = ctx.saved_tensors
+        gradient, x_grad, weight_grad = gradients[0], None, None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
+        if needs_x_grad:
+            x_grad = _rows(recipe.input_grad(gradient, weight, ends), gradient.dtype)
+        if needs_weight_grad:
+            operands = recipe.weight_grad(gradient, x, ends)
+            out = grouped_outer(operands.left, operands.right, operands.ends)
+            weight_grad = _scaled(out, operands, gradient.dtype)
+        return x_grad, weight_grad, None, None
+
+
+def _rows(operands: Operands, dtype: torch.dtype) -> Tensor:
+    return _scaled(grouped_rows(operands.left, operands.right, operands.ends), operands, dtype)
+
+
+def _scaled(out: Tensor, operands: Operands, dtype: torch.dtype) -> Tensor:
+    for scale in operands.scales:
+        out = out * scale
+    return in_type(out, dtype)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from titan_exp.ops.import_torchao import import_torchao
 from titan_exp.ops.needs_input_grad import needs_input_grad
-from titan_exp.quantization.float8.float8_tensor import AmaxReduce
-from titan_exp.quantization.mx.hadamard import SIGNS
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4
-from titan_exp.quantization.mx.nvfp4_tensor import E4M3, LARGEST
+from titan_exp.quantization.float8 import AmaxReduce, unflatten
+from titan_exp.quantization.nvfp4 import E4M3, LARGEST, NVFP4, SIGNS
 
 with import_torchao():
     from torchao.prototype.moe_training.nvfp4_training.hadamard_amax_triton import triton_rht_amax
@@ -42,8 +40,7 @@ class _NVFP4Native(torch.autograd.Function):
         by_row, by_token = _tokens(rows, recipe, recipe.input_amax_reduce)
         # Keeps the input in four bits; rounds the weight again in backward, where FSDP gathers it again.
         ctx.save_for_backward(weight, scale, *by_token)
-        output = _multiply(by_row, _weight(weight, scale)[0])
-        return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
+        return unflatten(_multiply(by_row, _weight(weight, scale)[0]), x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -54,8 +51,7 @@ class _NVFP4Native(torch.autograd.Function):
         needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
         by_row, by_token = _tokens(gradient, recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
         if needs_x_grad:
-            x_grad = _multiply(by_row, _weight(weight, scale)[1])
-            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+            x_grad = unflatten(_multiply(by_row, _weight(weight, scale)[1]), gradients[0])
         if needs_weight_grad:
             weight_grad = _multiply(by_token, (x_by_token[0], x_by_token[1], x_by_token[2]))
         return x_grad, weight_grad, None, None

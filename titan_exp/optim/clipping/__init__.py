@@ -1,1 +1,0 @@
-"""Gradient clipping other than by the global norm alone."""

@@ -1,1 +1,0 @@
-"""Matrices of sharded weights: gathered to an owner, split into projections, orthogonalized."""

@@ -1,1 +1,0 @@
-"""Updates of the optimizers, as classes of torch.optim.Optimizer."""

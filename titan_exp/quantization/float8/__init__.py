@@ -1,1 +1,0 @@
-"""Float8 recipes: tensorwise and rowwise."""

@@ -1,1 +1,0 @@
-"""Quantized grouped matmul for experts."""

@@ -1,1 +1,0 @@
-"""Microscaling recipes: MXFP8 and NVFP4."""

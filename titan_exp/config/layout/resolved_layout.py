@@ -59,7 +59,6 @@ class ResolvedLayout:
     def of(experiment: Experiment) -> "ResolvedLayout":
         """Layout of an experiment resolved by `resolve_layout`."""
         assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
-        assert experiment.compile.enabled != "auto", "kernels are not resolved"
         model = experiment.model
         return ResolvedLayout(
             experiment.parallelism, experiment.training, experiment.cluster, layers=model.layers, width=model.dim

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.ops.moe.expert_bias import add_expert_bias
-from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
-from titan_exp.ops.swiglu import swiglu
+from titan_exp.ops.moe.grouped_mm import add_expert_bias
+from titan_exp.ops.swiglu import swiglu, weighted_swiglu
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 ENDS = torch.tensor([3, 3, 7], dtype=torch.int32)

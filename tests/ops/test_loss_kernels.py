@@ -12,10 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
 from tests.patching import patch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, loss_sum, write_logits_gradient
+from titan_exp.ops.loss.cross_entropy import (
+    BLOCK,
+    IGNORE_INDEX,
+    LossSum,
+    VocabShard,
+    has_row_kernels,
+    log_normalizer_and_target,
+    loss_sum,
+    row_statistics,
+    write_logits_gradient,
+)
 from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
-from titan_exp.ops.loss.row_softmax import BLOCK, has_row_kernels, row_statistics
-from titan_exp.ops.loss.vocab_parallel import VocabShard, log_normalizer_and_target
 
 pytestmark = needs_triton
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
-from titan_exp.ops.loss.row_softmax import row_statistics, write_row_gradient
-from titan_exp.ops.optim.adamw import adamw_update
+from titan_exp.ops.adamw import adamw_update
+from titan_exp.ops.loss.cross_entropy import row_statistics, write_row_gradient
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import predict
@@ -174,7 +174,7 @@ def _bytes_of_kernels() -> list[list[int]]:
     from types import SimpleNamespace
 
     from titan_exp.ops.attention.rope import split_rotated
-    from titan_exp.ops.float8.cast import dual_cast
+    from titan_exp.ops.float8 import dual_cast
     from titan_exp.ops.swiglu import swiglu
     from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
     from titan_exp.plan.trace.dispatch_mode import CostMode

@@ -363,9 +363,7 @@ def _uncompiled() -> Callable[..., Any]:
 @cache
 def _kernel(device_type: str) -> Callable[..., Any]:
     # Uncompiled FlexAttention holds the whole score matrix; a CPU has only that.
-    return compile_region(_uncompiled()) if device_type == "cuda" else _uncompiled()
-
-
-def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of uncompiled blocks as one operator, which activation checkpointing sees and can keep."""
-    return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
+    if device_type != "cuda":
+        return _uncompiled()
+    # One operator of uncompiled blocks, which activation checkpointing sees and can keep.
+    return torch.compile(_uncompiled(), options={"wrap_inductor_compiled_regions": True})

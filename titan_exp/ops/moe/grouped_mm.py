@@ -238,21 +238,27 @@ class _AddExpertBias(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (bias, ends, weights), gradient = ctx.saved_tensors, gradients[0]
         needs_bias_grad, bias_grad, weights_grad = needs_input_grad(ctx)[1], None, None
-        if gradient.is_cuda:
-            if needs_bias_grad:
-                scaled = gradient if weights is None else (gradient * weights[:, None]).to(gradient.dtype)
-                # A product with ones, of which the kernel wants a few columns.
-                bias_grad = grouped_outer(gradient.new_ones(gradient.shape[0], ALIGNED), scaled, ends)[:, 0]
-            if weights is not None:
-                weights_grad = (gradient * _bias_of_rows(bias, ends, gradient.shape[0]).to(weights.dtype)).sum(-1)
-        elif needs_bias_grad or weights is not None:
-            bias_grad, weights_grad = _bias_backward(gradient.contiguous(), bias, ends, weights)
+        if needs_bias_grad or weights is not None:
+            backward = bias_backward_without_ends if gradient.is_cuda else _bias_backward
+            bias_grad, weights_grad = backward(gradient.contiguous(), bias, ends, weights)
         return (
             gradient,
             bias_grad.to(ctx.dtype) if bias_grad is not None and needs_bias_grad else None,
             None,
             None if weights is None else weights_grad,
         )
+
+
+def bias_backward_without_ends(
+    gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`_bias_backward` by torch's grouped matmul, with which no end comes to the host."""
+    scaled = gradient if weights is None else (gradient * weights[:, None]).to(gradient.dtype)
+    # A product with ones, of which the kernel wants a few columns.
+    bias_grad = grouped_outer(gradient.new_ones(gradient.shape[0], ALIGNED), scaled, ends)[:, 0]
+    if bias is None or weights is None:
+        return bias_grad, None
+    return bias_grad, (gradient * _bias_of_rows(bias, ends, gradient.shape[0]).to(weights.dtype)).sum(-1)
 
 
 def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:

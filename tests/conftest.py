@@ -27,18 +27,12 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-t
 os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["XDG_STATE_HOME"], "cache")
 # Else torch starts CUDA where it is asked for GPUs, and ranks are forked.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# Shapes and types as annotated are checked at every call in this process; in production they cost nothing. A check
-# around a Triton kernel would hide its globals from Triton.
+# Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
 PACKAGE = Path(__file__).parents[1] / "titan_exp"
 ROOMS = [PACKAGE / "ops", PACKAGE / "models", *(found.folder for found in extensions().values() if found.families)]
 CHECKED = [path for room in ROOMS if room.is_relative_to(PACKAGE) for path in room.rglob("[!_]*.py")]
 install_import_hook(
-    [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in CHECKED
-        if "@triton.jit" not in path.read_text(encoding="utf-8")
-    ],
-    "beartype.beartype",
+    [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in CHECKED], "beartype.beartype"
 )
 fast_hydra.install()
 

@@ -108,7 +108,7 @@ def attention_knows_no_cuts() -> None:
 
 def temperatures_are_those_of_the_part() -> None:
     patch(
-        "titan_exp.ops.attention.query_temperature.TemperatureTable.forward",
+        "titan_exp.ops.attention.rope.TemperatureTable.forward",
         lambda original: lambda self, seq, _: original(self, seq, None),
     )
 

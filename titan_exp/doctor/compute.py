@@ -9,8 +9,7 @@ from torch import Tensor
 
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.measurement import MIN_CALLS, Measurement, measure_rate
-from titan_exp.ops.attention.flash_attention import activate, runs_here
-from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention
+from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention, activate, runs_here
 from titan_exp.tracking.device_rates import peak_by_name
 
 GEMMS = {

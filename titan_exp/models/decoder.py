@@ -15,8 +15,7 @@ from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMS
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
-from titan_exp.ops.attention.query_temperature import TemperatureTable
-from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, TemperatureTable
 from titan_exp.ops.loss.cross_entropy import LossSum
 
 

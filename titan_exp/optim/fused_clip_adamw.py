@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_exp.ops.adamw import adamw_update, bias_rates
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.ops.optim.adamw import adamw_update, bias_rates
 
 
 class FusedClipAdamW(torch.optim.Optimizer):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
-from titan_exp.ops.import_torchao import import_torchao
+from titan_exp.config.machine.torchao_version import import_torchao
 
 
 class MomentFormat(Protocol):

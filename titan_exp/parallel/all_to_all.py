@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
+from titan_exp.ops.autograd import keep_unsaved, unsaved_tensors
 from titan_exp.parallel.process_groups import group_named
 
 

@@ -3,7 +3,7 @@
 Importing it takes a second, so only recipes import this module.
 """
 
-from titan_exp.ops.import_torchao import import_torchao
+from titan_exp.config.machine.torchao_version import import_torchao
 
 with import_torchao():
     from torchao.float8.float8_ops import addmm_float8_unwrapped

@@ -7,7 +7,7 @@ from titan_exp.models.blocks.linear import linear
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.swiglu import FFN_GROUP
 from titan_exp.models.spec.tp_plan import TPStyle
-from titan_exp.ops.recompute import recompute_input
+from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.swiglu import GROUP, swiglu
 
 

@@ -9,7 +9,7 @@ from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear import weight_and_bias
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.ops.moe.expert_bias import add_expert_bias
+from titan_exp.ops.moe.grouped_mm import add_expert_bias
 from titan_exp.ops.moe.permutation import PaddedOrder
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 

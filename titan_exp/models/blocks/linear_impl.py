@@ -6,11 +6,10 @@ from typing import Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.moe.grouped_mm import grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
-from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
-from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
-from titan_exp.ops.recompute import recompute_input
+from titan_exp.ops.swiglu import weighted_swiglu
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 

@@ -11,10 +11,9 @@ from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.blocks.router import Router
 from titan_exp.models.spec.model_spec import LayerSpec
-from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
+from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing
-from titan_exp.ops.moe.token_padding import TokenPadding
-from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
 
 

@@ -8,16 +8,20 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear import add_bias, weight_and_bias
 from titan_exp.models.spec.moe import RouterSpec
-from titan_exp.ops.moe.balance import (
+from titan_exp.ops.moe.routing import (
+    Routing,
     SumCounts,
     add_unless_recomputing,
     attach_loss,
     batch_balance_loss,
+    choices_per_expert,
+    choose_experts,
+    expert_weights,
     normalized_scores,
+    router_scores,
     router_z_loss,
     sequence_balance_loss,
 )
-from titan_exp.ops.moe.routing import Routing, choices_per_expert, choose_experts, expert_weights, router_scores
 
 
 class Router(nn.Module):

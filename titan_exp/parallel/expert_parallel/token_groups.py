@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_exp.ops.function_output import dense
+from titan_exp.ops.autograd import dense
 from titan_exp.parallel.functional_collectives import all_gather
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 

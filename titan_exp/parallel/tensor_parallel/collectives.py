@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_exp.ops.function_output import dense, in_type
+from titan_exp.ops.autograd import dense, in_type
 from titan_exp.parallel.functional_collectives import all_gather, all_reduce, reduce_scatter
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.linear import add_bias
 from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.blocks.transformer import LogitsLoss
-from titan_exp.ops.embedding import embedding_rows
-from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.ops.local_tensor import embedding_rows, local_tensor
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from titan_exp.models.blocks.linear_impl import TensorParallelCollectives
-from titan_exp.ops.float8.cast import dual_amax, dual_cast
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.autograd import needs_input_grad
+from titan_exp.ops.float8 import dual_amax, dual_cast
 from titan_exp.quantization.float8.float8_tensor import (
     E4M3,
     E5M2,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_exp.ops.function_output import in_type
+from titan_exp.ops.autograd import in_type
 from titan_exp.quantization.torchao import amax_to_scale, to_fp8_saturated
 
 AmaxReduce = Callable[[Tensor], Tensor]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_exp.ops.float8.weights import cast_weights, weights_amax
+from titan_exp.ops.float8 import cast_weights, weights_amax
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.float8.float8_tensor import E4M3, AmaxReduce, amax_of, cast

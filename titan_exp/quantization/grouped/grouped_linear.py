@@ -11,11 +11,9 @@ from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
-from titan_exp.ops.function_output import in_type
+from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
-from titan_exp.ops.moe.permutation import PaddedOrder
-from titan_exp.ops.moe.token_padding import TokenPadding
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.grouped.grouped_recipes import (
     GroupedFloat8,

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
+from titan_exp.ops.moe.permutation import TokenPadding, experts_of_rows
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.float8.float8_tensor import E4M3, AmaxReduce, cast, scale_of
 from titan_exp.quantization.mx.hadamard import transformed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.quantization.torchao import (
     KernelPreference,
     MXFP8Dim0CastKernelChoice,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.ops.function_output import in_type
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.quantization.float8.float8_tensor import AmaxReduce
 from titan_exp.quantization.mx.hadamard import transformed
 from titan_exp.quantization.mx.nvfp4_tensor import rounded, tensor_scale

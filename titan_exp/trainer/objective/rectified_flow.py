@@ -18,7 +18,7 @@ from titan_exp.config.schema.typed_options import typed_options
 from titan_exp.data.keyed_random import keyed_generator
 from titan_exp.data.latent_batch import LatentBatch
 from titan_exp.data.latent_store.validation import noise_of
-from titan_exp.ops.loss.vocab_parallel import VocabShard
+from titan_exp.ops.loss.cross_entropy import VocabShard
 from titan_exp.trainer.objective.base import Loss, Reduction
 
 MODE_SCALE = 1.29

@@ -87,15 +87,15 @@ def weights_get_no_gradient_from_biases(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def the_gate_is_limited_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops import clamped_swiglu
+    from titan_exp.ops import swiglu
 
-    plain = clamped_swiglu._clamped
+    plain = swiglu._clamped
 
     def clamped(gate_up: Any, variant: Any, group: int) -> Any:
         gate, up = plain(gate_up, variant, group)
         return gate.clamp(min=-variant.limit), up
 
-    monkeypatch.setattr(clamped_swiglu, "_clamped", clamped)
+    monkeypatch.setattr(swiglu, "_clamped", clamped)
 
 
 def gradients_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

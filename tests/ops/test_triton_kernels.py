@@ -2,6 +2,8 @@
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,18 @@ def test_they_compile(tmp_path: Path, capabilities: tuple[int, ...]):
         if name.startswith("cast"):
             # The instruction that rounds to the nearest float8 number, not code in its place.
             assert "cvt.rn.satfinite.e" in text, name
+
+
+WITHOUT_TRITON = """
+import importlib.util, pkgutil, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
+import titan_exp.ops
+for module in pkgutil.walk_packages(titan_exp.ops.__path__, "titan_exp.ops."):
+    importlib.import_module(module.name)
+assert "triton" not in sys.modules
+"""
+
+
+def test_operators_are_imported_without_triton():
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=120)

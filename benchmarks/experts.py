@@ -27,8 +27,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.blocks.feed_forward import MoEFeedForward
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.ops import swiglu as swiglu_module
-from titan_exp.ops.moe import permutation, weighted_swiglu
+from titan_exp.ops.moe import permutation
 from titan_exp.ops.moe.permutation import permute, sort_by_expert
 
 
@@ -174,16 +173,15 @@ def matmuls_alone(layer: MoEFeedForward, x: Tensor) -> Callable[[], list[Tensor]
 
 @contextmanager
 def torch_operators(chosen: bool) -> Iterator[None]:
-    """Use torch's operators in place of our kernels for SwiGLU and permutation."""
-    modules: tuple[Any, ...] = (swiglu_module, permutation, weighted_swiglu)
-    originals = [module.runs_kernel for module in modules]
+    """Use torch's operators in place of our kernels of permutation."""
+    module: Any = permutation
+    original = module.runs_kernel
     try:
-        for module in modules if chosen else ():
+        if chosen:
             module.runs_kernel = lambda _: False
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            module.runs_kernel = original
+        module.runs_kernel = original
 
 
 if __name__ == "__main__":

@@ -22,7 +22,13 @@ from titan_exp.plan.predict import predict
 from titan_exp.rules import check
 
 GIB = 2**30
-COMMON = ["model=llama3_8b", "cluster=slurm_h100", "training.seq_len=8192", "training.mixed_precision=bf16"]
+COMMON = [
+    "model=llama3_8b",
+    "cluster=slurm_h100",
+    "compile=none",
+    "training.seq_len=8192",
+    "training.mixed_precision=bf16",
+]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-SMALL = ["model=llama3_8b", "cluster=slurm_h100", "training.seq_len=8192", "training.mixed_precision=bf16"]
+SMALL = [
+    "model=llama3_8b",
+    "cluster=slurm_h100",
+    "compile=none",
+    "training.seq_len=8192",
+    "training.mixed_precision=bf16",
+]
 LARGE = ["model=llama3_405b", *SMALL[1:], "training.global_batch_size=512"]
 PIPELINE = [*LARGE, "parallelism.tp=8", "parallelism.pp=8", "parallelism.dp_shard=8", "activation_checkpoint=full"]
 COMPILED = [*PIPELINE, "compile=blocks", "quantization=float8_rowwise"]

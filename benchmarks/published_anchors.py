@@ -31,6 +31,7 @@ GIB = 2**30
 # The published trainer's attention was flash on these GPUs, and its context parallelism gathered keys and values.
 COMMON = [
     "cluster=slurm_h100",
+    "compile=none",
     "training.mixed_precision=bf16",
     "data.virtual_shards=128",
     "model.attention_backend=flash",

@@ -30,7 +30,7 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.attention.attention_with_lse import attention_backward, attention_forward
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.loss import cross_entropy
-from titan_exp.ops.loss.vocab_parallel import VocabShard, locate
+from titan_exp.ops.loss.cross_entropy import VocabShard, locate
 from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.context_parallel.attention import ContextAttention
 

@@ -27,20 +27,14 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"titan_exp-t
 os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["XDG_STATE_HOME"], "cache")
 # Else torch starts CUDA where it is asked for GPUs, and ranks are forked.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# Shapes and types as annotated are checked at every call in this process; in production they cost nothing. A check
-# around a Triton kernel would hide its globals from Triton.
+# Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
 PACKAGE = Path(__file__).parents[1] / "titan_exp"
 CHECKED = [path for room in ("ops", "models") for path in (PACKAGE / room).rglob("[!_]*.py")]
 # Of extensions the files with shapes of tensors: some of their protocols cannot be checked.
 OWN = [found.folder for found in extensions().values() if found.folder.is_relative_to(PACKAGE)]
 CHECKED += [path for room in OWN for path in room.rglob("[!_]*.py") if "jaxtyping" in path.read_text(encoding="utf-8")]
 install_import_hook(
-    [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in CHECKED
-        if "@triton.jit" not in path.read_text(encoding="utf-8")
-    ],
-    "beartype.beartype",
+    [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in CHECKED], "beartype.beartype"
 )
 fast_hydra.install()
 

@@ -39,6 +39,17 @@ def interpret() -> None:
         module for module in sys.modules if module.split(".")[0] == "triton" and not module.startswith("triton._C")
     ]:
         del sys.modules[name]
+    import triton
+    import triton.language
+
+    here = {"triton": triton, "tl": triton.language, "INTERPRETED": triton.language.constexpr(True)}
+    renewed: dict[Any, Any] = {}
+    for loaded in [vars(module) for name, module in sys.modules.items() if name.startswith("titan_exp.ops.")]:
+        # Kernels that are loaded are made anew by the Triton that interprets.
+        for name, value in loaded.items():
+            if type(value).__name__ == "JITFunction":
+                loaded[name] = renewed.setdefault(value.fn, triton.jit(value.fn))
+        loaded.update({name: value for name, value in here.items() if name in loaded})
 
 
 def _run(device: str, job: tuple[str, str], args: tuple[Any, ...]) -> Any:

@@ -23,6 +23,7 @@ from tests.proofs import (
     proves,
     published_presets,
 )
+from titan_exp.config.layout.resolved_layout import resolve_kernels
 from titan_exp.config.schema.component import builtin_components
 from titan_exp.models.build import build_model
 
@@ -87,7 +88,7 @@ def test_the_page_is_what_the_tests_declare(golden: Any, request: pytest.Fixture
     ("declared", "ran"),
     [
         (("llama", "logits"), lambda: build_model(kind("llama3"), seq_len=8, attention_backend="math")),
-        (("llama", "tp"), lambda: note_training(experiment("parallelism.tp=2"))),
+        (("llama", "tp"), lambda: note_training(resolve_kernels(experiment("parallelism.tp=2")))),
         (("llama", "plan"), lambda: [note(experiment(), {part}) for part in PLANNED]),
     ],
 )

@@ -20,11 +20,23 @@ GIB = 2**30
 STEPS = 3
 """Measured steps; optimizer state exists from the second on."""
 COMMON = (
-    *("model=llama3_8b", "cluster=slurm_h100", "training.seq_len=8192", "training.mixed_precision=bf16"),
+    *(
+        "model=llama3_8b",
+        "cluster=slurm_h100",
+        "compile=none",
+        "training.seq_len=8192",
+        "training.mixed_precision=bf16",
+    ),
     *("data.virtual_shards=128", "checkpoint=none", "training.evaluate_every=0"),
 )
 TINY = (
-    *("model=llama_debug", "cluster=slurm_h100", "training.seq_len=64", "training.mixed_precision=bf16"),
+    *(
+        "model=llama_debug",
+        "cluster=slurm_h100",
+        "compile=none",
+        "training.seq_len=64",
+        "training.mixed_precision=bf16",
+    ),
     *("data.virtual_shards=128", "checkpoint=none", "training.evaluate_every=0"),
     "optimizer.implementation=fused",  # a CPU has no Triton
 )

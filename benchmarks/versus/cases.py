@@ -86,7 +86,8 @@ CASES = {
         peer_speed=45000,
         peer_memory=54.3,
     ),
-    "8b_bf16_eager": Case("8B×8 bf16 eager", *LLAMA_8B, goal=1.15, peer_speed=32140, peer_memory=89.2),
+    # The mode for debugging: no goal of speed.
+    "8b_bf16_eager": Case("8B×8 bf16 eager", *LLAMA_8B, ("compile=none",), peer_speed=32140, peer_memory=89.2),
     "8b_float8_rowwise": Case(
         "8B×8 float8 rowwise, compile",
         *LLAMA_8B,

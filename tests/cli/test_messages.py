@@ -29,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     def plan_run(experiment: Experiment, overrides: Sequence[str]) -> SimpleNamespace:
         folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__), read_state=lambda: None)
-        return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder)
+        return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder, compilation=())
 
     def run(plan: Any) -> SimpleNamespace:
         calls.append((plan.experiment, plan.overrides))

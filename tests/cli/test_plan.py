@@ -29,7 +29,7 @@ from titan_exp.rules import check
 from titan_exp.tracking.device_rates import PEAK_TFLOPS
 from titan_exp.tracking.number_format import GIB
 
-CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
+CLUSTER = ["cluster=slurm_h100", "compile=none", "training.seq_len=512", "training.mixed_precision=bf16"]
 SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
 
 

@@ -5,9 +5,10 @@ import pytest
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.batch_ramp import batch_size_at, sequences_after, steps_for
-from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, compilation, resolve_layout, with_automatic_kernels
 from titan_exp.config.machine import local_machine as machine
 from titan_exp.config.machine.devices import device_type, offered_devices
+from titan_exp.rules import violations
 
 
 def laid_out(*overrides: str) -> ResolvedLayout:
@@ -221,3 +222,38 @@ def test_gpus_are_counted_by_the_drivers_folder_where_there_are_no_device_files(
 def test_automatic_chunks_of_the_loss(overrides: list[str], chunk: int | None, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 0)
     assert laid_out(*overrides).loss_chunk_tokens == chunk
+
+
+FP32_IN_BLOCKS = ["training.mixed_precision=bf16", "training.fp32_modules=[blocks.*.attention_norm]"]
+OWN = "model.architecture=titan_exp.models.llama"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled", "said"),
+    [
+        (["cluster.device=cpu"], False, None),
+        ([], True, "compiles blocks, as this run is on a GPU"),
+        (["cluster=slurm"], True, "compiles blocks, as this run is on a GPU"),
+        (["compile.components=[blocks,loss]"], True, "compiles blocks and loss, as"),
+        (["training.mixed_precision=bf16", "training.fp32_modules=[blocks.0,embedding]"], True, "compiles blocks"),
+        (FP32_IN_BLOCKS, False, "runs eagerly: training.fp32_modules=[blocks.*.attention_norm] names modules inside"),
+        ([*FP32_IN_BLOCKS, "compile.components=[loss]"], True, "compiles loss"),
+        (["compile.components=[]"], False, "runs eagerly: compile.components names no part"),
+        ([OWN], False, f"runs eagerly: {OWN} has code of its own; compile=blocks tries it"),
+        (["compile=none"], False, None),
+        (["compile=blocks"], True, None),
+    ],
+)
+def test_blocks_are_compiled_on_a_gpu_where_no_rule_refuses_it(
+    overrides: list[str], compiled: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    give_gpus(monkeypatch, 1)
+    composed = experiment(*overrides)
+    run = resolve_layout(composed, 1)
+    assert run.compile.enabled is compiled
+    sentences = list(compilation(composed))
+    assert len(sentences) == (said is not None)
+    assert all(sentence.startswith(f"compile=auto {said}") for sentence in sentences)
+    assert not violations(composed)
+    # A run in which `auto` chose differs from no default.
+    assert with_automatic_kernels(run).compile.enabled == (False if overrides == ["compile=none"] else "auto")

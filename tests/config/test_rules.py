@@ -804,7 +804,8 @@ def test_nvfp4_on_gpus_names_the_torchao_that_it_needs(version: str, refused: bo
         (["parallelism.cp=2"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.tp=2"], "compile.backend", "aot_eager"),
         (ASYNC_TP, "", ""),
-        (["parallelism.tp=2", "parallelism.async_tp=true"], "parallelism.async_tp", "compile=blocks"),
+        (["compile=none", "parallelism.tp=2", "parallelism.async_tp=true"], "parallelism.async_tp", "compile=blocks"),
+        (["parallelism.tp=2", "parallelism.async_tp=true"], "", ""),
         (
             ["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true", "parallelism.sequence_parallel=false"],
             "parallelism.async_tp",

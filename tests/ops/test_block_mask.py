@@ -8,9 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_exp.ops.attention.flex import block_mask, pattern_mask
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
-from titan_exp.ops.attention.sdpa import CausalAttention
+from titan_exp.ops.attention.sdpa import CausalAttention, block_mask, pattern_mask
 
 PATTERNS = [
     MaskPattern(),

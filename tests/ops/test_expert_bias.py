@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.ops.moe.expert_bias import add_expert_bias
-from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
-from titan_exp.ops.swiglu import swiglu
+from titan_exp.ops.moe.grouped_mm import add_expert_bias, bias_backward_without_ends
+from titan_exp.ops.swiglu import swiglu, weighted_swiglu
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 ENDS = torch.tensor([3, 3, 7], dtype=torch.int32)
@@ -31,6 +30,11 @@ def test_each_row_gets_the_bias_of_its_expert(weighted: bool):
     wanted = torch.autograd.grad(expected, leaves, gradient)
     for mine, other in zip(torch.autograd.grad(found, leaves, gradient), wanted, strict=True):
         torch.testing.assert_close(mine, other)
+    # On a GPU no end is read on the host.
+    of_bias, of_weights = bias_backward_without_ends(gradient, bias if weighted else None, ENDS, weights)
+    torch.testing.assert_close(of_bias, wanted[1])
+    assert (of_weights is None) == (weights is None)
+    torch.testing.assert_close(of_weights, wanted[2] if weighted else None)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -6,8 +6,7 @@ from torch.nn.attention import current_flash_attention_impl, list_flash_attentio
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import FLASH_PACKAGES
-from titan_exp.ops.attention.flash_attention import activate, runs_here
-from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.ops.attention.sdpa import activate, choose_backend, runs_here
 
 GPU = torch.device("cuda", 0)
 

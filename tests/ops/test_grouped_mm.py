@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.ranks import run_ranks
 from titan_exp.ops.moe import grouped_mm as module
 from titan_exp.ops.moe.grouped_mm import grouped_linear
-from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
+from titan_exp.ops.moe.permutation import TokenPadding, experts_of_rows
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
 
 ENDS = {

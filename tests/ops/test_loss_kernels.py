@@ -12,10 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
 from tests.patching import patch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, loss_sum, write_logits_gradient
+from titan_exp.ops.loss.cross_entropy import (
+    BLOCK,
+    IGNORE_INDEX,
+    LossSum,
+    VocabShard,
+    has_row_kernels,
+    log_normalizer_and_target,
+    loss_sum,
+    row_statistics,
+    write_logits_gradient,
+)
 from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
-from titan_exp.ops.loss.row_softmax import BLOCK, has_row_kernels, row_statistics
-from titan_exp.ops.loss.vocab_parallel import VocabShard, log_normalizer_and_target
 
 pytestmark = needs_triton
 
@@ -72,8 +80,7 @@ def results(logits: Tensor, labels: Tensor, z_loss: float, columns: slice | None
 
 def use_kernels() -> None:
     """In the loss of this process, also on a CPU."""
-    for module in ("vocab_parallel", "cross_entropy"):
-        patch(f"titan_exp.ops.loss.{module}.has_row_kernels", lambda _: lambda logits: True)
+    patch("titan_exp.ops.loss.cross_entropy.has_row_kernels", lambda _: lambda logits: True)
 
 
 def compared(device: str) -> dict[str, list[tuple[Tensor, ...]]]:

@@ -11,13 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.ranks import run_ranks
-from titan_exp.ops.float8.cast_tokens import cast_tokens
+from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.float8 import cast_tokens
 from titan_exp.ops.moe import permutation as module
-from titan_exp.ops.moe.expert_bias import _add_bias, _bias_backward
-from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.moe.grouped_mm import _add_bias, _bias_backward, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
-from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
-from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import swiglu
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate, split_rotated
-from titan_exp.ops.recompute import recompute_input
+from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.swiglu import swiglu
 
 GROUPS = (2, 5, 3, 4, 8)

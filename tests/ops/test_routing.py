@@ -4,15 +4,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from titan_exp.ops.moe.balance import (
+from titan_exp.ops.moe.routing import (
     add_unless_recomputing,
     attach_loss,
     batch_balance_loss,
+    choices_per_expert,
+    choose_experts,
+    expert_weights,
     normalized_scores,
+    router_scores,
     router_z_loss,
     sequence_balance_loss,
 )
-from titan_exp.ops.moe.routing import choices_per_expert, choose_experts, expert_weights, router_scores
 
 
 def scores(*shape: int) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """Our Triton kernels compile for GPUs, down to their machine code, whether one is here or not."""
 
 import importlib
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +11,8 @@ import pytest
 
 from tests.interpreted import needs_triton
 from tests.ranks import run_ranks
-from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
 
 pytestmark = needs_triton
-
-VARIANTS = (SWIGLU, SwiGLUVariant(1.702, 7.0, 1.0))
 
 
 def compiled(folder: str, capabilities: tuple[int, ...]) -> tuple[dict[str, str], set[str]]:
@@ -36,38 +36,30 @@ def compiled(folder: str, capabilities: tuple[int, ...]) -> tuple[dict[str, str]
 
 def all_kernels() -> set[str]:
     """Modules and names of the project's kernels; functions that kernels call have no such name."""
-    import titan_exp
+    import titan_exp.ops
 
-    [root] = titan_exp.__path__
-    modules = [
-        ".".join(("titan_exp", *path.relative_to(root).with_suffix("").parts)) for path in Path(root).rglob("*.py")
-    ]
     found = set()
-    for name in modules:
-        if name.endswith(("_kernel", "kernels")) and not name.startswith(("titan_exp.plan", "titan_exp.quantization")):
-            functions = vars(importlib.import_module(name)).values()
-            found |= {
-                f"{it.__module__}.{it.__name__}"
-                for it in functions
-                if type(it).__name__ == "JITFunction" and it.__name__.endswith("_kernel")
-            }
+    for module in pkgutil.walk_packages(titan_exp.ops.__path__, "titan_exp.ops."):
+        functions = vars(importlib.import_module(module.name)).values()
+        found |= {
+            f"{it.__module__}.{it.__name__}"
+            for it in functions
+            if type(it).__name__ == "JITFunction" and it.__name__.endswith("_kernel")
+        }
     return found
 
 
 def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """Kernels, the types of their arguments, and what is fixed when they are compiled."""
-    from titan_exp.ops.attention.rope_kernel import split_rotated_kernel
-    from titan_exp.ops.float8.kernels import (
+    from titan_exp.ops.adamw import adamw_kernel
+    from titan_exp.ops.float8 import (
         amax_kernel,
         cast_kernel,
         cast_tokens_kernel,
         cast_weights_kernel,
         weights_amax_kernel,
     )
-    from titan_exp.ops.loss.loss_kernels import logits_gradient_kernel, row_statistics_kernel
-    from titan_exp.ops.loss.row_softmax import BLOCK
-    from titan_exp.ops.optim.adamw_kernel import adamw_kernel
-    from titan_exp.ops.swiglu_kernels import swiglu_backward_kernel, swiglu_kernel
+    from titan_exp.ops.loss.cross_entropy import BLOCK, logits_gradient_kernel, row_statistics_kernel
 
     numbers = dict.fromkeys(("keep", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     found = {}
@@ -93,15 +85,6 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     types = {"x": "*bf16", "inverse": "*i64", "rows": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
     types |= {"least": "fp32", "largest": "fp32"}
     found["cast of tokens"] = (cast_tokens_kernel, types, {"choices": 8, "block": 1024})
-    types = dict.fromkeys(("gate_up", "out", "gradient", "gate_up_grad"), "*bf16") | {"size": "i32"}
-    for kernel in (swiglu_kernel, swiglu_backward_kernel):
-        for variant in VARIANTS:
-            found[f"{kernel.__name__}, {variant}"] = (kernel, types, {"group": 32, "block": 1024, **variant.numbers})
-    types = dict.fromkeys(("qkv", "query", "key", "value"), "*bf16") | {"cos": "*fp32", "sin": "*fp32"}
-    types |= dict.fromkeys(("positions", "kv_heads"), "i32")
-    for backward in (False, True):
-        constants = {"group": 4, "half": 64, "padded": 64, "heads": 16, "backward": backward}
-        found[f"split_rotated, {backward=}"] = (split_rotated_kernel, types, constants)
     numbers = dict.fromkeys(("largest", "total", "chosen", "log_z", "factor"), "*fp32") | {"absent": "fp32"}
     sizes = dict.fromkeys(("stride", "gradient_stride", "columns", "first"), "i32") | {"z_loss": "fp32"}
     types = {"logits": "*bf16", "gradient": "*bf16", "target": "*i64", "labels": "*i64"} | numbers | sizes
@@ -112,16 +95,9 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
 
 
 def expert_variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
-    from titan_exp.ops.moe import expert_bias, permutation
-    from titan_exp.ops.moe.expert_bias_kernels import add_expert_bias_kernel, expert_bias_backward_kernel
-    from titan_exp.ops.moe.permutation_kernels import (
-        combine_backward_kernel,
-        copy_tokens_kernel,
-        sum_rows_kernel,
-        zero_rows_after_kernel,
-    )
-    from titan_exp.ops.moe.weighted_swiglu import BLOCK, ROWS
-    from titan_exp.ops.moe.weighted_swiglu_kernels import weighted_swiglu_backward_kernel, weighted_swiglu_kernel
+    from titan_exp.ops.moe import permutation
+    from titan_exp.ops.moe.grouped_mm import zero_rows_after_kernel
+    from titan_exp.ops.moe.permutation import combine_backward_kernel, copy_tokens_kernel, sum_rows_kernel
 
     types = dict.fromkeys(("x", "out", "gradient", "rows", "rows_grad"), "*bf16")
     types |= {"inverse": "*i64", "weights": "*fp32", "weights_grad": "*fp32", "width": "i32"}
@@ -135,19 +111,6 @@ def expert_variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         found[f"experts, {choices} sums' backward"] = (combine_backward_kernel, types, sizes)
     types = {"out": "*bf16", "ends": "*i32", "rows": "i32", "width": "i32", "last": "i32"}
     found["experts, zeroed rows"] = (zero_rows_after_kernel, types, {"programs": 1024, "block": 1024})
-    types = dict.fromkeys(("gate_up", "out", "gradient", "gate_up_grad"), "*bf16")
-    types |= {"weights": "*fp32", "weights_grad": "*fp32", "rows": "i32", "ffn": "i32"}
-    for kernel in (weighted_swiglu_kernel, weighted_swiglu_backward_kernel):
-        for variant in VARIANTS:
-            sizes = {"group": 32, "side": ROWS, "block": BLOCK, **variant.numbers}
-            found[f"experts, {kernel.__name__}, {variant}"] = (kernel, types, sizes)
-    types = dict.fromkeys(("rows", "gradient", "bias", "out"), "*bf16") | {"ends": "*i32", "width": "i32"}
-    types |= dict.fromkeys(("weights", "bias_grad", "parts"), "*fp32") | {"height": "i32"}
-    for weighted in (False, True):
-        sizes = {"experts": 32, "padded": 32, "block": expert_bias.BLOCK, "weighted": weighted}
-        found[f"experts, biases, {weighted=}"] = (add_expert_bias_kernel, types, sizes)
-        sizes = {"side": expert_bias.ROWS, "block": expert_bias.COLUMNS, "weighted": weighted}
-        found[f"experts, biases' backward, {weighted=}"] = (expert_bias_backward_kernel, types, sizes)
     return found
 
 
@@ -177,3 +140,18 @@ def test_they_compile(tmp_path: Path, capabilities: tuple[int, ...]):
         if name.startswith("cast"):
             # The instruction that rounds to the nearest float8 number, not code in its place.
             assert "cvt.rn.satfinite.e" in text, name
+
+
+WITHOUT_TRITON = """
+import importlib.util, pkgutil
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
+import titan_exp.ops
+for module in pkgutil.walk_packages(titan_exp.ops.__path__, "titan_exp.ops."):
+    importlib.import_module(module.name)
+assert titan_exp.ops.triton_kernels.triton is None
+"""
+
+
+def test_operators_are_imported_without_triton():
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=120)

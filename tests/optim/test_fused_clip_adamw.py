@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
-from titan_exp.ops.optim.adamw import adamw_update, bias_rates
+from titan_exp.ops.adamw import adamw_update, bias_rates
 from titan_exp.optim.adamw import FusedClipAdamW, LowPrecisionAdamW
 from titan_exp.optim.grad_clip import clip_factor, global_grad_norm, scale_gradients
 from titan_exp.trainer.distributed import joined_process_group

@@ -16,7 +16,7 @@ from tests.ops.test_attention_patterns import test_attention_is_softmax_over_vis
 from tests.parity.runs import mutation_test
 from tests.parity.test_attention import EXPERIMENTS
 from tests.patching import patch
-from titan_exp.ops.attention import flex
+from titan_exp.ops.attention import sdpa
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 
 TENSOR = "titan_exp.parallel.tensor_parallel"
@@ -108,7 +108,7 @@ def attention_knows_no_cuts() -> None:
 
 def temperatures_are_those_of_the_part() -> None:
     patch(
-        "titan_exp.ops.attention.query_temperature.TemperatureTable.forward",
+        "titan_exp.ops.attention.rope.TemperatureTable.forward",
         lambda original: lambda self, seq, _: original(self, seq, None),
     )
 
@@ -156,7 +156,7 @@ def test_a_block_mask_with_one_key_more_is_noticed(monkeypatch: pytest.MonkeyPat
     wider = MaskPattern(pattern.window and pattern.window + 1, pattern.chunk and pattern.chunk + 1)
     assert_softmax("flex", pattern, packed, True)
     for name in ("pattern_mask", "block_mask"):
-        plain = getattr(flex, name)
+        plain = getattr(sdpa, name)
         monkeypatch.setattr(f"titan_exp.ops.attention.sdpa.{name}", lambda _, *rest, plain=plain: plain(wider, *rest))
     with pytest.raises(AssertionError):
         assert_softmax("flex", pattern, packed, True)

@@ -71,7 +71,7 @@ def counts_are_of_all_steps() -> None:
 
 
 def recomputation_counts_again() -> None:
-    patch("titan_exp.ops.moe.balance.is_recomputing", lambda _: lambda: False)
+    patch("titan_exp.ops.moe.routing.is_recomputing", lambda _: lambda: False)
 
 
 def biases_never_change() -> None:

@@ -26,7 +26,7 @@ Change = Callable[[pytest.MonkeyPatch], Config | None]
 
 
 def sinks_are_left_out_of_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops.attention.sinks import math_attention_with_sinks as plain
+    from titan_exp.ops.attention.attention_with_lse import math_attention_with_sinks as plain
 
     def softmax(scores: Any, dim: int) -> Any:
         shifted = (scores - scores[..., :-1].amax(dim, keepdim=True).detach()).exp()
@@ -41,7 +41,9 @@ def sinks_are_left_out_of_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sinks_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_exp.ops.attention.sinks.sinks_grad", lambda *given: torch.zeros_like(given[-1]))
+    monkeypatch.setattr(
+        "titan_exp.ops.attention.attention_with_lse.sinks_grad", lambda *given: torch.zeros_like(given[-1])
+    )
 
 
 def the_window_has_one_key_more(_: pytest.MonkeyPatch) -> Config:
@@ -65,7 +67,7 @@ def the_router_has_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def biases_of_experts_are_not_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops.moe.expert_bias import add_expert_bias
+    from titan_exp.ops.moe.grouped_mm import add_expert_bias
 
     monkeypatch.setattr(
         "titan_exp.models.blocks.linear.add_expert_bias",
@@ -74,7 +76,7 @@ def biases_of_experts_are_not_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_get_no_gradient_from_biases(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops.moe.expert_bias import add_expert_bias
+    from titan_exp.ops.moe.grouped_mm import add_expert_bias
 
     monkeypatch.setattr(
         "titan_exp.models.blocks.linear.add_expert_bias",
@@ -85,15 +87,15 @@ def weights_get_no_gradient_from_biases(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def the_gate_is_limited_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops import clamped_swiglu
+    from titan_exp.ops import swiglu
 
-    plain = clamped_swiglu._clamped
+    plain = swiglu._clamped
 
     def clamped(gate_up: Any, variant: Any, group: int) -> Any:
         gate, up = plain(gate_up, variant, group)
         return gate.clamp(min=-variant.limit), up
 
-    monkeypatch.setattr(clamped_swiglu, "_clamped", clamped)
+    monkeypatch.setattr(swiglu, "_clamped", clamped)
 
 
 def gradients_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def the_first_layer_of_four_has_no_rope(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def the_temperature_counts_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.ops.attention.query_temperature import TemperatureTable
+    from titan_exp.ops.attention.rope import TemperatureTable
 
     plain = TemperatureTable.reset
 

@@ -99,7 +99,7 @@ def only_the_last_micro_batch_counts() -> None:
 
 def every_data_rank_reads_the_same() -> None:
     patch(
-        "titan_exp.trainer.trainer.TrainLoader",
+        "titan_exp.data.train_loader.TrainLoader",
         lambda original: lambda *args, **kwargs: original(*args, **{**kwargs, "dp_rank": 0}),
     )
 
@@ -470,7 +470,7 @@ def the_embeddings_gradient_is_of_distinct_tokens() -> None:
 
         return backward
 
-    patch("titan_exp.ops.embedding._RoundedRows.backward", make)
+    patch("titan_exp.ops.local_tensor._RoundedRows.backward", make)
 
 
 def copies_stay_behind_their_masters() -> None:
@@ -607,7 +607,7 @@ def experts_are_chosen_by_other_scores_again() -> None:
     patch("titan_exp.parallel.activation_checkpoint.routing_cache", lambda _: noop_context_fn)
 
     def make(original: Any) -> Any:
-        from titan_exp.ops.is_recomputing import is_recomputing
+        from titan_exp.ops.autograd import is_recomputing
 
         return lambda scores, k: original(scores, k).roll(1 if is_recomputing() else 0, 1)
 
@@ -629,13 +629,13 @@ def the_output_of_swiglu_is_recomputed_without_weights() -> None:
     """The gradient of the down projection in the second half of a backward pass."""
 
     def make(original: Any) -> Any:
-        from titan_exp.ops.is_recomputing import is_recomputing
+        from titan_exp.ops.autograd import is_recomputing
 
         return lambda gate_up, weights, group, variant: original(
             gate_up, torch.ones_like(weights) if is_recomputing() else weights, group, variant
         )
 
-    patch("titan_exp.ops.moe.weighted_swiglu_linear.weighted_swiglu", make)
+    patch("titan_exp.ops.moe.grouped_mm.weighted_swiglu", make)
 
 
 def experts_are_multiplied_in_high_precision() -> None:

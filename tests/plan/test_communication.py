@@ -28,6 +28,7 @@ def planned(microbatches: int) -> Plan:
     words = [
         "model=llama_debug",
         "cluster=slurm_h100",
+        "compile=none",
         "training.seq_len=128",
         "training.mixed_precision=bf16",
         "training.micro_batch_size=2",

@@ -130,8 +130,9 @@ def test_few_rows_are_bound_by_the_weights():
 
 GPUS = 4
 TYPED = (
-    f"{MOE} cluster=slurm_h100 training.seq_len=512 training.mixed_precision=bf16 training.global_batch_size=8 "
-    "model.layers=6 activation_checkpoint=full training.micro_batch_size=2 data.tokenizer=bytes"
+    f"{MOE} cluster=slurm_h100 compile=none training.seq_len=512 training.mixed_precision=bf16 "
+    "training.global_batch_size=8 training.micro_batch_size=2 model.layers=6 activation_checkpoint=full "
+    "data.tokenizer=bytes"
 ).split()
 ONE = ["parallelism.pp=1", "parallelism.dp_replicate=1", "parallelism.cp=1", "parallelism.tp=1"]
 

@@ -13,7 +13,7 @@ from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
 from titan_exp.plan.extrapolate.layer_kinds import last_layers, repetition, with_layers
 
-MASKED = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 "
+MASKED = "cluster=slurm_h100 compile=none cluster.device=cuda training.mixed_precision=bf16 "
 CUDA = MASKED + "model.attention_backend=flash "
 BF16 = "training.mixed_precision=bf16 "
 ACCUMULATED = "training.micro_batch_size=1 training.global_batch_size=16 "

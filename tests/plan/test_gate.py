@@ -26,7 +26,7 @@ from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
 from titan_exp.plan.predict import predict
 
-H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
+H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 
 
 def resolved(*overrides: str) -> Experiment:
@@ -105,8 +105,8 @@ def test_the_bound_of_a_cuda_graph_counts_its_private_pool():
 
 
 def test_the_bound_of_a_symmetric_exchange_counts_its_room():
-    words = "cluster=slurm_h100 cluster.device=cuda model=qwen3_moe_debug parallelism.dp_shard=4 parallelism.ep=4"
-    words += " training.mixed_precision=bf16 training.seq_len=512 training.micro_batch_size=8"
+    words = "cluster=slurm_h100 compile=none cluster.device=cuda model=qwen3_moe_debug parallelism.dp_shard=4"
+    words += " parallelism.ep=4 training.mixed_precision=bf16 training.seq_len=512 training.micro_batch_size=8"
     words += " training.global_batch_size=32 model.attention_backend=flash model.layers=2"
     bounds = []
     for way in ("all_to_all", "symmetric_memory"):

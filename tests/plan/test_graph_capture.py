@@ -9,7 +9,7 @@ from titan_exp.plan.predict import RankPlan, predict
 
 LAYERS, DIM, MICRO_BATCHES = 4, 64, 6
 RUN = (
-    f"cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 model.layers={LAYERS} "
+    f"cluster=slurm_h100 compile=none cluster.device=cuda training.mixed_precision=bf16 model.layers={LAYERS} "
     f"model.attention_backend=flash training.micro_batch_size=2 training.global_batch_size={2 * MICRO_BATCHES} "
     "parallelism.dp_shard=1 cluster.expandable_segments=false"
 )

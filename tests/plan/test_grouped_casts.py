@@ -23,6 +23,7 @@ TOKENS, CHOICES, LOCAL, DIM, FFN = 2048, 8, 16, 2048, 768
 RUN = (
     "model=qwen3_30b_a3b",
     "cluster=slurm_h100",
+    "compile=none",
     "training.mixed_precision=bf16",
     f"training.seq_len={TOKENS}",
     "training.micro_batch_size=1",

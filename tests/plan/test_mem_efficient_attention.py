@@ -28,6 +28,7 @@ SEQ, ROWS = 128, 2
 SMALL = [
     "model=llama_debug",
     "cluster=slurm_h100",
+    "compile=none",
     f"training.seq_len={SEQ}",
     f"training.global_batch_size={ROWS}",
     "parallelism.dp_shard=1",

@@ -19,7 +19,13 @@ from titan_exp.plan.plan_table import print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
 
-SMALL = ["model=llama_debug", "cluster=slurm_h100", "training.mixed_precision=bf16", "training.global_batch_size=1"]
+SMALL = [
+    "model=llama_debug",
+    "cluster=slurm_h100",
+    "compile=none",
+    "training.mixed_precision=bf16",
+    "training.global_batch_size=1",
+]
 RECIPE = ["quantization=mxfp8", "quantization.smallest_gemm=0"]
 SEQ = 96
 

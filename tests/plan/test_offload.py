@@ -21,6 +21,7 @@ from titan_exp.rules import check
 SMALL = [
     "model=llama_debug",
     "cluster=slurm_h100",
+    "compile=none",
     "training.seq_len=128",
     "training.mixed_precision=bf16",
     "training.global_batch_size=8",

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 TYPED = [
     "model=llama_debug",
     "cluster=slurm_h100",
+    "compile=none",
     "training.seq_len=512",
     "training.mixed_precision=bf16",
     "training.global_batch_size=64",

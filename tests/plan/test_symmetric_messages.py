@@ -26,6 +26,7 @@ RUN = (
     "model=llama_debug",
     f"model.layers={LAYERS}",
     "cluster=slurm_h100",
+    "compile=none",
     f"training.seq_len={TOKENS}",
     "training.micro_batch_size=1",
     f"training.global_batch_size={MICRO_BATCHES}",

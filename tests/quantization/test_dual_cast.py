@@ -56,7 +56,7 @@ def test_numbers_and_scales_are_torchaos(device: str, rowwise: bool):
 
 def every_number(device: str) -> list[tuple[Tensor, Tensor]]:
     """All bf16 numbers up to the largest of the type, and halfway between all float8 numbers, under a scale of 1."""
-    from titan_exp.ops.float8.cast import dual_cast
+    from titan_exp.ops.float8 import dual_cast
 
     found = []
     for float8 in (E4M3, E5M2):

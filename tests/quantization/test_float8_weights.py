@@ -109,7 +109,7 @@ def test_replicated_rows_are_quantized_at_use():
 
 def kernels(device: str, dtype: torch.dtype, row_scales: bool, column_scales: bool) -> list[tuple[Tensor, Tensor]]:
     """Amax and casts of three matrices by one launch each, and by torch."""
-    from titan_exp.ops.float8.weights import cast_weights, weights_amax
+    from titan_exp.ops.float8 import cast_weights, weights_amax
 
     weights = [matrix(dtype, height, width).to(device) for height, width in ((80, 144), (16, 32), (128, 64))]
     found = []

@@ -98,7 +98,7 @@ def test_kernels_of_experts_compute_what_is_emulated(name: str):
 def test_tokens_cast_to_their_rows_are_rows_cast():
     """Values and scales of our kernel and torchao's, and all three matmuls, to the bit."""
     from titan_exp.models.blocks.linear import GroupedLinearImpl
-    from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
+    from titan_exp.ops.float8 import E4M3, cast_tokens
     from titan_exp.ops.moe.permutation import PaddedOrder, permute
     from titan_exp.quantization.grouped import NativeGroupedLinear
     from titan_exp.quantization.grouped_kernels import OF_TOKENS, fp8_grouped_mm

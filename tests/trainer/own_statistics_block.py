@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.models.blocks.transformer import TransformerBlock
-from titan_exp.ops.is_recomputing import is_recomputing
+from titan_exp.ops.autograd import is_recomputing
 
 
 class ReportingBlock(TransformerBlock):

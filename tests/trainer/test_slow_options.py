@@ -49,6 +49,8 @@ def test_defaults_have_no_slow_option(gpus: int, monkeypatch: pytest.MonkeyPatch
         (["model.attention_backend=math"], "model.attention_backend=auto"),
         (["model.attention_backend=efficient"], None),
         (["model.attention_backend=efficient", "training.mixed_precision=bf16"], "model.attention_backend=auto"),
+        (["compile=none"], "compile=blocks fuses them"),
+        (["training.mixed_precision=bf16", "training.fp32_modules=[blocks.*.attention_norm]"], None),
         (["compile=blocks", "compile.backend=aot_eager"], "compile.backend=inductor"),
         (["compile.cuda_graphs=true"], "unless launching kernels takes longer than running them"),
         (["training.deterministic=true"], "training.deterministic=false"),

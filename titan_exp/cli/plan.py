@@ -71,20 +71,20 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
     cannot be predicted. The page shows the `command`."""
     from titan_exp.config.command_line.remarks import remarks
-    from titan_exp.config.layout.resolved_layout import resolve_layout
+    from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
     from titan_exp.rules.composed import read_experiment
 
-    experiment = read_experiment(cfg)
-    experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
+    composed = read_experiment(cfg)
+    experiment = resolve_layout(check(composed), offered_devices(composed.cluster))
     check_supported(experiment)
     if experiment.parallelism.pp > 1:
         start_forkserver()
     messages = sys.stderr if options.json else sys.stdout
-    for sentence in remarks(typed, experiment):
+    for sentence in (*remarks(typed, experiment), *compilation(composed)):
         print(sentence, file=messages)
     memory = device_for(experiment, options.device)
     ranks = options.pipeline_ranks

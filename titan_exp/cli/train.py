@@ -32,7 +32,8 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
     experiment = read_experiment(cfg, lambda _: True)
     plan = plan_run(experiment, overrides)
-    for sentence in (*remarks(overrides, plan.experiment), *rate_after_decay(plan.experiment)):
+    said = (*remarks(overrides, plan.experiment), *plan.compilation, *rate_after_decay(plan.experiment))
+    for sentence in said:
         print(sentence)
     if experiment.data.preview is not None:
         from titan_exp.data.preview import preview

@@ -18,8 +18,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.local_machine import command_lines
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.ops.attention.flash_attention import activate, runs_here
-from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention
+from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention, activate, runs_here
 from titan_exp.tracking.device_rates import peak_by_name
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 

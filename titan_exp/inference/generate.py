@@ -181,7 +181,7 @@ def sharded_experiment(source: OpenCheckpoint, degree: int, cp: int = 1) -> Expe
     ep = math.gcd(degree, *(router.moe.experts for router in routers)) if routers else 1
     # Decoding feeds one token at a time, so sequence parallelism does not apply.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
-    overrides += [f"parallelism.ep={ep}", f"parallelism.cp={cp}"]
+    overrides += [f"parallelism.ep={ep}", f"parallelism.cp={cp}", "compile=none"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
     violations = find_violations((*tensor.RULES, *context.RULES, *layout.RULES), experiment)
     if violations:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.models.decoder import Decoder
-from titan_exp.ops.attention.kv_cache import CachedAttention
-from titan_exp.ops.attention.latent_cache import LatentCache
+from titan_exp.ops.attention.kv_cache import CachedAttention, LatentCache
 from titan_exp.ops.attention.sdpa import CausalAttention
 
 

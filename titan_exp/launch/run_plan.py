@@ -17,7 +17,12 @@ from titan_exp.config.errors.os_errors import REMEDIES
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.nondefault import nondefault_overrides
-from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout, with_automatic_kernels
+from titan_exp.config.layout.resolved_layout import (
+    ResolvedLayout,
+    compilation,
+    resolve_layout,
+    with_automatic_kernels,
+)
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import initial_folder, saved_state
 from titan_exp.config.paths.foreign_file import read_file, read_text
@@ -51,6 +56,8 @@ class RunPlan:
     """Run folder; may not exist yet."""
     prediction: str | None = None
     """Content of plan.json; None keeps an existing file."""
+    compilation: tuple[str, ...] = ()
+    """Sentence about what `compile.enabled=auto` became."""
 
     @property
     def layout(self) -> ResolvedLayout:
@@ -78,7 +85,8 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
     run_folder = RunFolder(path_of(resolved))
     refuse_other_data(resolved, run_folder)
-    return RunPlan(resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), run_folder)
+    ids = run_id(resolved), experiment_id(resolved)
+    return RunPlan(resolved, tuple(overrides), *ids, run_folder, compilation=tuple(compilation(experiment)))
 
 
 def _with_initial(experiment: Experiment) -> Experiment:

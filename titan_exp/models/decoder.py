@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMSNorm
 from titan_exp.models.spec.model_spec import ModelSpec, PipelinePlan
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern
-from titan_exp.ops.attention.query_temperature import TemperatureTable
-from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, TemperatureTable
 from titan_exp.ops.loss.cross_entropy import LossSum
 
 

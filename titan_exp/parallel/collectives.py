@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 
-from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
+from titan_exp.ops.autograd import keep_unsaved, unsaved_tensors
 
 
 def mark_partial(module: nn.Module, *names: str) -> None:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.config.machine.torchao_version import import_torchao
 from titan_exp.models.blocks.linear import TensorParallelCollectives
-from titan_exp.ops.float8.cast import dual_amax, dual_cast
-from titan_exp.ops.function_output import in_type
-from titan_exp.ops.import_torchao import import_torchao
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.autograd import in_type, needs_input_grad
+from titan_exp.ops.float8 import dual_amax, dual_cast
 
 with import_torchao():
     from torchao.float8.float8_training_tensor import Float8TrainingTensor

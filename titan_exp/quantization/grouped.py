@@ -15,11 +15,9 @@ from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.models.blocks.linear import GroupedLinearImpl
-from titan_exp.ops.function_output import in_type
+from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
-from titan_exp.ops.moe.permutation import PaddedOrder
-from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, experts_of_rows
 from titan_exp.quantization import mxfp8, nvfp4
 from titan_exp.quantization.float8 import E4M3, AmaxReduce, Float8, cast, scale_of
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.ops.float8.cast_tokens import E4M3, cast_tokens
-from titan_exp.ops.function_output import in_type
-from titan_exp.ops.import_torchao import import_torchao
+from titan_exp.config.machine.torchao_version import import_torchao
+from titan_exp.ops.autograd import in_type, needs_input_grad
+from titan_exp.ops.float8 import E4M3, cast_tokens
 from titan_exp.ops.moe.permutation import PaddedOrder, copy_tokens, sum_rows
-from titan_exp.ops.needs_input_grad import needs_input_grad
 
 try:
     with import_torchao():

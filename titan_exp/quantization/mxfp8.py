@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.ops.import_torchao import import_torchao
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.config.machine.torchao_version import import_torchao
+from titan_exp.ops.autograd import needs_input_grad
 from titan_exp.quantization.float8 import unflatten
 
 with import_torchao():

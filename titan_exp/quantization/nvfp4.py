@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.ops.function_output import in_type
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.quantization.float8 import AmaxReduce, unflatten
 
 BLOCK = 16

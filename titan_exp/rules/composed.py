@@ -72,8 +72,11 @@ def _group_of(text: str) -> str | None:
 def _beside_gaps(experiment: Experiment, has_begun: HasBegun | None) -> list[Violation]:
     try:
         found = violations(experiment, has_begun)
-    except GapError:  # in the layout
-        found = find_violations(RULES, replace(experiment, parallelism=with_gaps(ParallelismConfig, {})))
+    except GapError:  # in the layout, on which `compile.enabled=auto` depends
+        layout = {"parallelism": with_gaps(ParallelismConfig, {})}
+        if vars(experiment.compile).get("enabled") == "auto":
+            layout["compile"] = replace(experiment.compile, enabled=False)
+        found = find_violations(RULES, replace(experiment, **layout))
     return [violation for violation in found if not _quotes_secret(str(violation))]
 
 

@@ -11,7 +11,7 @@ from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.tracking import ProfilingConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.layout.resolved_layout import ResolvedLayout, head_is_fp32
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, cuts_blocks, head_is_fp32
 from titan_exp.config.schema.builtins import LANGUAGE_MODELING, sources
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
@@ -71,7 +71,7 @@ def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingCo
 def compiled_blocks_have_one_precision(compile: CompileConfig, training: TrainingConfig) -> Iterator[Violation]:
     """A block compiled as one graph has one precision."""
     for pattern in training.fp32_modules if compile.compiles("blocks") else ():
-        if fnmatchcase("blocks.0.part", pattern) or pattern.count(".") > 1:
+        if cuts_blocks(pattern):
             reason = "it names modules inside blocks, and compile=blocks makes one graph of a block"
             remedy = "whole blocks (blocks.0), modules outside of them (embedding), or compile=none"
             yield Violation("training.fp32_modules", pattern, reason, remedy)

@@ -96,9 +96,8 @@ def test_sent_bytes_are_those_of_a_run(tmp_path: Path, words: list[str]):
 
 
 def cuda(words: str) -> Experiment:
-    slurm = (
-        "cluster=slurm cluster.device=cuda cluster.gpus_per_node=8 cluster.gpu_type=h100 training.mixed_precision=bf16 "
-    )
+    slurm = "cluster=slurm cluster.device=cuda compile=none cluster.gpus_per_node=8 cluster.gpu_type=h100 "
+    slurm += "training.mixed_precision=bf16 "
     return experiment_of(slurm + words)
 
 

@@ -53,8 +53,9 @@ class ActivationCheckpointConfig:
 class CompileConfig:
     """torch.compile, part by part."""
 
-    enabled: bool
-    """Compile the parts in `components`. E.g. `compile.enabled=true`."""
+    enabled: Literal["auto", True, False]
+    """Compile the parts in `components`. `auto` does on a GPU, except where a part would be refused, as a line says
+    then; it runs eagerly on a CPU. A run's config holds what it chose. E.g. `compile.enabled=false`."""
     components: list[Literal["blocks", "loss"]]
     """Parts to compile: `blocks`, each transformer block (they share one compiled graph), and `loss`, the loss from
     logits. E.g. `compile.components=[loss]`."""
@@ -78,6 +79,7 @@ class CompileConfig:
 
     def compiles(self, component: Literal["blocks", "loss"]) -> bool:
         """True if this part of a training step is compiled."""
+        assert self.enabled != "auto", "resolved before launch"
         return self.enabled and component in self.components
 
     def autotunes_gemms(self, ranks: int) -> bool:

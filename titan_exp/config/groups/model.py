@@ -47,6 +47,11 @@ class ModelConfig:
     context: PositiveInt = field(metadata=MAY_BE_MEANT)
     """Context length in tokens of the published model. E.g. `model.context=32768`."""
 
+    @property
+    def has_own_blocks(self) -> bool:
+        """True if the family's blocks are written here: the compiler may refuse another library's."""
+        return True
+
     def effective(self) -> "ModelConfig":
         """The same model, with all keys that others leave without effect at their defaults."""
         return self

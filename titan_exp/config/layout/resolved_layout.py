@@ -1,13 +1,14 @@
 """Resolved layout of a run (processes, batch, pipeline stages, P2P shapes), derived once from the experiment."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
 from titan_exp.config.errors.did_you_mean import divisors, listed
-from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig
@@ -25,6 +26,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     takes,
 )
 from titan_exp.config.machine.devices import device_type, has_triton, node_size
+from titan_exp.config.schema.import_path_keys import import_paths
 
 SMALLEST_GEMM = 4096
 """Minimum input and output dims for which float8 is faster despite its casts (measured on an H200)."""
@@ -279,10 +281,10 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
 
 
 def resolve_kernels(experiment: Experiment) -> Experiment:
-    """Resolve `quantization.smallest_gemm=null` to a number, `optimizer.implementation=auto` to a kernel, and
-    `training.loss_chunk_tokens=auto` to null where the layout takes whole logits. Elsewhere it stays: model and
-    objective have a say when they are built."""
-    return _resolve_loss_chunk(_resolve_adamw(_resolve_smallest_gemm(experiment)))
+    """Resolve `quantization.smallest_gemm=null` to a number, `optimizer.implementation=auto` to a kernel,
+    `compile.enabled=auto` to true or false, and `training.loss_chunk_tokens=auto` to null where the layout takes whole
+    logits. Elsewhere it stays: model and objective have a say when they are built."""
+    return _resolve_compile(_resolve_loss_chunk(_resolve_adamw(_resolve_smallest_gemm(experiment))))
 
 
 def with_automatic_kernels(experiment: Experiment) -> Experiment:
@@ -290,10 +292,52 @@ def with_automatic_kernels(experiment: Experiment) -> Experiment:
     chunks = replace(experiment, training=replace(experiment.training, loss_chunk_tokens="auto"))
     if _resolve_loss_chunk(chunks) == experiment:
         experiment = chunks
+    compiled = replace(experiment, compile=replace(experiment.compile, enabled="auto"))
+    if _resolve_compile(compiled) == experiment:
+        experiment = compiled
     if not isinstance(experiment.optimizer, AdamWConfig):
         return experiment
     automatic = replace(experiment, optimizer=replace(experiment.optimizer, implementation="auto"))
     return automatic if _resolve_adamw(automatic) == experiment else experiment
+
+
+def why_eager(experiment: Experiment) -> str | None:
+    """Reason for which `compile.enabled=auto` compiles nothing; None if it compiles."""
+    if device_type(experiment.cluster) == "cpu":
+        return "this run is on a CPU"
+    if not has_triton():
+        return "Triton, for which the compiler writes its kernels, is not installed"
+    if not experiment.compile.components:
+        return "compile.components names no part"
+    if "blocks" not in experiment.compile.components:
+        return None
+    if import_paths(experiment, ["model.architecture"]) or not experiment.model.has_own_blocks:
+        return f"model.architecture={experiment.model.architecture} has code of its own; compile=blocks tries it"
+    inside = [pattern for pattern in experiment.training.fp32_modules if cuts_blocks(pattern)]
+    return f"training.fp32_modules={shown(inside)} names modules inside blocks" if inside else None
+
+
+def compilation(experiment: Experiment) -> Iterator[str]:
+    """Sentence about what `compile.enabled=auto` becomes on a GPU; none on a CPU, or about another value."""
+    if experiment.compile.enabled != "auto" or device_type(experiment.cluster) == "cpu":
+        return
+    reason = why_eager(experiment)
+    if reason is None:
+        parts = listed(experiment.compile.components, "and")
+        yield f"compile=auto compiles {parts}, as this run is on a GPU; compile=none runs eagerly, for debugging"
+    else:
+        yield f"compile=auto runs eagerly: {reason}"
+
+
+def cuts_blocks(pattern: str) -> bool:
+    """True if a pattern of `training.fp32_modules` names modules inside blocks, each of which is one compiled graph."""
+    return fnmatchcase("blocks.0.part", pattern) or pattern.count(".") > 1
+
+
+def _resolve_compile(experiment: Experiment) -> Experiment:
+    if experiment.compile.enabled != "auto":
+        return experiment
+    return replace(experiment, compile=replace(experiment.compile, enabled=why_eager(experiment) is None))
 
 
 def _resolve_adamw(experiment: Experiment) -> Experiment:

@@ -1,7 +1,13 @@
-"""torchao version check: kernels of recipes that older torchao versions lack. Imports neither torch nor torchao."""
+"""torchao's version check, of kernels of recipes that older versions lack, and its quiet import.
+
+Imports neither torch nor torchao.
+"""
 
 import importlib.metadata
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.quantization import MIN_TORCHAO
@@ -24,3 +30,17 @@ def torchao_violations(recipe: str) -> list[Violation]:
     reason = f"its kernels come with torchao {version}, and torchao {installed} is installed"
     remedy = f"pip install 'torchao>={version}'; or quantization.emulate=true, which is slow"
     return [Violation("quantization.recipe", recipe, reason, remedy)]
+
+
+@contextmanager
+def import_torchao() -> Iterator[None]:
+    """Silence warnings of torchao about kernels for other hardware in the `with` block, which imports it."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -62,6 +62,11 @@ class Config(ModelConfig):
     )
     """Attention kernel, as for other families. E.g. `model.attention_backend=flash`."""
 
+    @property
+    def has_own_blocks(self) -> bool:
+        """False: blocks are those of the class."""
+        return False
+
 
 def spec(config: Config) -> ModelSpec:
     """Spec of the class, read off a model on the meta device."""

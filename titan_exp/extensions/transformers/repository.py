@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.hydra.resolve import UnreadableSourceError
+from titan_exp.config.machine.torchao_version import import_torchao
 from titan_exp.config.paths.foreign_json import read_object
-from titan_exp.ops.import_torchao import import_torchao
 
 if TYPE_CHECKING:
     from titan_exp.extensions.transformers.huggingface import Config

@@ -89,9 +89,14 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequenc
 
 
 def remarks_on(plans: Iterable[RunPlan]) -> list[str]:
-    """Sentences about runs, each once: a forgotten tokenizer, and a learning rate that rises again."""
+    """Sentences about runs, each once: a forgotten tokenizer, compilation, and a learning rate that rises again."""
     said = (
-        (*forgotten_tokenizer(plan.overrides, plan.experiment), *rate_after_decay(plan.experiment)) for plan in plans
+        (
+            *forgotten_tokenizer(plan.overrides, plan.experiment),
+            *plan.compilation,
+            *rate_after_decay(plan.experiment),
+        )
+        for plan in plans
     )
     return list(dict.fromkeys(chain.from_iterable(said)))
 

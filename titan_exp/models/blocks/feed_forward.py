@@ -14,19 +14,22 @@ from titan_exp.models.spec.feed_forward import FFN_GROUP
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.moe import RouterSpec
 from titan_exp.models.spec.tp_plan import TPStyle
-from titan_exp.ops.moe.balance import (
+from titan_exp.ops.autograd import recompute_input
+from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, combine, permute, permute_weights, sort_by_expert
+from titan_exp.ops.moe.routing import (
+    Routing,
     SumCounts,
     add_unless_recomputing,
     attach_loss,
     batch_balance_loss,
+    choices_per_expert,
+    choose_experts,
+    expert_weights,
     normalized_scores,
+    router_scores,
     router_z_loss,
     sequence_balance_loss,
 )
-from titan_exp.ops.moe.permutation import PaddedOrder, combine, permute, permute_weights, sort_by_expert
-from titan_exp.ops.moe.routing import Routing, choices_per_expert, choose_experts, expert_weights, router_scores
-from titan_exp.ops.moe.token_padding import TokenPadding
-from titan_exp.ops.recompute import recompute_input
 from titan_exp.ops.swiglu import GROUP, swiglu
 
 

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.ops.autograd import recompute_input
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.ops.moe.expert_bias import add_expert_bias
-from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.ops.moe.grouped_mm import add_expert_bias, grouped_linear, weighted_swiglu_linear
 from titan_exp.ops.moe.permutation import PaddedOrder, permute
-from titan_exp.ops.moe.weighted_swiglu import weighted_swiglu
-from titan_exp.ops.moe.weighted_swiglu_linear import weighted_swiglu_linear
-from titan_exp.ops.recompute import recompute_input
+from titan_exp.ops.swiglu import weighted_swiglu
 from titan_exp.ops.swiglu_variant import SwiGLUVariant
 
 

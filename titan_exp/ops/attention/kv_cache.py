@@ -1,4 +1,4 @@
-"""Attention with a KV cache, for generation."""
+"""Attention with a cache of keys and values, or of latents, for generation."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from titan_exp.ops.attention.attention_with_lse import math_attention_with_sinks
+from titan_exp.ops.attention.mask_pattern import MaskPattern
 from titan_exp.ops.attention.sdpa import CausalAttention
-from titan_exp.ops.attention.sinks import math_attention_with_sinks
 
 
 class CachedAttention(nn.Module):
@@ -61,3 +62,59 @@ class CachedAttention(nn.Module):
             self._keys = torch.empty(batch, heads, self.length, width, dtype=key.dtype, device=key.device)
             self._values = torch.empty_like(self._keys)
         return self._keys, self._values
+
+
+class LatentCache(nn.Module):
+    """Cache of multi-head latent attention while one sequence of at most `length` tokens grows: one latent and one
+    rotated key per token, no heads.
+
+    Later tokens attend to latents directly: the expansion of keys is absorbed into the query, and that of values into
+    the output (DeepSeek-AI 2024), so that cached tokens are never expanded.
+
+    A head has `own_dim` features of its own and a value of `v_dim`; `scale` is the factor of the scores, and `pattern`
+    names the visible tokens.
+    """
+
+    def __init__(self, length: int, *, own_dim: int, v_dim: int, scale: float, pattern: MaskPattern) -> None:
+        super().__init__()
+        self.length, self.own_dim, self.v_dim, self.scale, self.pattern = length, own_dim, v_dim, scale, pattern
+        self.filled = 0
+        """Number of cached tokens."""
+        self._latents: Tensor | None = None
+        self._shared: Tensor | None = None
+
+    def reset(self) -> None:
+        """Start another sequence."""
+        self.filled = 0
+
+    def append(self, latent: Float[Tensor, "batch new latent"], shared: Float[Tensor, "batch new rope"]) -> bool:
+        """Cache new tokens; True if there are earlier ones, to which `attend` must be called.
+
+        The first call takes several tokens, later ones take one each.
+        """
+        first, self.filled = self.filled, self.filled + latent.shape[1]
+        assert self.filled <= self.length, "the sequence is longer than the cache"
+        assert first == 0 or latent.shape[1] == 1, "later calls take one token"
+        if self._latents is None or self._shared is None:
+            batch = latent.shape[0]
+            self._latents = latent.new_empty(batch, self.length, latent.shape[-1])
+            self._shared = shared.new_empty(batch, self.length, shared.shape[-1])
+        self._latents[:, first : self.filled], self._shared[:, first : self.filled] = latent, shared
+        return first > 0
+
+    def attend(
+        self, query: Float[Tensor, "batch heads 1 qk"], weight: Float[Tensor, "rows latent"]
+    ) -> Float[Tensor, "batch heads 1 v"]:
+        """Attention of the last token to the cached ones that it sees.
+
+        `weight` expands latents, by head to own key and value.
+        """
+        assert self._latents is not None, "append comes first"
+        assert self._shared is not None
+        seen = slice(self.pattern.first_visible(self.filled - 1), self.filled)
+        latents, shared = self._latents[:, None, seen], self._shared[:, None, seen]
+        of_key, of_value = weight.unflatten(0, (query.shape[1], -1)).split((self.own_dim, self.v_dim), dim=1)
+        own, rotated = query.split((self.own_dim, query.shape[-1] - self.own_dim), dim=-1)
+        scores = (own @ of_key) @ latents.mT + rotated @ shared.mT
+        shares = (scores.float() * self.scale).softmax(-1).to(query.dtype)
+        return (shares @ latents) @ of_value.mT

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from titan_exp.ops.is_recomputing import is_recomputing
+from titan_exp.ops.autograd import is_recomputing
 
 TILE_SCORES = 1 << 22
 """Scores that are held at a time, over batch and heads."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding in real arithmetic (Su et al. 2021), with the published context scalings.
+"""Rotary position embedding in real arithmetic (Su et al. 2021) with the published context scalings, and temperatures.
 
 Rotates the pairs (i, i + head_dim / 2) of a head, Hugging Face's layout; real-valued, so that it fuses.
 """
@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.function_output import in_type
-from titan_exp.ops.runs_kernel import runs_kernel
-
-HEADS = 16
-"""Heads of a token per kernel program."""
+from titan_exp.ops.autograd import in_type
 
 
 class RotaryEmbedding(nn.Module):
@@ -143,7 +138,7 @@ def split_rotated(
 ]:
     """Rotated query heads, rotated keys and values of a fused projection; per key-value head queries, key and value.
 
-    Nothing of `qkv` is kept for backward, whose gradient is written by one kernel.
+    Nothing of `qkv` is kept for backward.
     """
     return _SplitRotated.apply(qkv, cos, sin)  # type: ignore[return-value]  # tensors
 
@@ -152,8 +147,6 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        if runs_kernel(qkv):
-            return _split_rotated(qkv.contiguous(), cos.contiguous(), sin.contiguous())
         query, key, value = (heads.flatten(2, 3) for heads in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3))
         # A view would keep the whole of `qkv`.
         return rotate(query, cos, sin), rotate(key, cos, sin), value.clone(memory_format=torch.contiguous_format)
@@ -162,58 +155,31 @@ class _SplitRotated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         query, key, value = gradients
-        if runs_kernel(query):
-            dense = (tensor.contiguous() for tensor in (*gradients, cos, sin))
-            return _split_rotated_backward(*dense), None, None
         parts = (rotate(query, cos, -sin), rotate(key, cos, -sin), value)
         return torch.cat([part.unflatten(2, (key.shape[2], -1)) for part in parts], dim=3), None, None
 
 
-@torch.library.custom_op("titan_exp::split_rotated", mutates_args=())
-def _split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    parts = _empty_parts(qkv, cos, sin)
-    _launch(qkv, *parts, cos, sin, backward=False)
-    return parts
+class TemperatureTable(nn.Module):
+    """Query temperature by position, which keeps long sequences' softmax sharp (Llama 4): factors of queries
+    1 + coefficient · ln(1 + floor((position + 1) / floor_scale)), in fp32.
 
+    A non-persistent buffer, which `reset` computes once its memory is allocated.
+    """
 
-@torch.library.custom_op("titan_exp::split_rotated_backward", mutates_args=())
-def _split_rotated_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    qkv = _empty_qkv(query, key, value, cos, sin)
-    _launch(qkv, query, key, value, cos, sin, backward=True)
-    return qkv
+    factors: Tensor
 
+    def __init__(self, length: int, coefficient: float, floor_scale: int) -> None:
+        super().__init__()
+        self.length, self.coefficient, self.floor_scale = length, coefficient, floor_scale
+        self.register_buffer("factors", torch.empty(length), persistent=False)
 
-@_split_rotated.register_fake
-def _empty_parts(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    batch, seq, kv_heads, slots, head_dim = qkv.shape
-    query, key, value = (qkv.new_empty(batch, seq, kv_heads * each, head_dim) for each in (slots - 2, 1, 1))
-    return query, key, value
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Fill the table, in fp64 on the CPU so that every device holds the same values."""
+        steps = (torch.arange(self.length) + 1) // self.floor_scale
+        self.factors.copy_(1 + self.coefficient * steps.double().log1p())
 
-
-@_split_rotated_backward.register_fake
-def _empty_qkv(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    batch, seq, kv_heads, head_dim = key.shape
-    return key.new_empty(batch, seq, kv_heads, query.shape[2] // kv_heads + 2, head_dim)
-
-
-def _launch(qkv: Tensor, *others: Tensor, backward: bool) -> None:
-    if isinstance(qkv, FakeTensor) or qkv.numel() == 0:
-        return
-    from titan_exp.ops.attention.rope_kernel import split_rotated_kernel
-
-    batch, seq, kv_heads, slots, head_dim = qkv.shape
-    cos, half = others[-1], head_dim // 2
-    launch: Any = split_rotated_kernel[batch * seq, -(-kv_heads * slots // HEADS)]
-    launch(
-        qkv,
-        *others,
-        cos.shape[0] * seq,
-        kv_heads,
-        group=slots - 2,
-        half=half,
-        padded=1 << (half - 1).bit_length(),
-        heads=HEADS,
-        backward=backward,
-        # Sums of products are rounded as torch's operators round them.
-        enable_fp_fusion=False,
-    )
+    def forward(self, seq: int, positions: Int[Tensor, "batch seq"] | None) -> Float[Tensor, "batch_or_1 seq 1 1"]:
+        """Factors of the given positions, or of 0 .. seq - 1."""
+        found = self.factors[None, :seq] if positions is None else self.factors[positions]
+        return found[..., None, None]

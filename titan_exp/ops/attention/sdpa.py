@@ -4,21 +4,27 @@ Kernels with grouped-query support read shared keys and values without repeating
 a window or chunks by tiles of query rows, each with the keys that one of its rows sees.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
-from titan_exp.config.machine.attention_backends import auto_backend
-from titan_exp.ops.attention.flash_attention import activate
-from titan_exp.ops.attention.flex import block_mask, flex_attention, pattern_mask
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, FLASH_PACKAGES, auto_backend
+from titan_exp.ops.attention.attention_with_lse import attention_with_sinks, math_attention_with_sinks
 from titan_exp.ops.attention.mask_pattern import CAUSAL, MaskPattern, Tile
 from titan_exp.ops.attention.max_logits import MaxLogits
-from titan_exp.ops.attention.sinks import attention_with_sinks, math_attention_with_sinks
 
 AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
@@ -33,6 +39,10 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 
 ONE_WIDTH = ("flash", "fa3", "fa4")
 """Kernels that take values as wide as keys only: narrower ones are padded with zeros."""
+
+BLOCK = 128
+"""Rows and columns of a block of FlexAttention's score matrix."""
+Blocks = Bool[Tensor, "*batch blocks blocks"]
 
 
 def choose_backend(
@@ -65,6 +75,45 @@ def choose_backend(
         hopper = torch.cuda.get_device_capability(device) >= (9, 0)
         chosen = "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"
     return chosen  # type: ignore[return-value]  # one of these
+
+
+def runs_here(backend: str, device: torch.device) -> bool:
+    """True if the package of a backend is installed and runs on this device; True for every other backend."""
+    package = FLASH_PACKAGES.get(backend)
+    if package is None:
+        return True
+    fits = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in package.majors
+    return fits and package.is_installed()
+
+
+def activate(backend: str, device: torch.device) -> None:
+    """Make a package's kernel torch's flash kernel; restore torch's own if `backend` names no package.
+
+    Raises:
+        UserError: the package does not run on this device, or cannot be imported.
+    """
+    package = FLASH_PACKAGES.get(backend)
+    if package is None:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        return
+    if device.type != "cuda":
+        raise _refused(backend, f"{package.title} runs on GPUs, and this is a {device.type.upper()}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in package.majors:
+        name = torch.cuda.get_device_name(device)
+        supported = " and ".join(f"{number}.0" for number in package.majors)
+        raise _refused(backend, f"{package.title} runs on capability {supported}, and {name} has {major}.{minor}")
+    try:
+        activate_flash_attention_impl(package.implementation)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        # The installed package may be built for another torch or CUDA.
+        raise _refused(backend, f"{package.title} cannot be used here: {error}") from error
+
+
+def _refused(backend: str, reason: str) -> UserError:
+    remedy = f"{ATTENTION_BACKEND}=auto"
+    return UserError("This run cannot be started.", [Violation(ATTENTION_BACKEND, backend, reason, remedy)])
 
 
 def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"]:
@@ -200,7 +249,7 @@ class CausalAttention(nn.Module):
             if self.backend == "math":
                 return math_attention_with_sinks(query, key, value, **how)
             kernel = "cpu" if query.device.type == "cpu" else self.backend
-            return attention_with_sinks(query, key, value, **how, backend=kernel)  # type: ignore[arg-type]  # checked by the rules
+            return attention_with_sinks(query, key, value, **how, backend=kernel)  # checked by the rules  # type: ignore[arg-type]  # checked by the rules
         if grouped and self.backend == "efficient":
             # This kernel has no grouped-query support.
             times = query.shape[1] // key.shape[1]
@@ -231,3 +280,90 @@ def _tile_mask(
             seen = seen & (segments[:, tile.rows, None] == segments[:, None, tile.keys])
         visible.append(seen[:, None])
     return tiles, tuple(visible)
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Any, sinks: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attention under a block mask, in the dtype of `query`; arguments as of `CausalAttention.forward`."""
+    # The compiler of a whole block reads no cache.
+    kernel = _uncompiled() if torch.compiler.is_compiling() else _kernel(query.device.type)
+    how = {"block_mask": mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if sinks is None:
+        return kernel(query, key, value, **how)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, found = kernel(query, key, value, **how, return_aux=AuxRequest(lse=True))
+    return (out * torch.sigmoid(found.lse - sinks.to(found.lse.dtype)[:, None])[..., None]).to(query.dtype)
+
+
+def block_mask(pattern: MaskPattern, segments: Int[Tensor, "batch seq"]) -> Any:
+    """Block mask of a causal pattern within segments."""
+    seq, visible = segments.shape[1], _visible(pattern, segments.shape[1])
+    some, every = _visible_blocks(pattern, seq, segments.device)
+    padded = torch.arange(-(-seq // BLOCK) * BLOCK, device=segments.device).clamp(max=seq - 1)
+    low, high = segments[:, padded].unflatten(1, (-1, BLOCK)).aminmax(dim=-1)
+    # Segments that ascend, as documents do, are in both blocks or in neither; of others too many blocks are computed.
+    some = some & (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
+    every = every & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
+    return _create(some, every, lambda b, h, q, k: visible(q, k) & (segments[b, q] == segments[b, k]), seq)
+
+
+@cache
+def pattern_mask(pattern: MaskPattern, seq: int, device: str) -> Any:
+    """Block mask of a causal pattern."""
+    visible = _visible(pattern, seq)
+    some, every = _visible_blocks(pattern, seq, torch.device(device))
+    return _create(some[None], every[None], lambda b, h, q, k: visible(q, k), seq)
+
+
+def _visible(pattern: MaskPattern, seq: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """`pattern.visible` as one expression, which FlexAttention compiles."""
+    window, chunk = pattern.window or seq, pattern.chunk or seq
+    if pattern.is_causal:
+        return lambda q, k: q >= k
+    return lambda q, k: (q >= k) & (q - k < window) & (q // chunk == k // chunk)
+
+
+def _visible_blocks(pattern: MaskPattern, seq: int, device: torch.device) -> tuple[Blocks, Blocks]:
+    """Blocks of the score matrix with a visible pair, and those of which every pair is visible.
+
+    `create_block_mask` of torch looks at every pair, in 10 bytes each.
+    """
+    starts = torch.arange(0, seq, BLOCK, device=device)
+    ends = (starts + BLOCK).clamp(max=seq) - 1
+    diagonal = starts[:, None] == starts
+    # Below the diagonal the nearest pair of a block is visible if any is, and the farthest if all are.
+    some = pattern.visible(starts[:, None], ends) | diagonal
+    every = pattern.visible(ends[:, None], starts) & ~diagonal
+    # torch counts a block that ends beyond the sequence as partly visible.
+    return some, every & (starts[:, None] + BLOCK <= seq)
+
+
+def _create(some: Blocks, every: Blocks, mask_mod: Callable[..., Tensor], seq: int) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partly, whole = _ordered((some & ~every)[:, None]), _ordered(every[:, None])
+    return BlockMask.from_kv_blocks(*partly, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(seq, seq))
+
+
+def _ordered(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Number of blocks in each row of blocks, and their indices, then those of the others."""
+    marked = blocks.int()
+    indices = marked.argsort(dim=-1, descending=True, stable=True)
+    return marked.sum(dim=-1, dtype=torch.int32), indices.to(torch.int32)
+
+
+def _uncompiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@cache
+def _kernel(device_type: str) -> Callable[..., Any]:
+    # Uncompiled FlexAttention holds the whole score matrix; a CPU has only that.
+    if device_type != "cuda":
+        return _uncompiled()
+    # One operator of uncompiled blocks, which activation checkpointing sees and can keep.
+    return torch.compile(_uncompiled(), options={"wrap_inductor_compiled_regions": True})

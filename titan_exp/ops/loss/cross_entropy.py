@@ -1,17 +1,26 @@
-"""Language-model loss as a sum over tokens, to be divided by the global token count in any layout."""
+"""Language-model loss as a sum over tokens, to be divided by the global token count in any layout.
 
+In vocabulary-parallel softmax, ranks compute from their own logits and exchange two numbers per token. Uncompiled on
+CUDA, a Triton kernel reads logits in their own dtype for the statistics of softmax, and one for their gradient.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.loss.row_softmax import has_row_kernels, write_row_gradient
-from titan_exp.ops.loss.vocab_parallel import VocabShard, locate, log_normalizer_and_target
+from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
+BLOCK, WARPS = 4096, 8
+"""Logits of a row that a kernel program computes at a time, and its warps: 16 logits a thread."""
 
 
 class LossSum(NamedTuple):
@@ -23,6 +32,18 @@ class LossSum(NamedTuple):
     """Cross-entropy alone, detached; logged, so that curves with and without z-loss compare."""
     z_loss: Tensor | None = None
     """Z-loss alone, detached; None if its coefficient is 0."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Vocabulary shard whose logits this rank holds."""
+
+    first: int
+    """First token id of the shard."""
+    all_reduce_sum: Callable[[Tensor], Tensor]
+    """Sum of a tensor over all shards, as a new tensor."""
+    all_reduce_max: Callable[[Tensor], Tensor]
+    """Elementwise maximum of a tensor over all shards, as a new tensor."""
 
 
 def cross_entropy_sum(logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
@@ -105,3 +126,169 @@ class _LogitsLoss(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         write_logits_gradient(logits, log_z, labels, z_loss, shard, gradients[0], gradient)
         return gradient, None, None, None
+
+
+@torch.no_grad()
+def log_normalizer_and_target(
+    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], shard: VocabShard | None
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Log of the softmax denominator over the whole vocabulary, and the target's logit, in fp32.
+
+    `logits` are those of `shard`, or of the whole vocabulary if it is None; `target` are ids of the whole vocabulary.
+    """
+    if has_row_kernels(logits):
+        statistics = row_statistics(logits, target, None if shard is None else shard.first)
+        max_logit, denominator, chosen = statistics
+        if shard is not None:
+            local_max, max_logit = max_logit, shard.all_reduce_max(max_logit)
+            denominator.mul_((local_max - max_logit).exp_())
+            denominator, chosen = shard.all_reduce_sum(statistics[1:])
+        return max_logit + denominator.log(), chosen
+    max_logit = logits.amax(-1).float()
+    if shard is not None:
+        max_logit = shard.all_reduce_max(max_logit)
+    place, here = locate(target, shard, logits.shape[1])
+    # The difference is in fp32, without a copy of the logits in fp32.
+    denominator = (logits - max_logit[:, None]).exp_().sum(-1)
+    chosen = logits.gather(1, place[:, None])[:, 0].float() * here
+    if shard is not None:
+        denominator, chosen = shard.all_reduce_sum(torch.stack((denominator, chosen)))
+    return max_logit + denominator.log(), chosen
+
+
+def locate(
+    target: Int[Tensor, " tokens"], shard: VocabShard | None, columns: int
+) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+    """Column of each target in this shard of `columns` columns, and 1; any column and 0 for targets in other shards."""
+    if shard is None:
+        return target, torch.ones_like(target)
+    column = target - shard.first
+    here = (column >= 0) & (column < columns)
+    return column.where(here, 0), here.to(target.dtype)
+
+
+def has_row_kernels(logits: Tensor) -> bool:
+    """True if the kernels take these logits: as in `runs_kernel`, and columns adjacent."""
+    return runs_kernel(logits) and logits.stride(-1) == 1
+
+
+def row_statistics(
+    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], first: int | None
+) -> Float[Tensor, "3 tokens"]:
+    """Maximum of each row, sum of exponentials relative to it, and the target's logit, in fp32.
+
+    `first` is the first token id of a vocabulary shard, and targets in other shards get 0. It is None for the whole
+    vocabulary, where a target outside gets NaN.
+    """
+    statistics = logits.new_empty(3, logits.shape[0], dtype=torch.float32)
+    if isinstance(logits, FakeTensor):
+        # Fake tensors have no values; the planner sees one call, and the bytes that the kernel reads and writes.
+        torch.sum(logits, -1, dtype=torch.float32, out=statistics[0])
+        return statistics
+    row_statistics_kernel[(logits.shape[0],)](
+        logits,
+        target,
+        *statistics,
+        logits.stride(0),
+        logits.shape[1],
+        first or 0,
+        math.nan if first is None else 0.0,
+        block=BLOCK,
+        num_warps=WARPS,
+    )
+    return statistics
+
+
+def write_row_gradient(
+    logits: Float[Tensor, "tokens vocab"],
+    log_z: Float[Tensor, " tokens"],
+    labels: Int[Tensor, " tokens"],
+    factor: Float[Tensor, " tokens"],
+    *,
+    z_loss: float,
+    first: int,
+    out: Float[Tensor, "tokens vocab"],
+) -> None:
+    """Write the gradient of cross-entropy plus z-loss, times a factor per token, to `out`, which may be the logits.
+
+    `log_z` and `factor` are in fp32. Labels outside the shard that starts at the token id `first` match no column.
+    """
+    if isinstance(logits, FakeTensor):
+        torch.mul(logits, factor[:, None], out=out)  # as above
+        return
+    logits_gradient_kernel[(logits.shape[0],)](
+        logits,
+        out,
+        log_z,
+        labels,
+        factor,
+        logits.stride(0),
+        out.stride(0),
+        logits.shape[1],
+        first,
+        z_loss,
+        block=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+@jit
+def row_statistics_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    logits: tl.tensor,
+    target: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    chosen: tl.tensor,
+    stride: tl.tensor,
+    columns: tl.tensor,
+    first: tl.tensor,
+    absent: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """Online softmax: maximum and sum of exponentials relative to it; the target's logit, or `absent`."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    maximum = tl.full((), float("-inf"), tl.float32)
+    sums = tl.zeros((block,), tl.float32)
+    for start in range(0, columns, block):
+        column = start + tl.arange(0, block)
+        x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        before = maximum
+        maximum = tl.maximum(before, tl.max(x, 0))
+        # Of logits that are all -inf so far, the sum is 0 and not NaN.
+        shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+        sums = sums * tl.exp(before - shift) + tl.exp(x - shift)
+    tl.store(largest + row, maximum)
+    tl.store(total + row, tl.sum(sums, 0))
+    place = tl.load(target + row) - first
+    here = (place >= 0) & (place < columns)
+    tl.store(chosen + row, tl.load(logits + place, mask=here, other=absent).to(tl.float32))
+
+
+@jit
+def logits_gradient_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    logits: tl.tensor,
+    gradient: tl.tensor,
+    log_z: tl.tensor,
+    labels: tl.tensor,
+    factor: tl.tensor,
+    stride: tl.tensor,
+    gradient_stride: tl.tensor,
+    columns: tl.tensor,
+    first: tl.tensor,
+    z_loss: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """Gradient of cross-entropy plus z-loss times `factor`, in another tensor or over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    gradient += row * gradient_stride
+    normalizer, scale = tl.load(log_z + row), tl.load(factor + row)
+    slope = 1 + 2 * z_loss * normalizer
+    place = tl.load(labels + row) - first
+    for start in range(0, columns, block):  # type: ignore[arg-type]  # a loop of Triton
+        column = start + tl.arange(0, block)
+        inside = column < columns
+        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        change = (tl.exp(x - normalizer) * slope - (column == place).to(tl.float32)) * scale
+        tl.store(gradient + column, rounded(change, gradient.dtype.element_ty), mask=inside)  # type: ignore[attr-defined]  # pointers have it

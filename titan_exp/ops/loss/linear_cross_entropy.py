@@ -11,9 +11,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, write_logits_gradient
-from titan_exp.ops.loss.vocab_parallel import VocabShard, log_normalizer_and_target
-from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.ops.autograd import needs_input_grad
+from titan_exp.ops.loss.cross_entropy import (
+    IGNORE_INDEX,
+    LossSum,
+    VocabShard,
+    log_normalizer_and_target,
+    write_logits_gradient,
+)
 
 
 def linear_loss_sum(

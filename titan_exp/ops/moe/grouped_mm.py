@@ -2,6 +2,10 @@
 
 On CUDA in bf16 it is torch's grouped matmul, one kernel that reads the group ends on the device. Otherwise it is a loop
 over experts that reads the ends on the host, which synchronizes a GPU; so does torch's kernel before Hopper.
+
+The linear layer of weighted SwiGLU is the second half of an expert. Its backward keeps SwiGLU's input; the gradient of
+the weight needs SwiGLU's output too, which SwiGLU's backward, with the factors at hand, writes over its upstream
+gradient.
 """
 
 from collections.abc import Iterator
@@ -13,8 +17,10 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.needs_input_grad import needs_input_grad
-from titan_exp.ops.runs_kernel import runs_kernel
+from titan_exp.ops.autograd import needs_input_grad
+from titan_exp.ops.swiglu import GROUP, weighted_swiglu, weighted_swiglu_backward
+from titan_exp.ops.swiglu_variant import SWIGLU, SwiGLUVariant
+from titan_exp.ops.triton_kernels import jit, runs_kernel, tl
 
 ALIGNED = 8
 """Multiple that torch's kernel requires of dims: bf16 rows start every 16 bytes."""
@@ -119,10 +125,27 @@ def _zero_rows_after(rows: Tensor, ends: Tensor) -> None:
         row = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
         rows.masked_fill_(row[:, None] >= ends[-1], 0)
     elif rows.numel():
-        from titan_exp.ops.moe.permutation_kernels import zero_rows_after_kernel
+        grid = (min(rows.shape[0], PROGRAMS),)
+        zero_rows_after_kernel[grid](rows, ends, *rows.shape, ends.shape[0] - 1, programs=PROGRAMS, block=1024)
 
-        launch: Any = zero_rows_after_kernel[(min(rows.shape[0], PROGRAMS),)]
-        launch(rows, ends, *rows.shape, ends.shape[0] - 1, programs=PROGRAMS, block=1024)
+
+@jit
+def zero_rows_after_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    out: tl.tensor,
+    ends: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    last: tl.tensor,
+    programs: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Zero this program's share of the `rows` after `ends[last]`."""
+    first = tl.load(ends + last).to(tl.int64) + tl.program_id(0)
+    for row in range(first, rows, programs):  # type: ignore[arg-type]  # a loop of Triton
+        for start in range(0, width, block):  # type: ignore[arg-type]  # a loop of Triton
+            column = start + tl.arange(0, block)
+            zeros = tl.zeros((block,), out.dtype.element_ty)  # type: ignore[attr-defined]  # pointers have it
+            tl.store(out + row * width + column, zeros, mask=column < width)
 
 
 def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
@@ -137,3 +160,149 @@ def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
         if end > start:
             yield expert, slice(start, end)
         start = end
+
+
+def weighted_swiglu_linear(
+    gate_up: Float[Tensor, "rows two_ffn"],
+    weight: Float[Tensor, "experts dim ffn"],
+    row_weights: Float[Tensor, " rows"],
+    ends: Int32[Tensor, " experts"],
+    group: int = GROUP,
+    *,
+    variant: SwiGLUVariant = SWIGLU,
+) -> Float[Tensor, "rows dim"]:
+    """`grouped_linear` of `weighted_swiglu`: each row's silu(gate) · up · weight by its expert's matrix."""
+    if torch.compiler.is_compiling():
+        # The partitioner recomputes what is cheap.
+        return grouped_linear(weighted_swiglu(gate_up, row_weights, group, variant), weight, ends)
+    return _WeightedSwiGLULinear.apply(gate_up, weight, row_weights, ends, group, variant)  # type: ignore[return-value]  # a Tensor
+
+
+class _WeightedSwiGLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
+        ctx: Any,
+        gate_up: Tensor,
+        weight: Tensor,
+        row_weights: Tensor,
+        ends: Tensor,
+        group: int,
+        variant: SwiGLUVariant,
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weight, row_weights, ends)
+        ctx.how = group, variant
+        return grouped_rows(weighted_swiglu(gate_up, row_weights, group, variant), weight.mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gate_up, weight, row_weights, ends = ctx.saved_tensors
+        needs_gate_up_grad, needs_weight_grad, needs_row_weights_grad = needs_input_grad(ctx, 3)
+        hidden, gate_up_grad, weight_grad, row_weights_grad = None, None, None, None
+        if needs_gate_up_grad or needs_row_weights_grad:
+            hidden = grouped_rows(gradients[0], weight, ends)
+            gate_up_grad, row_weights_grad = weighted_swiglu_backward(gate_up, row_weights, hidden, *ctx.how)
+        if needs_weight_grad:
+            if hidden is None:
+                hidden = weighted_swiglu(gate_up, row_weights, *ctx.how)
+            weight_grad = grouped_outer(gradients[0], hidden, ends)
+        return gate_up_grad, weight_grad, row_weights_grad, None, None, None
+
+
+def add_expert_bias(
+    rows: Float[Tensor, "rows width"],
+    bias: Float[Tensor, "experts width"],
+    ends: Int32[Tensor, " experts"],
+    weights: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, "rows width"]:
+    """rows + weight · bias[expert], in the dtype of `rows`, which are sorted by expert.
+
+    `ends` are the ends of the experts' rows. Rows after the last end stay as they are. The gradient of a bias sums the
+    rows of an expert in their order: no atomics.
+    """
+    return _AddExpertBias.apply(rows, bias, ends, weights)  # type: ignore[return-value]  # a Tensor
+
+
+class _AddExpertBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+        # The bias is read for the gradient of weights only.
+        ctx.save_for_backward(None if weights is None else bias, ends, weights)
+        ctx.dtype = bias.dtype
+        if torch.compiler.is_compiling() or rows.is_cuda:
+            # The compiler fuses it with what follows, and no end comes to the host.
+            added = _bias_of_rows(bias, ends, rows.shape[0])
+            return rows + (added if weights is None else added * weights[:, None]).to(rows.dtype)
+        return _add_bias(rows.contiguous(), bias, ends, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (bias, ends, weights), gradient = ctx.saved_tensors, gradients[0]
+        needs_bias_grad, bias_grad, weights_grad = needs_input_grad(ctx)[1], None, None
+        if needs_bias_grad or weights is not None:
+            backward = bias_backward_without_ends if gradient.is_cuda else _bias_backward
+            bias_grad, weights_grad = backward(gradient.contiguous(), bias, ends, weights)
+        return (
+            gradient,
+            bias_grad.to(ctx.dtype) if bias_grad is not None and needs_bias_grad else None,
+            None,
+            None if weights is None else weights_grad,
+        )
+
+
+def bias_backward_without_ends(
+    gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`_bias_backward` by torch's grouped matmul, with which no end comes to the host."""
+    scaled = gradient if weights is None else (gradient * weights[:, None]).to(gradient.dtype)
+    # A product with ones, of which the kernel wants a few columns.
+    bias_grad = grouped_outer(gradient.new_ones(gradient.shape[0], ALIGNED), scaled, ends)[:, 0]
+    if bias is None or weights is None:
+        return bias_grad, None
+    return bias_grad, (gradient * _bias_of_rows(bias, ends, gradient.shape[0]).to(weights.dtype)).sum(-1)
+
+
+def _bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
+    row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    expert = torch.searchsorted(ends, row, right=True)
+    # One more expert, of the rows after the last end.
+    return torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[expert]
+
+
+@torch.library.custom_op("titan_exp::add_expert_bias", mutates_args=())
+def _add_bias(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+    out = rows.clone()
+    for expert, part in runs_of_experts(ends, rows.shape[0]):
+        added = bias[expert] if weights is None else bias[expert] * weights[part, None]
+        out[part].add_(added.to(rows.dtype))
+    return out
+
+
+@torch.library.custom_op("titan_exp::expert_bias_backward", mutates_args=())
+def _bias_backward(
+    gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the bias, in fp32 at least, and of weights; `bias` and `weights` are given together."""
+    bias_grad, weights_grad = _empty_gradients(gradient, bias, ends, weights)
+    bias_grad.zero_()
+    weights_grad.zero_()
+    for expert, part in runs_of_experts(ends, gradient.shape[0]):
+        upstream = gradient[part].to(bias_grad.dtype)
+        factors = upstream.new_ones(upstream.shape[0]) if weights is None else weights[part].to(upstream.dtype)
+        torch.mv(upstream.t(), factors, out=bias_grad[expert])
+        if bias is not None:
+            weights_grad[part] = (upstream @ bias[expert].to(upstream.dtype)).to(weights_grad.dtype)
+    return bias_grad, weights_grad
+
+
+@_add_bias.register_fake
+def _empty_biased(rows: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+    return torch.empty_like(rows)
+
+
+@_bias_backward.register_fake
+def _empty_gradients(
+    gradient: Tensor, bias: Tensor | None, ends: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    bias_grad = gradient.new_empty(ends.shape[0], gradient.shape[1], dtype=wide)
+    return bias_grad, bias_grad.new_empty(0) if weights is None else torch.empty_like(weights)

@@ -1,7 +1,12 @@
-"""Permutation of tokens to rows sorted by expert, and the weighted sum back, in one fixed order.
+"""Permutation of tokens to rows sorted by expert, the weighted sum back, in one fixed order, and padding for experts.
 
 Sums gather, so results and gradients are deterministic: scattering sums needs atomics on a GPU. Uncompiled on CUDA,
-each direction is one Triton kernel over tokens that reads or writes a token once and its rows once.
+each direction is one Triton kernel over tokens that reads or writes a token once and its rows once. A program has one
+token; the rows of its choices are anywhere, and no other program touches them.
+
+With padding each expert has a multiple of some number of rows: numbers that share a scale along tokens then belong to
+one expert, and kernels get the group sizes that they require. There is room for the worst case, so that no count comes
+to the host.
 """
 
 from dataclasses import dataclass
@@ -13,9 +18,8 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from titan_exp.ops.function_output import in_type
-from titan_exp.ops.runs_kernel import runs_kernel
-from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
+from titan_exp.ops.autograd import in_type, keep_unsaved, unsaved_tensors
+from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
 BLOCK = 1024
 """Columns per kernel program."""
@@ -43,10 +47,7 @@ def sort_by_expert(
 
 @dataclass(frozen=True)
 class PaddedOrder:
-    """Order of the choices by expert, where each expert has a multiple of some number of rows, and some at least.
-
-    There is room for the worst case, so that no count comes to the host.
-    """
+    """Order of the choices by expert, where each expert has a multiple of some number of rows, and some at least."""
 
     order: Int64[Tensor, " rows"]
     """Choice of each row; 0 for padding."""
@@ -93,7 +94,7 @@ def combine(
 ) -> Float[Tensor, "tokens dim"]:
     """Weighted sum of each token's rows, in fp32 and in the order of its choices; plain sum if `weights` is None.
 
-    Backward keeps `rows` for the gradient of `weights`, nothing for a plain sum (see `ops.moe.weighted_swiglu`). The
+    Backward keeps `rows` for the gradient of `weights`, nothing for a plain sum (see `ops.swiglu`). The
     gradient of padding is zeros.
     """
     return _Combine.apply(rows, order, inverse, weights, padding)  # type: ignore[return-value]  # a Tensor
@@ -184,7 +185,7 @@ def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
     if padding is not None:
         rows.index_fill_(0, padding, 0)
     if runs_kernel(x):
-        _launch("copy_tokens_kernel", x, inverse, rows, choices=inverse.shape[1], block=BLOCK)
+        _launch(copy_tokens_kernel, x, inverse, rows, choices=inverse.shape[1], block=BLOCK)
         return rows
     if padding is not None:
         for choice in inverse.unbind(1):
@@ -202,7 +203,7 @@ def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> T
     if runs_kernel(rows):
         operands = rows, rows if weights is None else weights.contiguous()
         choices = {"choices": inverse.shape[1], "weighted": weights is not None}
-        _launch("sum_rows_kernel", out, inverse, *operands, **choices, block=BLOCK)
+        _launch(sum_rows_kernel, out, inverse, *operands, **choices, block=BLOCK)
         return out
     if not rows.is_cuda:
         # One pass on a CPU, choices in order. Narrower rows it would sum in their dtype.
@@ -228,7 +229,7 @@ def _combine_backward(
         choices = inverse.shape[1]
         padded = 1 << (choices - 1).bit_length()
         sizes = {"choices": choices, "padded": padded, "block": max(1, TILE // padded)}
-        _launch("combine_backward_kernel", gradient, inverse, rows, weights.contiguous(), *results, **sizes)
+        _launch(combine_backward_kernel, gradient, inverse, rows, weights.contiguous(), *results, **sizes)
         return rows_grad, weights_grad
     wide = gradient.to(_sum_dtype(rows))
     for choice in range(inverse.shape[1]):
@@ -255,13 +256,166 @@ def _empty_gradients(
     return torch.empty_like(rows), weights.new_empty(weights.shape)
 
 
-def _launch(name: str, of_tokens: Tensor, inverse: Tensor, *others: Tensor, **constants: int | bool) -> None:
-    """Launch a kernel of `permutation_kernels` per token, and per block of columns unless it loops over them."""
+def _launch(kernel: Any, of_tokens: Tensor, inverse: Tensor, *others: Tensor, **constants: int | bool) -> None:
+    """Launch a kernel per token, and per block of columns unless it loops over them."""
     tokens, width = of_tokens.shape
     if isinstance(of_tokens, FakeTensor) or of_tokens.numel() == 0:
         return
-    from titan_exp.ops.moe import permutation_kernels
-
     blocks = 1 if "padded" in constants else -(-width // constants["block"])
-    launch: Any = getattr(permutation_kernels, name)[tokens, blocks]
-    launch(of_tokens, inverse.contiguous(), *others, width, **constants)
+    kernel[tokens, blocks](of_tokens, inverse.contiguous(), *others, width, **constants)
+
+
+@jit
+def copy_tokens_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    x: tl.tensor,
+    inverse: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    choices: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Copy `block` columns of a token to the rows of its choices."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    numbers = tl.load(x + token * width + column, mask=column < width, other=0.0)
+    for choice in tl.static_range(choices):  # type: ignore[misc]  # a loop of Triton
+        row = tl.load(inverse + token * choices + choice)
+        tl.store(rows + row * width + column, numbers, mask=column < width)
+
+
+@jit
+def sum_rows_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    out: tl.tensor,
+    inverse: tl.tensor,
+    rows: tl.tensor,
+    weights: tl.tensor,
+    width: tl.tensor,
+    choices: tl.constexpr,
+    weighted: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Sum `block` columns of a token's rows in fp32, in the order of its choices, times their weights if `weighted`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    total = tl.zeros((block,), tl.float32)
+    for choice in tl.static_range(choices):
+        row = tl.load(inverse + token * choices + choice)
+        numbers = tl.load(rows + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        if weighted:
+            numbers *= tl.load(weights + token * choices + choice)
+        total += numbers
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + token * width + column, rounded(total, dtype), mask=column < width)
+
+
+@jit
+def combine_backward_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
+    gradient: tl.tensor,
+    inverse: tl.tensor,
+    rows: tl.tensor,
+    weights: tl.tensor,
+    rows_grad: tl.tensor,
+    weights_grad: tl.tensor,
+    width: tl.tensor,
+    choices: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Gradients of a token's rows and weights: its gradient times each weight, and its dot product with each row.
+
+    `padded` is a power of two that is at least `choices`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, padded)
+    chosen = choice < choices
+    first = tl.load(inverse + token * choices + choice, mask=chosen, other=0)[:, None] * width
+    weight = tl.load(weights + token * choices + choice, mask=chosen, other=0.0)[:, None]
+    dtype: tl.constexpr = rows.dtype.element_ty  # type: ignore[attr-defined]  # pointers have it
+    products = tl.zeros((padded, block), tl.float32)
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)
+        inside = chosen[:, None] & (column < width)[None, :]
+        upstream = tl.load(gradient + token * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        offsets = first + column[None, :]
+        products += upstream * tl.load(rows + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(rows_grad + offsets, rounded(upstream * weight, dtype), mask=inside)
+    tl.store(weights_grad + token * choices + choice, tl.sum(products, 1), mask=chosen)
+
+
+@dataclass(frozen=True)
+class TokenPadding:
+    """Positions in a padded buffer of rows that are sorted by expert, and back."""
+
+    ends: Tensor
+    """End of each expert's padded rows, int32 [experts]; every expert has some rows, if only zeros."""
+    expert: Tensor
+    """Expert of each padded row, [room]; the number of experts for padding after the last."""
+    place: Tensor
+    """Padded position of each row, [tokens]."""
+    moved: Tensor
+    """True for rows that belong to an expert, [tokens]."""
+    source: Tensor
+    """Source row of each padded position, [room]."""
+    filled: Tensor
+    """True for padded positions that hold a row, [room]."""
+
+    @staticmethod
+    def of(ends: Tensor, tokens: int, multiple: int) -> "TokenPadding":
+        """Padding of `tokens` rows with int32 `ends` [experts], to a `multiple` of rows per expert."""
+        experts, room = ends.shape[0], multiple * (-(-tokens // multiple) + ends.shape[0])
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        sizes = ((ends - starts + multiple - 1) // multiple).clamp(min=1) * multiple
+        after = sizes.cumsum(0, dtype=torch.int32)
+        # Distance by which each expert's rows move.
+        shift = after - sizes - starts
+        expert, expert_after = experts_of_rows(ends, tokens), experts_of_rows(after, room)
+        row = torch.arange(tokens, device=ends.device)
+        row_after = torch.arange(room, device=ends.device)
+        mine, mine_after = expert.clamp(max=experts - 1), expert_after.clamp(max=experts - 1)
+        moved, source = expert < experts, row_after - shift[mine_after]
+        filled = (expert_after < experts) & (source < ends[mine_after])
+        return TokenPadding(
+            after,
+            expert_after,
+            (row + shift[mine]).where(moved, 0),
+            moved,
+            source.where(filled, 0),
+            filled,
+        )
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Pad rows, [tokens, columns] to [room, columns]; differentiable."""
+        return _Move.apply(rows, self.source, self.filled, self.place, self.moved)  # type: ignore[return-value]
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Remove the padding, [room, columns] to [tokens, columns]; zeros for rows of no expert; differentiable."""
+        return _Move.apply(rows, self.place, self.moved, self.source, self.filled)  # type: ignore[return-value]
+
+
+def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
+    """Expert of each row, int64 [rows]; the number of experts for rows after the last end."""
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+
+
+class _Move(torch.autograd.Function):
+    """Gathers rows in both directions: scattering would need atomics on a GPU."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
+        ctx: Any, rows: Tensor, chosen: Tensor, kept: Tensor, back: Tensor, kept_back: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(back, kept_back)
+        return _choose(rows, chosen, kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _choose(gradients[0], *ctx.saved_tensors), None, None, None, None
+
+
+def _choose(rows: Tensor, chosen: Tensor, kept: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Received rows may be none, which the compiler cannot ask: one of zeros follows, in no memory.
+        rows = F.pad(rows, (0, 0, 0, 1))
+    elif rows.shape[0] == 0:
+        return rows.new_zeros(chosen.shape[0], rows.shape[1])
+    return rows.index_select(0, chosen).masked_fill(~kept[:, None], 0)

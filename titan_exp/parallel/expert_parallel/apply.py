@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.feed_forward import Experts, MoEFeedForward, compute_locally, weigh_rows
 from titan_exp.models.blocks.linear import GroupedLinear
-from titan_exp.ops.function_output import dense
+from titan_exp.ops.autograd import dense
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.moe.permutation import combine, permute, permute_weights, sort_by_expert
 from titan_exp.ops.moe.routing import Routing

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.ops.moe.token_padding import experts_of_rows
-from titan_exp.ops.unsaved_tensors import keep_unsaved, unsaved_tensors
+from titan_exp.ops.autograd import keep_unsaved, unsaved_tensors
+from titan_exp.ops.moe.permutation import experts_of_rows
 from titan_exp.parallel.collectives import (
     all_to_all_rows,
     finish_count_exchange,

@@ -13,7 +13,7 @@ from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.secrets.variables import revealed
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.transformer import MTP_DEPTH
-from titan_exp.ops.loss.vocab_parallel import VocabShard
+from titan_exp.ops.loss.cross_entropy import VocabShard
 from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.objective.multi_token_prediction import MultiTokenPrediction

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, loss_sum
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, VocabShard, loss_sum
 from titan_exp.ops.loss.linear_cross_entropy import ChunkFunctions, linear_loss_sum
-from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.objective.base import Loss, Reduction
 
 

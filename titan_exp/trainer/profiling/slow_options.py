@@ -9,7 +9,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout
+from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM, ResolvedLayout, why_eager
 from titan_exp.config.machine.attention_backends import ATTENTION_BACKEND, HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.builtins import sources
@@ -35,6 +35,8 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
     unmasked_bf16 = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
     yield from _attention(experiment.model, flash=cuda and unmasked_bf16)
     compile_, parallelism = experiment.compile, experiment.parallelism
+    if not compile_.enabled and why_eager(experiment) is None:
+        yield "compile.enabled=false computes blocks operator by operator, for debugging; compile=blocks fuses them"
     if compile_.enabled and compile_.backend in NO_CODEGEN_BACKENDS:
         yield f"compile.backend={compile_.backend} generates no code; compile=none, or compile.backend=inductor"
     if compile_.cuda_graphs:

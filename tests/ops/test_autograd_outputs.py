@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import titan_exp
 from tests.parity.runs import train
 from tests.ranks import run_ranks
-from titan_exp.ops.function_output import dense, in_type
+from titan_exp.ops.autograd import dense, in_type
 
 MAY_DO_NOTHING = ("to", "contiguous", "float", "double", "bfloat16", "half", "type_as")
 
@@ -44,7 +44,7 @@ def test_outputs_end_in_an_operator_with_effect():
     outputs = _outputs()
     assert len(outputs) > 30
     # Called for another dtype only.
-    assert [place for place, value in outputs if _may_do_nothing(value)] == ["embedding.py: _RoundedRows"]
+    assert [place for place, value in outputs if _may_do_nothing(value)] == ["local_tensor.py: _RoundedRows"]
 
 
 class _Unchanged(TorchFunctionMode):

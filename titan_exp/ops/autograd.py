@@ -1,0 +1,125 @@
+"""Autograd: needed gradients, outputs of functions, tensors beside the saved ones, recomputation in backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+
+
+def needs_input_grad(context: Any, count: int = 2) -> tuple[bool, ...]:
+    """True for each of an operator's first `count` inputs whose gradient this backward pass needs; call it in backward.
+
+    Zero-bubble schedules ask for dX and dW separately; `ctx.needs_input_grad` covers all backward passes. A compiled
+    graph computes both.
+    """
+    needed_ever = context.needs_input_grad[:count]
+    if torch.compiler.is_compiling():
+        return needed_ever
+    return tuple(
+        needed and _will_run(node[0]) for node, needed in zip(context.next_functions, needed_ever, strict=False)
+    )
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch cannot tell for a leaf among the requested inputs
+        return True
+
+
+def in_type(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the output of an autograd function to `dtype`; itself if it has it.
+
+    After an operator that does nothing, torch 2.11's compiler passes a zero gradient.
+    """
+    return out if out.dtype == dtype else out.to(dtype)
+
+
+def dense(out: Tensor) -> Tensor:
+    """Contiguous output of an autograd function; itself if it is contiguous, as in `in_type`."""
+    return out if out.is_contiguous() else out.contiguous()
+
+
+def keep_unsaved(context: Any, *tensors: Tensor | None) -> None:
+    """Keep tensors for backward beside autograd's saved tensors.
+
+    Activation checkpointing recomputes a block until its last saved tensor: an operator at the end of a block that
+    keeps its tensors here needs no recomputation. They must not be recomputable activations: their memory is held until
+    backward.
+    """
+    context.unsaved = tensors
+
+
+def unsaved_tensors(context: Any) -> tuple[Any, ...]:
+    """Kept tensors, empty without; call it inside backward. Released when autograd releases saved tensors: now, unless
+    backward is split.
+    """
+    tensors = getattr(context, "unsaved", ())
+    if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+        context.unsaved = ()
+    return tensors
+
+
+def is_recomputing() -> bool:
+    """True inside a backward pass, where a module's forward only runs to recompute activations and must not count."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def recompute_input(cheap: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
+    """`consumer(cheap(x))`, where backward computes `cheap(x)` again instead of keeping it.
+
+    For a norm, SwiGLU or permutation, whose own backward keeps `x` and whose output only a matmul keeps. Calls nest: if
+    `x` is itself recomputed by a caller, it is not kept either. Compiled code is left as it is: `compile_blocks` lets
+    the partitioner recompute. So is code under activation checkpointing, whose hooks must see every saved tensor.
+    """
+    y = cheap(x)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return consumer(y)
+    hooks: Any = _top_saved_tensors_default_hooks(True)
+    outer = None if hooks is None else hooks[0]
+    if outer is not None and not isinstance(outer, _Pack):
+        return consumer(y)
+    with torch.autograd.graph.saved_tensors_hooks(_Pack(cheap, x, y, outer), _unpack):
+        return consumer(y)
+
+
+class _Recomputed:
+    """Saved tensor that backward computes."""
+
+    def __init__(self, cheap: Callable[[Tensor], Tensor], source: "Tensor | _Recomputed", shape: torch.Size) -> None:
+        self.cheap, self.source, self.shape = cheap, source, shape
+
+
+class _Pack:
+    """Hook that replaces `cheap(x)` and its views among saved tensors; others are left to the hook around it."""
+
+    def __init__(self, cheap: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, outer: "_Pack | None") -> None:
+        self._cheap, self._outer = cheap, outer
+        self._source = self._by_caller(x.detach())
+        self._identity = _identity(y)
+
+    def __call__(self, saved: Tensor) -> Tensor | _Recomputed:
+        if _identity(saved) == self._identity:
+            return _Recomputed(self._cheap, self._source, saved.shape)
+        return self._by_caller(saved)
+
+    def _by_caller(self, saved: Tensor) -> Tensor | _Recomputed:
+        if self._outer is not None:
+            return self._outer(saved)
+        # An operator that saved its output with the graph behind it would keep itself alive.
+        return saved if saved.grad_fn is None else saved.detach()
+
+
+def _unpack(packed: Tensor | _Recomputed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    with torch.no_grad():
+        return packed.cheap(_unpack(packed.source)).view(packed.shape)
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """The same for a contiguous tensor and its views of other shapes."""
+    dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return (dense and tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype)

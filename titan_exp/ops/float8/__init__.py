@@ -1,1 +1,0 @@
-"""Float8 casts and kernels."""

@@ -1,16 +1,40 @@
-"""Launch of replica groups, as the core's launcher, `status` and `compare` call it."""
+"""Launch of replica groups: on this machine, sets of ranks, each started again alone when it fails, and one lighthouse
+for all; on SLURM, jobs."""
 
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.extensions.replica_groups.events import GroupSummary, summarize_groups
+from titan_exp.extensions.replica_groups.config import cluster_of
+from titan_exp.extensions.replica_groups.events import (
+    GroupEventLines,
+    GroupSummary,
+    ReplicaGroup,
+    read_events,
+    record_event,
+    summarize_groups,
+)
+from titan_exp.extensions.replica_groups.lighthouse import Lighthouse
+from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.worlds import Processes, Worlds
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import HUNG
 
+MAX_RESTARTS = 3
+"""Consecutive starts of a group that end before it trains; then it stays away."""
+END_LIMIT = 10.0
+"""Seconds for the other groups to end after one has ended without a failure; a newcomer has no group to heal from."""
 SLURM = "titan_exp.extensions.replica_groups.launch_slurm"
 
 
 class GroupLaunch(Worlds):
-    """Replica groups, each a world. What starts them is imported where it is needed."""
+    """Replica groups, each a world, as the core's launcher, `status` and `compare` call them."""
 
     noun = "replica group"
     leave, epilogue = f"{SLURM} leave", f"{SLURM} epilogue"
@@ -22,8 +46,6 @@ class GroupLaunch(Worlds):
 
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:
         """All groups, and one lighthouse."""
-        from titan_exp.extensions.replica_groups.launch_local import LocalReplicaGroups
-
         return LocalReplicaGroups(layout, folder, attempt)
 
     def join(self, folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
@@ -35,3 +57,155 @@ class GroupLaunch(Worlds):
     def summarize(self, folder: RunFolder) -> GroupSummary | None:
         """Summary of the events in groups.jsonl."""
         return summarize_groups(folder)
+
+
+@dataclass
+class _Slot:
+    """One group: its ranks, or the result of their last start."""
+
+    number: int
+    ranks: LocalRanks | None = None
+    started: float = 0.0
+    """Unix time of the last start."""
+    result: AttemptResult | None = None
+    """Result of the newest start that was not killed by the launcher."""
+    ended: float = 0.0
+    """Unix time of that result."""
+    failed_starts: int = 0
+    """Consecutive starts that ended before the group was in a quorum."""
+    given_up: bool = False
+
+
+class LocalReplicaGroups(Processes):
+    """Supervises the groups of one attempt."""
+
+    def __init__(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> None:
+        self._layout, self.folder, self.attempt = layout, folder, attempt
+        self._cluster = cluster_of(layout)
+        self._slots = [_Slot(number) for number in range(self._cluster.worlds)]
+        self._starts = 0
+        self._lighthouse = Lighthouse(self._cluster, folder, folder.attempt_logs(attempt) / "lighthouse.log")
+        self._lines = GroupEventLines(folder, attempt)
+        self._killed = False
+        self._over_since: float | None = None
+        """Monotonic time at which a group first ended without a failure."""
+        self.job_id = ""
+        """Job ids of the groups' first starts."""
+
+    def log(self, rank: int) -> Path:
+        """Path of a rank's log in the first group's first start."""
+        first = ReplicaGroup(0, 0, self._lighthouse.url)
+        return self.folder.attempt_logs(self.attempt) / first.logs / f"rank-{rank:05d}.log"
+
+    def start(self) -> None:
+        """Start the lighthouse and all groups. Raises OSError if the logs cannot be written."""
+        self.folder.make_attempt_logs(self.attempt)
+        self._lighthouse.poll()
+        for slot in self._slots:
+            self._start(slot)
+        self.job_id = ",".join(slot.ranks.job_id for slot in self._slots if slot.ranks is not None)
+
+    def poll(self) -> bool:
+        """Poll all groups, and start again what has failed; returns True once the run is over."""
+        if self._lighthouse.poll():
+            self._record("lighthouse started")
+        for slot in self._slots:
+            if slot.ranks is not None and slot.ranks.poll():
+                self._end(slot)
+        if any(slot.result is not None and slot.result.state != "failed" for slot in self._slots):
+            self._over_since = self._over_since or time.monotonic()
+            if time.monotonic() - self._over_since > END_LIMIT:
+                self.kill()  # newcomers
+        if self._killed or self._over_since is not None:
+            return not any(slot.ranks is not None for slot in self._slots)
+        able = [slot for slot in self._slots if not slot.given_up]
+        if len(able) < self._cluster.min_groups or self._fleet_is_dead():
+            self.kill()
+            return True
+        for slot in able:
+            if slot.ranks is None:
+                self._start_again(slot)
+        return False
+
+    def news(self) -> Iterator[str]:
+        """Lines of new events."""
+        return self._lines.lines()
+
+    def kill(self) -> None:
+        """Kill all ranks of all groups."""
+        self._killed = True
+        for slot in self._slots:
+            if slot.ranks is not None:
+                slot.ranks.kill()
+                slot.ranks.close()
+                slot.ranks = None
+
+    def close(self) -> None:
+        """Kill remaining ranks and the lighthouse."""
+        self.kill()
+        self._lighthouse.close()
+
+    def result(self) -> AttemptResult:
+        """Result of the attempt; call after `poll` returned True."""
+        found = [(slot.result.state == "failed", slot.ended, slot.result) for slot in self._slots if slot.result]
+        # A group ends without a failure only once the last state is saved. Else the first failure is the cause.
+        return min(found, key=lambda result: result[:2])[2]
+
+    def _start(self, slot: _Slot) -> None:
+        group = ReplicaGroup(slot.number, self._starts, self._lighthouse.url)
+        self._starts += 1
+        slot.started = time.time()
+        ranks = LocalRanks(self._layout, self.folder, self.attempt, group)
+        ranks.start()
+        slot.ranks = ranks
+        self._record("started", group=slot.number, start=group.start, job_id=ranks.job_id)
+
+    def _start_again(self, slot: _Slot) -> None:
+        try:
+            self._start(slot)
+        except OSError as error:  # such as a full disk; the other groups train on
+            slot.failed_starts += 1
+            self._record("not started", group=slot.number, reason=error.strerror or str(error))
+            if slot.failed_starts > MAX_RESTARTS:
+                self._give_up(slot)
+
+    def _end(self, slot: _Slot) -> None:
+        """Note the end of a group's ranks, and whether to start it again."""
+        assert slot.ranks is not None
+        result = slot.ranks.result()
+        slot.ranks.close()
+        slot.ranks, slot.ended = None, time.time()
+        self._record("ended", group=slot.number, exit=result.exit_code, reason=result.reason)
+        reason = result.reason if result.state != "failed" else f"replica group {slot.number}, {result.reason}"
+        slot.result = replace(result, reason=reason)
+        slot.failed_starts = 0 if self._has_trained(slot) else slot.failed_starts + 1
+        # A user's error would come again, and so does a hang as a rule.
+        final = result.exit_code in (UserError.exit_code, HUNG) or slot.failed_starts > MAX_RESTARTS
+        if result.state == "failed" and final:
+            self._give_up(slot)
+        slot.given_up = slot.given_up or result.state != "failed"
+
+    def _give_up(self, slot: _Slot) -> None:
+        """Leave a group away for the rest of the attempt."""
+        slot.given_up = True
+        self._record("given up", group=slot.number)
+
+    def _fleet_is_dead(self) -> bool:
+        """True if groups have trained and none is left that has: newcomers have no state to take over."""
+        if all(slot.result is None for slot in self._slots):
+            return False
+        trained = any(event["event"] == "quorum" for event in self._events())
+        return trained and not any(slot.ranks is not None and self._has_trained(slot) for slot in self._slots)
+
+    def _has_trained(self, slot: _Slot) -> bool:
+        """True if the group's newest start was in a quorum."""
+        return any(
+            event["event"] == "quorum" and event["time"] >= slot.started and slot.number in event["groups"]
+            for event in self._events()
+        )
+
+    def _events(self) -> list[dict[str, Any]]:
+        return read_events(self.folder, self.attempt)
+
+    def _record(self, event: str, **fields: object) -> None:
+        record_event(self.folder, self.attempt, event=event, **fields)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, torch.Tensor], int]:
     """Full parameters held by the ranks of a layout, and number of elements on this rank."""
-    made = experiment(*layout, "model=llama_debug")
+    made = experiment(*layout, "model=llama_debug", "compile=none")
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build_model(kind(name), seq_len=64, attention_backend="math")

@@ -87,7 +87,7 @@ def steps(*words: str) -> Steps:
 
 def parallel_model(*layout: str) -> nn.Module:
     """The model of this rank with its initial weights."""
-    made = experiment(*MODEL, *layout)
+    made = experiment(*MODEL, "compile=none", *layout)
     mesh = build_mesh(made.parallelism, CPU, experts=True)
     with torch.device("meta"):
         model = build_model(made.model, seq_len=32, attention_backend="math")

@@ -15,7 +15,8 @@ from tests.journeys.command import REPOSITORY, run
 
 PAGE = REPOSITORY / "docs" / "guides" / "adding.md"
 FILES = Path(__file__).parent
-NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where", "part": "update_size"}
+NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where", "executor": "ssh"}
+NAMES |= {"part": "update_size"}
 """Names of the additions whose own files are in folders here."""
 EDITS = {
     "key": {
@@ -48,7 +49,7 @@ EDITS = {
     },
 }
 """Additions to files that exist: by file a text that is in it, and what is written before its first place."""
-THINGS = ("key", "rule", "verb", "optimizer", "family", "source", "part")
+THINGS = ("key", "rule", "verb", "optimizer", "family", "source", "executor", "part")
 
 
 @cache
@@ -164,3 +165,9 @@ def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, added: dict[str
 def test_the_verb_runs_and_is_listed(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
     assert python(tree, "titan_exp", "where", "paths.runs=/scratch").stdout == "/scratch\n"
     assert "  where      Print the folder that holds every run." in python(tree, "titan_exp", "--help").stdout
+
+
+def test_the_executor_starts_a_command_on_each_host(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
+    words = ["cluster=ssh", "cluster.device=cpu", "+cluster.processes_per_node=1", "parallelism.dp_shard=2"]
+    done = python(tree, "titan_exp", "train", "--dry-run", "model=llama_debug", *words)
+    assert re.findall(r"^# (\w+)$", done.stdout, re.MULTILINE) == ["node1", "node2"], done.stdout + done.stderr

@@ -18,9 +18,13 @@ IMPORT_PATH = "TITAN_EXP_IMPORT_PATH"
 """Environment variable: the launcher's sys.path; ranks search it after their own."""
 TOKEN = "TITAN_EXP_TOKEN"
 """Environment variable: identifies the submission. Ranks started by hand have none."""
+HOSTS = "TITAN_EXP_HOSTS"
+"""Environment variable: names of a run's hosts, separated by commas, for ranks that a host agent starts."""
 TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)")
 """Environment variables by which torchrun tells a rank who it is; images of containers set some of them, too."""
-OURS = re.compile(r"TITAN_EXP_(ATTEMPT|GROUP|IMPORT_PATH|LAUNCHER|RENDEZVOUS|REPLICA_GROUP|SPARE|TOKEN|VISIBLE_GPUS)")
+OURS = re.compile(
+    r"TITAN_EXP_(ATTEMPT|GROUP|HOSTS|IMPORT_PATH|LAUNCHER|RENDEZVOUS|REPLICA_GROUP|SPARE|TOKEN|VISIBLE_GPUS)"
+)
 """Environment variables by which a launch tells its ranks who they are."""
 
 

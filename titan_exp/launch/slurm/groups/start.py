@@ -9,9 +9,10 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.join_attempt import check_world_size
 from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.launch.rank.rendezvous import join_rendezvous
 from titan_exp.launch.slurm.groups.agent import start_agent
 from titan_exp.launch.slurm.groups.life import attempt_events, groups_lock, living_groups, started, unended
-from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous
+from titan_exp.launch.slurm.rendezvous import publish_rendezvous
 from titan_exp.launch.state.close_attempt import newest_checkpoint, requeues_after
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.group_events import record_event

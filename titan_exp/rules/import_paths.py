@@ -11,8 +11,16 @@ from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
+from titan_exp.config.groups.tracking import TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.builtins import COMPILE_BACKENDS, OBJECTIVES, decay_names, executor_names, sources
+from titan_exp.config.schema.builtins import (
+    COMPILE_BACKENDS,
+    OBJECTIVES,
+    decay_names,
+    executor_names,
+    metric_names,
+    sources,
+)
 from titan_exp.config.schema.component import is_builtin
 from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
@@ -54,6 +62,12 @@ def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
             yield violation
 
 
+def metrics_are_known(tracking: TrackingConfig) -> Iterator[Violation]:
+    """Metrics of modules are built in or can be imported."""
+    for name in tracking.metrics:
+        yield from _known("tracking.metrics", name, metric_names(), {}, "[my_package.metrics.BlockSquares]")
+
+
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, field = compile.backend, "compile.backend"
@@ -86,4 +100,4 @@ def _known(
         yield unknown_name(field, name, builtin, example)
 
 
-RULES = rules(components_are_known, source_is_known, parts_are_known, compiler_exists)
+RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)

@@ -36,6 +36,7 @@ from titan_exp.parallel.fp32_modules import require_modules
 from titan_exp.parallel.module_requirements import module_violations
 from titan_exp.plan.gate.check_optimizer_state import optimizer_violations
 from titan_exp.quantization.quantize import require_quantized_linears
+from titan_exp.trainer.module_metrics.metric import chosen_metrics
 from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.parts import build_part
 
@@ -175,6 +176,11 @@ def _parts(experiment: Experiment) -> Iterator[Violation]:
             yield from error.violations
 
 
+def _metrics(experiment: Experiment) -> tuple[()]:
+    chosen_metrics(experiment, _build(experiment))
+    return ()
+
+
 def _decay(experiment: Experiment) -> Iterator[Violation]:
     schedule = LRSchedule(experiment.lr_schedule, peak=1.0, steps=experiment.training.steps)
     steps, decayed = experiment.training.steps, experiment.lr_schedule.decay_steps
@@ -199,6 +205,7 @@ _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
     "parametrization.name": _parametrization,
     "training.objective": _objective,
     "training.parts": _parts,
+    "tracking.metrics": _metrics,
     "lr_schedule.decay": _decay,
     "data.source": _source,
 }

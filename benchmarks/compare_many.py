@@ -18,7 +18,7 @@ import yaml
 
 from titan_exp.compare.comparison import compare
 from titan_exp.compare.output.comparison_page import to_html
-from titan_exp.compare.select_runs import select
+from titan_exp.compare.runs import select
 
 SEEDS = 4
 

@@ -31,8 +31,8 @@ from titan_exp.ops.attention.attention_with_lse import attention_backward, atten
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.loss import cross_entropy
 from titan_exp.ops.loss.vocab_parallel import VocabShard, locate
+from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.context_parallel.attention import ContextAttention
-from titan_exp.parallel.process_groups import group_named
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def test_the_configuration_knows_no_torch(path: Path):
 @pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=named)
 def test_files_and_functions_stay_small(path: Path):
     source = path.read_text()
-    assert source.count("\n") <= 450
+    assert source.count("\n") <= 500
     assert not {"utils", "util", "helpers", "helper", "manager", "common", "misc"} & set(path.stem.split("_"))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

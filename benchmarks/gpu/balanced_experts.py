@@ -7,8 +7,7 @@ rows as it sends (`titan_exp.plan.trace.received_rows`); so does this exchange, 
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_exp.parallel.all_to_all import all_to_all_rows, return_rows
-from titan_exp.parallel.process_groups import group_named
+from titan_exp.parallel.collectives import all_to_all_rows, group_named, return_rows
 
 
 def balance_experts() -> None:

@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", plan_run)
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
     monkeypatch.setattr("titan_exp.launch.local.executor.run", run)
-    monkeypatch.setattr("titan_exp.compare.output.run_plots.draw_run", lambda folder: [])
+    monkeypatch.setattr("titan_exp.compare.output.plots.draw_run", lambda folder: [])
     return calls
 
 

@@ -10,11 +10,9 @@ import pytest
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.differing_keys import differing_keys
-from titan_exp.compare.findings import findings, heading, remarks, verdict
-from titan_exp.compare.layout_check import layout_checks
-from titan_exp.compare.select_runs import select
-from titan_exp.compare.stats.pareto import pareto
-from titan_exp.compare.stats.scaling_efficiency import scaling
+from titan_exp.compare.efficiency import pareto, scaling
+from titan_exp.compare.findings import findings, heading, layout_checks, remarks, verdict
+from titan_exp.compare.runs import select
 from titan_exp.config.errors.user_error import UserError
 
 THREE = {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.08, 3.22]}

@@ -12,11 +12,9 @@ import pytest
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.compared_metrics import final_loss
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.output.comparison_page import to_html
-from titan_exp.compare.output.downsample import downsample
-from titan_exp.compare.run_record import read_run
-from titan_exp.compare.select_runs import select
-from titan_exp.compare.stats.moving_average import moving_average
+from titan_exp.compare.output.comparison_page import downsample, to_html
+from titan_exp.compare.runs import read_run, select
+from titan_exp.compare.statistics import moving_average
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">&{{7*7}}'
 

@@ -13,9 +13,8 @@ from tests.compare.made_runs import make_run, rows
 from titan_exp.cli.main import main
 from titan_exp.compare.comparison import compare
 from titan_exp.compare.output.comparison_page import to_html
-from titan_exp.compare.output.expert_load_plot import LoadHistory, draw_expert_load, heat_map, read_load
-from titan_exp.compare.output.run_plots import draw_run
-from titan_exp.compare.select_runs import select
+from titan_exp.compare.output.plots import LoadHistory, draw_expert_load, draw_run, heat_map, read_load
+from titan_exp.compare.runs import select
 from titan_exp.tracking.expert_load import ExpertLoadLog
 from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.run_folder import RunFolder

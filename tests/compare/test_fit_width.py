@@ -14,10 +14,9 @@ from rich.console import Console
 
 from tests.compare.made_runs import make_run, rows
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.output.fit_width import fit_keys
-from titan_exp.compare.output.table import text_table
-from titan_exp.compare.output.terminal import show
-from titan_exp.compare.select_runs import select
+from titan_exp.compare.output.formats import text_table
+from titan_exp.compare.output.terminal import fit_keys, show
+from titan_exp.compare.runs import select
 
 KEYS = {
     "optimizer.lr": (0.0012345678, 0.01),

@@ -13,7 +13,7 @@ from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.output.formats import records, to_csv, to_json, to_latex, to_markdown
 from titan_exp.compare.output.terminal import show
-from titan_exp.compare.select_runs import select
+from titan_exp.compare.runs import select
 
 NASTY = "a|b_c & 50% of {x} <i> \\y"
 

@@ -8,8 +8,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from titan_exp.compare.output.plot import draw
-from titan_exp.compare.stats.moving_average import moving_average
+from titan_exp.compare.output.plots import draw
+from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.final_value import last_fiftieth
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from titan_exp.compare.stats.ttest import Delta, difference, estimate, holm
+from titan_exp.compare.statistics import Delta, difference, estimate, holm
 
 ROUNDS = 600
 

@@ -10,8 +10,8 @@ from titan_exp.cli.main import main
 from titan_exp.compare.comparison import Comparison, compare
 from titan_exp.compare.output.comparison_page import to_html
 from titan_exp.compare.output.formats import to_json, to_markdown
-from titan_exp.compare.output.study_plots import study_plots
-from titan_exp.compare.select_runs import select
+from titan_exp.compare.output.plots import study_plots
+from titan_exp.compare.runs import select
 from titan_exp.config.errors.user_error import UserError
 
 LOSSES = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from titan_exp.config.extension import added_keys
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, shipped_options
 from titan_exp.config.schema.component import config_class
@@ -150,6 +151,7 @@ def new_keys() -> Mapping[Path, list[str]]:
     for kind in dict.fromkeys(option.kind for option in options()):
         same = [option for option in options() if option.kind is kind]
         present = {key for option in same for file in option.files for key in _keys(file)} | {*LEFT_OUT}
+        present |= {*added_keys(same[0].prefix.rstrip("."))} if same[0].files[0].is_relative_to(CONF_DIR) else set()
         for key, (field, *_) in declared(kind).items():
             parent = key.rpartition(".")[0]
             if key in present or (parent and parent not in present) or default_of(field) is dataclasses.MISSING:

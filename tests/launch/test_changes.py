@@ -16,7 +16,7 @@ from tests.launch.test_rank_main import finish as finish_rank
 from tests.launch.test_rank_main import start
 from tests.launch.test_run_plan import planned
 from titan_exp.cli.main import main
-from titan_exp.compare.run_record import read_run
+from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import content
 from titan_exp.data.sources.build import known_identity

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum, write_logits_gradient
 from titan_exp.ops.loss.linear_cross_entropy import chunk_loss, linear_loss_sum
-from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
+from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
 
 ROWS, SEQ, DIM, VOCAB = 2, 17, 24, 53
 CHUNKS = [1, 5, 17, 34, 1000]

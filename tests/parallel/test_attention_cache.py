@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from titan_exp.parallel.activation_checkpoint import _automatic_contexts
-from titan_exp.parallel.attention_cache import FLEX_ATTENTION
-from titan_exp.parallel.saved_calls import call_name
+from titan_exp.parallel.saved_calls import FLEX_ATTENTION, call_name
 
 ARGUMENTS: list[StorageWeakRef] = []
 

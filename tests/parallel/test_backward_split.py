@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_exp.parallel.pipeline_parallel import stage as pipeline_stage
-from titan_exp.parallel.pipeline_parallel.backward_split import NODES_LIVE_ALONE, BackwardSplit
+from titan_exp.parallel.pipeline_parallel.stage import NODES_LIVE_ALONE, BackwardSplit
 
 
 class TwoOutputs(torch.autograd.Function):

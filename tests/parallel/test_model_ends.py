@@ -22,12 +22,11 @@ from titan_exp.models.blocks.transformer import Embedding
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
-from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
-from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
+from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp, set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
-from titan_exp.parallel.tensor_parallel import collectives
-from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
+from titan_exp.parallel.tensor_parallel import layers
+from titan_exp.parallel.tensor_parallel.layers import TensorParallelGroup
 from titan_exp.trainer.distributed import joined_process_group
 
 THREE_BLOCKS = replace(TINY, layers=3)
@@ -39,7 +38,7 @@ ENDS = ["embedding.weight", "norm.weight", "head.weight"]
 @pytest.mark.parametrize("by_sequence", [True, False])
 def test_an_embedding_returns_no_view(monkeypatch: pytest.MonkeyPatch, by_sequence: bool):
     # FSDP2 warns about a view in each rank's log.
-    monkeypatch.setattr(collectives, "reduce_scatter", lambda x, degree, _: x[: len(x) // degree].clone())
+    monkeypatch.setattr(layers, "reduce_scatter", lambda x, degree, _: x[: len(x) // degree].clone())
     region = TensorParallelGroup("", 2, 0, sequence=True, by_sequence=by_sequence)
     for batch in (1, 2):
         found = region.reduce_output(torch.ones(batch, 8, 4, requires_grad=True) + 1)

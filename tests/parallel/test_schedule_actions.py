@@ -6,7 +6,7 @@ import pytest
 
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES, Action, check_complete, placement, placement_of
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import (
+from titan_exp.parallel.pipeline_parallel.runtime import (
     P2POp,
     build_schedule,
     forward_schedule,

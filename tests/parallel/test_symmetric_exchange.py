@@ -17,20 +17,20 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.parallel.expert_parallel.received import Received
-from titan_exp.parallel.expert_parallel.symmetric_exchange import (
+from titan_exp.parallel.expert_parallel.exchange import (
     _BUFFERS,
+    Received,
     SymmetricExchange,
+    TokenExchange,
     expert_ends,
     use_symmetric_memory,
+    worst_case,
 )
-from titan_exp.parallel.expert_parallel.symmetric_room import worst_case
-from titan_exp.parallel.expert_parallel.token_exchange import TokenExchange
 from titan_exp.plan.device_memory import symmetric_memory
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")
-SYMMETRIC = "titan_exp.parallel.expert_parallel.symmetric_exchange"
+SYMMETRIC = "titan_exp.parallel.expert_parallel.exchange"
 
 
 def everyone(*tensors: Tensor) -> list[Any]:

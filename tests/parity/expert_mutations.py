@@ -114,7 +114,7 @@ def tokens_are_joined_as_those_of_one_sequence() -> None:
 
         return joined
 
-    patch("titan_exp.parallel.expert_parallel.token_groups._joined", make)
+    patch("titan_exp.parallel.expert_parallel.apply._joined", make)
 
 
 def gradients_of_routers_are_one_tensor_ranks() -> None:

@@ -273,14 +273,14 @@ def partial_gradients_are_taken_for_whole_ones() -> None:
 
 def gradients_of_hidden_states_are_not_summed() -> None:
     patch(
-        "titan_exp.parallel.tensor_parallel.collectives._CopyToTP.backward",
+        "titan_exp.parallel.tensor_parallel.layers._CopyToTP.backward",
         lambda _: lambda ctx, *gradients: (gradients[0], None),
     )
 
 
 def partial_outputs_are_taken_for_whole_ones() -> None:
     patch(
-        "titan_exp.parallel.tensor_parallel.collectives.all_reduce",
+        "titan_exp.parallel.tensor_parallel.layers.all_reduce",
         lambda _: lambda tensor, operation, group: tensor.clone(),
     )
 
@@ -325,7 +325,7 @@ def a_rank_gets_every_other_kv_head() -> None:
 
         return forward
 
-    patch("titan_exp.parallel.context_parallel.ulysses.UlyssesAttention.forward", make)
+    patch("titan_exp.parallel.context_parallel.apply.UlyssesAttention.forward", make)
 
 
 def positions_are_those_of_the_part() -> None:
@@ -363,7 +363,7 @@ def gradients_are_scaled_by_micro_batches() -> None:
 
 
 def tied_copies_diverge() -> None:
-    patch("titan_exp.parallel.pipeline_parallel.tied_weights.TiedWeights.sum_gradients", lambda _: lambda self: None)
+    patch("titan_exp.parallel.pipeline_parallel.runtime.TiedWeights.sum_gradients", lambda _: lambda self: None)
 
 
 def the_norm_is_not_summed_over_stages() -> None:
@@ -396,7 +396,7 @@ def gradients_of_head_norms_are_taken_for_whole_ones() -> None:
 
 
 def norms_over_all_heads_are_over_those_of_a_rank() -> None:
-    patch("titan_exp.parallel.tensor_parallel.collectives._mean", lambda _: lambda x, region: x.mean(-1, keepdim=True))
+    patch("titan_exp.parallel.tensor_parallel.layers._mean", lambda _: lambda x, region: x.mean(-1, keepdim=True))
 
 
 def gradients_of_norms_over_shared_heads_are_taken_for_whole_ones() -> None:
@@ -556,12 +556,12 @@ def received_rows_stay_sorted_by_rank() -> None:
 
         return by_expert
 
-    patch("titan_exp.parallel.expert_parallel.token_exchange.RowOrder.by_expert", make)
+    patch("titan_exp.parallel.expert_parallel.exchange.RowOrder.by_expert", make)
 
 
 def rows_come_back_in_the_order_of_the_experts() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.token_exchange.RowOrder.undo",
+        "titan_exp.parallel.expert_parallel.exchange.RowOrder.undo",
         lambda _: lambda self, rows: rows,
     )
 
@@ -570,12 +570,12 @@ def weights_of_received_rows_stay_sorted_by_rank() -> None:
     def make(original: Any) -> Any:
         return lambda self, rows: original(self, rows) if rows.ndim > 1 else rows
 
-    patch("titan_exp.parallel.expert_parallel.token_exchange.RowOrder.apply", make)
+    patch("titan_exp.parallel.expert_parallel.exchange.RowOrder.apply", make)
 
 
 def experts_are_weighted_twice() -> None:
     patch(
-        "titan_exp.parallel.expert_parallel.dispatch.permute_weights",
+        "titan_exp.parallel.expert_parallel.apply.permute_weights",
         lambda original: lambda weights, order, inverse: original(weights * weights, order, inverse),
     )
 
@@ -589,7 +589,7 @@ def gradients_of_gathered_tokens_are_one_ranks() -> None:
 
         return gather
 
-    patch("titan_exp.parallel.expert_parallel.token_groups.TokenGroup.gather", make)
+    patch("titan_exp.parallel.expert_parallel.apply.TokenGroup.gather", make)
 
 
 def gradients_of_split_tokens_are_one_ranks() -> None:
@@ -599,7 +599,7 @@ def gradients_of_split_tokens_are_one_ranks() -> None:
 
         return backward
 
-    patch("titan_exp.parallel.expert_parallel.token_groups._Split.backward", make)
+    patch("titan_exp.parallel.expert_parallel.apply._Split.backward", make)
 
 
 def experts_are_chosen_by_other_scores_again() -> None:

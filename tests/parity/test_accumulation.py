@@ -62,7 +62,7 @@ def assert_bitwise(exact: Curve, found: Curve) -> None:
 
 
 def shards_are_summed_in_fp32() -> None:
-    patch("titan_exp.parallel.fsdp.apply.accumulate_in_compute_dtype", lambda _: lambda model: None)
+    patch("titan_exp.parallel.fsdp.accumulate_in_compute_dtype", lambda _: lambda model: None)
 
 
 def sums_of_one_rank_are_in_fp32() -> None:
@@ -85,7 +85,7 @@ def the_last_micro_batch_replaces_the_sum() -> None:
 
 def ranks_reduce_in_bf16() -> None:
     patch(
-        "titan_exp.parallel.fsdp.apply.MixedPrecisionPolicy",
+        "titan_exp.parallel.fsdp.MixedPrecisionPolicy",
         lambda original: lambda **options: original(**{**options, "reduce_dtype": torch.bfloat16}),
     )
 

@@ -37,7 +37,7 @@ AT_NIGHT = {
 
 def sharded_by_fsdp() -> None:
     """FSDP2 on a mesh of one data rank, as for several."""
-    for name in ("titan_exp.parallel.fsdp.apply.uses_fsdp", "titan_exp.trainer.train_state.uses_fsdp"):
+    for name in ("titan_exp.parallel.fsdp.uses_fsdp", "titan_exp.trainer.train_state.uses_fsdp"):
         patch(name, lambda _: lambda *_, **__: True)
     patch("titan_exp.trainer.train_step.reduce_partial_gradients", _requires_fsdp)
 

@@ -128,7 +128,7 @@ def keys_of_other_ranks_are_forgotten() -> None:
 
         return blocks
 
-    patch("titan_exp.parallel.context_parallel.ring.RingKV.blocks", make)
+    patch("titan_exp.parallel.context_parallel.attention.RingKV.blocks", make)
 
 
 def ulysses_ranks_have_the_first_heads() -> None:

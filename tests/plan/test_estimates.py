@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
 def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
-    from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
+    from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
     from titan_exp.plan.search.layout_columns import in_flight
 
     own = tuple(range(3, 3 + stages))
@@ -37,7 +37,7 @@ def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
 def test_blocks_in_flight_are_released_by_weight_gradients(schedule: str):
-    from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
+    from titan_exp.parallel.pipeline_parallel.runtime import build_schedule
     from titan_exp.plan.search.layout_columns import in_flight
 
     own = (3, 4)

@@ -142,7 +142,7 @@ def test_a_micro_batch_gathers_no_parameters_for_another(tmp_path: Path):
 
 def keep_forward_orders() -> None:
     """A mutation: FSDP2 appends the orders of all forward passes."""
-    patch("titan_exp.parallel.fsdp.gradient_sync.restart_forward_order", lambda _: lambda module: None)
+    patch("titan_exp.parallel.fsdp.restart_forward_order", lambda _: lambda module: None)
 
 
 def named(events: list[Event]) -> list[tuple[int, int, int]]:

@@ -143,7 +143,7 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
+    from titan_exp.parallel.pipeline_parallel.stage import BackwardSplit
     from titan_exp.quantization.mx import mxfp8_linear as module
 
     products = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_exp.compare.compared_metrics import METRIC_BY_NAME
-from titan_exp.compare.run_record import read_run
+from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.group_history import GroupHistory
 from titan_exp.launch.local.group_event_lines import GroupEventLines

@@ -9,7 +9,7 @@ import pytest
 from tests.parity.runs import PARAGRAPHS, Curve, train
 from titan_exp.cli.status import run as status_command
 from titan_exp.compare.compared_metrics import METRICS, choose_metrics
-from titan_exp.compare.run_record import read_run
+from titan_exp.compare.runs import read_run
 from titan_exp.tracking.expert_load import layer_counts, load_statistics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.parity.runs import LINES, Curve, train
 from titan_exp.cli.status import run as status_command
 from titan_exp.compare.compared_metrics import choose_metrics
-from titan_exp.compare.run_record import read_run
+from titan_exp.compare.runs import read_run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.objective.language_modeling import LanguageModeling

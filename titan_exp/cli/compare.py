@@ -51,10 +51,10 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")
     runs, named = split_runs_folder(rest)
     from titan_exp.compare.comparison import compare
-    from titan_exp.compare.select_runs import select
+    from titan_exp.compare.runs import select
 
     if options.from_wandb:
-        from titan_exp.compare.sources.wandb import select_from_wandb
+        from titan_exp.compare.from_wandb import select_from_wandb
 
         selection = select_from_wandb(options.from_wandb, options.group or None, named, runs)
     else:
@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     if page is not None:
         print(f"page: {page}", file=sys.stderr if True in options.formats.values() else sys.stdout)
     if options.to_wandb:
-        from titan_exp.compare.output.wandb_report import publish
+        from titan_exp.compare.output.formats import publish
 
         print(f"W&B report: {publish(comparison, options.to_wandb)}", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import titan_exp
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import provided
+from titan_exp.config.extension import extension_folders, provided
 
 
 def run(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def guides() -> dict[str, Path]:
-    """Guides by topic: docs/guides in a checkout, or inside an installed package."""
+    """Guides by topic: docs/guides in a checkout, or inside an installed package, and those of extensions."""
     package = Path(titan_exp.__file__).resolve().parent
-    folders = [package / "docs" / "guides", package.parent / "docs" / "guides"]
+    folders = [package / "docs" / "guides", package.parent / "docs" / "guides", *extension_folders("guides")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.md"))}

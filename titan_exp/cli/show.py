@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     summary = summarize_run(entry, "/".join(path.parts[-2:]) if is_default else str(path))
     print(json.dumps(asdict(summary), indent=1) if options.json else "\n".join(summary_lines(summary)))
     if options.plot:
-        from titan_exp.compare.output.run_plots import draw_run
+        from titan_exp.compare.output.plots import draw_run
 
         for line in draw_run(path):
             print(line, file=sys.stderr if options.json else sys.stdout)

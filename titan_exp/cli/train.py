@@ -61,7 +61,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
 def _report_result(experiment: "Experiment", folder: Path) -> None:
     """Draw the curves of a run that is done, and print the reports of extensions."""
-    from titan_exp.compare.output.run_plots import draw_run
+    from titan_exp.compare.output.plots import draw_run
     from titan_exp.config.extension import load, provided
 
     try:

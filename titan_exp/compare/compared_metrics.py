@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from titan_exp.compare.run_record import Run
-from titan_exp.compare.stats.moving_average import moving_average
+from titan_exp.compare.runs import Run
+from titan_exp.compare.statistics import moving_average
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.plan.gate.predicted import PredictedMetrics

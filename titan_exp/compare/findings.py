@@ -1,16 +1,166 @@
 """Findings and remarks of a comparison as sentences, shared by all outputs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.layout_check import STEPS, LayoutCheck
-from titan_exp.compare.row import Row
-from titan_exp.compare.stats.format_numbers import interval, percent, signed
-from titan_exp.compare.stats.ttest import LEVEL, Delta
+from titan_exp.compare.differing_keys import differing_keys
+from titan_exp.compare.runs import Row, Run
+from titan_exp.compare.statistics import LEVEL, Delta, Estimate
 from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.tracking.number_format import format_items
+from titan_exp.config.schema.config_diff import flatten
+from titan_exp.tracking.number_format import format_count, format_duration, format_items
+from titan_exp.tracking.run_folder.metric_rows import column_of
+
+STEPS = 10
+"""Steps with a tolerance, as many as the parity tests train."""
+
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
+"""Maximum relative loss difference of the parity tests, by `training.mixed_precision`."""
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """One experiment with one seed in two layouts."""
+
+    experiment_id: str
+    seed: int | None
+    layouts: tuple[str, str]
+    run_ids: tuple[str, str]
+    steps: int
+    """Number of the first STEPS steps that both runs logged."""
+    largest: float | None
+    """Maximum relative loss difference over these steps; None without steps."""
+    tolerance: float | None
+    """Maximum accepted difference; None if the precision has none."""
+    last_step: int | None
+    """Last step that both runs logged."""
+    last: float | None
+    """Relative loss difference at `last_step`."""
+
+    @property
+    def holds(self) -> bool | None:
+        """True if the difference is within the tolerance; None if unknown."""
+        return None if self.largest is None or self.tolerance is None else self.largest <= self.tolerance
+
+
+def layout_checks(runs: Sequence[Run]) -> list[LayoutCheck]:
+    """Check every run of an experiment against its first layout."""
+    groups: dict[tuple[str, int | None], list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.experiment_id and run.rows:
+            groups[run.experiment_id, run.seed].append(run)
+    checks = []
+    for members in groups.values():
+        first, *others = sorted(members, key=lambda run: run.world_size or 0)
+        checks += [_check(first, other) for other in others]
+    return checks
+
+
+def _check(one: Run, two: Run) -> LayoutCheck:
+    early, late = _losses(one), _losses(two)
+    common = sorted(early.keys() & late.keys())
+    first = [step for step in common if step <= STEPS]
+    last = common[-1] if common else None
+    precision = one.config.get("training", {}).get("mixed_precision")
+    return LayoutCheck(
+        experiment_id=str(one.experiment_id),
+        seed=one.seed,
+        layouts=_layouts(one.config, two.config),
+        run_ids=(one.run_id, two.run_id),
+        steps=len(first),
+        largest=max((_relative(early[step], late[step]) for step in first), default=None),
+        tolerance=TOLERANCE.get(precision),
+        last_step=last,
+        last=None if last is None else _relative(early[last], late[last]),
+    )
+
+
+def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
+    columns = differing_keys([one, two])
+    return columns.label(flatten(one)), columns.label(flatten(two))
+
+
+def _losses(run: Run) -> dict[int, float]:
+    return {
+        int(step or 0): float(loss)
+        for step, loss in zip(column_of(run.rows, "step"), column_of(run.rows, "loss"), strict=True)
+        if loss is not None
+    }
+
+
+def _relative(one: float, two: float) -> float:
+    return abs(one - two) / max(abs(one), abs(two), 1e-12)
+
+
+MINUS = "\N{MINUS SIGN}"
+MISSING = "\N{EM DASH}"
+"""Text for an unknown number."""
+
+
+def value(metric: Metric, number: float | None) -> str:
+    """Format a metric's value without its unit."""
+    if number is None:
+        return MISSING
+    if not math.isfinite(number):
+        return "diverged" if metric.is_loss else "not finite"
+    if metric.name == "time":
+        return format_duration(3600 * number)
+    if metric.name == "mfu" or metric.name.endswith("_of_predicted"):
+        return f"{100 * number:.1f} %"
+    if metric.unit in ("tokens/s", "tokens"):
+        return format_count(number)
+    return f"{number:.4f}" if metric.unit == "nats" else f"{number:.4g}" if metric.unit != "h" else f"{number:.3g}"
+
+
+def with_interval(metric: Metric, estimate: Estimate | None) -> str:
+    """Format a mean; a loss with the half-width of its confidence interval, if known."""
+    if estimate is None:
+        return MISSING
+    text = value(metric, estimate.mean)
+    if estimate.high is None or not metric.is_loss:
+        return text
+    return f"{text} ± {_magnitude(metric, estimate.high - estimate.mean)}"
+
+
+def signed(metric: Metric, number: float) -> str:
+    """Format a difference with its sign."""
+    sign = MINUS if number < 0 else "+" if number > 0 else "±"
+    return f"{sign}{_magnitude(metric, abs(number))}"
+
+
+def percent(ratio: float) -> str:
+    """Format a ratio as a relative change: +3.1 %."""
+    number = 100 * (ratio - 1)
+    text = f"{abs(number):.0f}" if abs(number) >= 10 else f"{abs(number):.1f}"
+    sign = "±" if float(text) == 0 else MINUS if number < 0 else "+"
+    return f"{sign}{text} %"
+
+
+def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
+    """Format a difference to the baseline: losses with their interval, costs in per cent."""
+    if delta is None:
+        return MISSING
+    if not metric.is_loss and baseline:
+        return percent(1 + delta.difference / baseline)
+    return signed(metric, delta.difference) + interval(metric, delta)
+
+
+def interval(metric: Metric, delta: Delta) -> str:
+    """Format the confidence interval of a difference in brackets; empty if unknown."""
+    if delta.low is None or delta.high is None:
+        return ""
+    return f" [{signed(metric, delta.low)}, {signed(metric, delta.high)}]"
+
+
+def _magnitude(metric: Metric, number: float) -> str:
+    if metric.unit == "nats":
+        return f"{number:.4f}" if number >= 0.001 or number == 0 else f"{number:.1e}"
+    return value(metric, number)
 
 
 def heading(comparison: Comparison) -> str:

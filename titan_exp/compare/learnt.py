@@ -12,9 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from titan_exp.compare.differing_keys import DifferingKeys, value_text
-from titan_exp.compare.row import Row
-from titan_exp.compare.run_record import Run
-from titan_exp.compare.study_runs import StudyRecord
+from titan_exp.compare.runs import Row, Run, StudyRecord
 from titan_exp.config.groups.batch_ramp import sequences_after
 from titan_exp.tracking.run_folder.final_value import final_value
 from titan_exp.tracking.run_folder.state import has_diverged

@@ -11,9 +11,8 @@ from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric, final_loss, target_metric
 from titan_exp.compare.differing_keys import ABSENT, DifferingKeys
-from titan_exp.compare.row import Row, finite
-from titan_exp.compare.run_record import Run
-from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
+from titan_exp.compare.runs import Row, Run, finite
+from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, holm
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metric_rows import column_of

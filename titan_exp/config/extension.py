@@ -2,22 +2,26 @@
 
 The core imports no extension and names none. An extension is a folder of `titan_exp/extensions`, or an installed
 package with an entry point of the group `titan_exp.extensions`. Its module `extension` holds an `EXTENSION` and imports
-no torch. Folders beside that module add to those of the core: `conf` options of config groups, `sweeps` studies.
+no torch. Folders beside that module add to those of the core: `conf` options of config groups, `sweeps` studies,
+`guides` pages of `titan-exp help`.
 """
 
 import ast
+import dataclasses
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from titan_exp.config.errors.did_you_mean import listed
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, shown
+
+Group = TypeVar("Group")
 
 FOLDER = Path(__file__).resolve().parents[1] / "extensions"
 """Folder of the extensions of this repository."""
@@ -38,6 +42,13 @@ class Extension:
     """Name, shown by `titan-exp --version`."""
     summary: str
     """Sentence about what it adds."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Dataclass by config group, whose fields have defaults; imported without torch. In a group of the core, its fields
+    join those of the core's class, whose properties it may override; another group joins the configuration."""
+    idle: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
+    """Keys without effect while another key has one of the given values, as `COUNTS_BESIDE` of the core."""
+    rules: str = ""
+    """Module with `RULES`, and `LAYOUT_RULES` if it has any, as those in `titan_exp/rules`; imported without torch."""
     families: Mapping[str, str] = field(default_factory=dict)
     """Module of a model family by `model.architecture`, with the public names of a family in `titan_exp/models`."""
     resolvers: Mapping[str, str] = field(default_factory=dict)
@@ -93,6 +104,39 @@ def provided(what: str) -> dict[str, str]:
     return {name: path for extension in extensions().values() for name, path in getattr(extension, what).items()}
 
 
+def extended(group: str = "") -> Callable[[type[Group]], type[Group]]:
+    """Decorator of the dataclass of a config group: a subclass with the fields that extensions add to it. Without a
+    group, of the dataclass of the whole configuration, which gets the groups that the core lacks."""
+
+    def extend(kind: Any) -> Any:
+        found = [(name, load(path)) for one in extensions().values() for name, path in one.groups.items()]
+        mixins, added = tuple(mixin for name, mixin in found if name == group), []
+        if not group:
+            own = get_type_hints(kind)
+            added = [(name, new, field(default_factory=new)) for name, new in found if name not in own]
+            for name, mixin in found:
+                assert name not in own or issubclass(own[name], mixin), f"{name} takes keys of its own only"
+        if not mixins and not added:
+            return kind
+        members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        return dataclasses.make_dataclass(
+            kind.__name__, added, bases=(*mixins, kind), namespace=members, frozen=True, kw_only=True
+        )
+
+    return extend
+
+
+def added_groups() -> list[str]:
+    """Config groups to which extensions add keys, those of theirs included."""
+    return list(dict.fromkeys(name for one in extensions().values() for name in one.groups))
+
+
+def added_keys(group: str) -> dict[str, Any]:
+    """Keys that extensions add to a group of the core, with their defaults."""
+    paths = (path for one in extensions().values() for name, path in one.groups.items() if name == group)
+    return {key: value for path in paths for key, value in dataclasses.asdict(load(path)()).items()}
+
+
 def load(path: str) -> Any:
     """Module, or object of a module (`package.module:name`), of an import path in a description."""
     module, _, name = path.partition(":")
@@ -118,7 +162,9 @@ def extension_folders(name: str) -> list[Path]:
 
 
 def provided_words(extension: Extension) -> Iterator[str]:
-    """Words that a user may type if an extension is installed."""
+    """Words that a user may type if an extension is installed; its keys with their defaults."""
+    for group, path in extension.groups.items():
+        yield from (f"{group}.{key}={shown(value)}" for key, value in dataclasses.asdict(load(path)()).items())
     for path in sorted(extension.folder.glob("conf/*/*.yaml")):
         yield f"{path.parent.name}={path.stem}"
     for path in sorted(extension.folder.glob("sweeps/*.yaml")):
@@ -129,7 +175,23 @@ def provided_words(extension: Extension) -> Iterator[str]:
 
 
 def lacking(word: str) -> str:
-    """Reason for which a word is unknown: the extension that provides it is not installed. Empty for other words."""
-    table: dict[str, list[str]] = json.loads(PROVIDED.read_text(encoding="utf-8"))
-    missing = [name for name, words in table.items() if word in words and name not in extensions()]
+    """Reason for which a word, or a key, is unknown: the extension that provides it is not installed. Empty for other
+    words."""
+    missing = [
+        name for name, words in _provided().items() if word in {*words, *(one.partition("=")[0] for one in words)}
+    ]
+    missing = [name for name in missing if name not in extensions()]
     return f"it comes with the extension {listed(missing)}, which this installation lacks" if missing else ""
+
+
+def is_default_of_missing(key: str, value: object) -> bool:
+    """True for a key of an extension that is not installed, and for a group of such keys, at their defaults: a run of
+    another installation had no use for it either."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(is_default_of_missing(f"{key}.{name}", one) for name, one in value.items())
+    return bool(lacking(f"{key}={shown(value)}"))
+
+
+@cache
+def _provided() -> dict[str, list[str]]:
+    return json.loads(PROVIDED.read_text(encoding="utf-8"))

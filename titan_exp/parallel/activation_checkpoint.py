@@ -18,10 +18,17 @@ from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointCo
 from titan_exp.config.machine.aten_ops import read_entry
 from titan_exp.models.blocks.iter_blocks import iter_blocks, iter_numbered_blocks
 from titan_exp.ops.matmul_flops import count_grouped_heads
-from titan_exp.parallel.attention_cache import FLEX_ATTENTION, with_attention_cache
 from titan_exp.parallel.expert_parallel.apply import mixtures
-from titan_exp.parallel.routing_cache import ROUTING, routing_cache
-from titan_exp.parallel.saved_calls import SavedCalls, call_name, is_attention, trace_block
+from titan_exp.parallel.saved_calls import (
+    FLEX_ATTENTION,
+    ROUTING,
+    SavedCalls,
+    call_name,
+    is_attention,
+    routing_cache,
+    trace_block,
+    with_attention_cache,
+)
 
 LEAST_BUDGET = 1e-9
 """Budget of blocks of which no more is saved than what must be."""

@@ -12,7 +12,7 @@ from titan_exp.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_exp.parallel.compile import compile_blocks, inductor_options
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
 from titan_exp.parallel.expert_parallel.apply import apply_expert_parallel
-from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
+from titan_exp.parallel.fsdp import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from titan_exp.ops.local_tensor import local_tensor
-from titan_exp.parallel.fp32_modules import matching_modules
-from titan_exp.parallel.fsdp.model_ends import lookup_tables
-from titan_exp.parallel.partial_gradients import partial_parameters
+from titan_exp.parallel.collectives import partial_parameters
+from titan_exp.parallel.fsdp import lookup_tables
+from titan_exp.parallel.module_requirements import matching_modules
 
 _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
 """Function that makes the parameter in a master's place."""

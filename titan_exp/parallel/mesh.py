@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import AXES, EXPERT_AXES, regroups_experts
+from titan_exp.parallel.collectives import give_run_timeout, run_timeout
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
-from titan_exp.parallel.process_groups import give_run_timeout, run_timeout
 
 
 @dataclass(frozen=True)

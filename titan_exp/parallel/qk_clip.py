@@ -12,8 +12,8 @@ from titan_exp.models.spec.model_spec import AttentionSpec
 from titan_exp.ops.attention.max_logits import MaxLogits
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.context_parallel.apply import UlyssesAttention
 from titan_exp.parallel.context_parallel.attention import ContextAttention
-from titan_exp.parallel.context_parallel.ulysses import UlyssesAttention
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local_shard
 

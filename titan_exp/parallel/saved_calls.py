@@ -1,27 +1,144 @@
-"""Automatic list of selective activation checkpointing: operator calls with the fewest bytes per recomputed FLOP.
-
-One block is traced on fake tensors, with the inputs and weights of its first forward pass, so the list follows from the
-operators that it executes. Shapes alone decide, so all ranks of a layout, and the planner, choose the same.
-"""
+"""Calls whose results activation checkpointing keeps: attention, routing and matmuls."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import inductor_compiled_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.activation_checkpoint import AutomaticSave
 from titan_exp.ops.matmul_flops import matmul_flops
-from titan_exp.parallel.routing_cache import ROUTING
+
+FLEX_ATTENTION = "flex_attention"
+"""Name of FlexAttention in a block's trace, which does not compile it."""
+Kept = tuple[Sequence[Any], Sequence[int | None]]
+"""Results of a call, and for each the number of the argument that it is; None for another."""
+
+
+def with_attention_cache(contexts: Sequence[AbstractContextManager[Any]]) -> tuple[AbstractContextManager[Any], ...]:
+    """Contexts of a block's forward pass and recomputation that keep and return results of compiled code too."""
+    kept: list[Kept] = []
+    forward, recomputation = contexts
+    return _both(forward, _Cache(kept, _keep)), _both(recomputation, _Cache(kept, _restore))
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class _Cache(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: list[Kept], call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._kept, self._call = kept, call
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code is run, rather than skipped."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call the operator; that of compiled code keeps or returns its results."""
+        call = partial(self._call, self._kept) if func is inductor_compiled_code else func
+        return call(*args, **(kwargs or {}))
+
+
+def _keep(kept: list[Kept], code: Callable[..., Any], arguments: list[Any], **name: Any) -> Any:
+    numbers = {id(argument): number for number, argument in enumerate(arguments) if isinstance(argument, Tensor)}
+    alive = [*arguments]  # compiled code empties the list
+    results = inductor_compiled_code(code, arguments, **name)
+    origins = [numbers.get(id(result)) for result in results]
+    del alive
+    own = zip(results, origins, strict=True)
+    kept.append(([_detached(result) if origin is None else None for result, origin in own], origins))
+    return results
+
+
+def _restore(kept: list[Kept], code: Callable[..., Any], arguments: list[Any], **_: Any) -> Any:
+    results, origins = kept.pop(0)
+    found = [result if origin is None else arguments[origin] for result, origin in zip(results, origins, strict=True)]
+    arguments.clear()
+    return found
+
+
+def _detached(result: Any) -> Any:
+    # Autograd makes the result a part of the graph, which holds this cache.
+    return result.detach() if isinstance(result, Tensor) else result
+
+
+ROUTING = (
+    "titan_exp.topk_lowest_index",
+    "titan_exp.start_count_exchange",
+    "titan_exp.finish_count_exchange",
+    "titan_exp.all_to_all_rows",
+    "titan_exp.symmetric_dispatch",
+)
+"""Choice of experts and exchange of their tokens, which no mode of activation checkpointing repeats."""
+
+
+def routing_cache() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Contexts of a block's forward pass, which keeps the results, and of its recomputations, which return them."""
+    results: list[Any] = []
+    return _Keep(results), _Return(results)
+
+
+class _RoutingMode(TorchDispatchMode, ABC):
+    supports_higher_order_operators = True
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results, self._calls = results, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code is run, rather than skipped."""
+        return True
+
+    def __enter__(self) -> "_RoutingMode":
+        self._calls = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call the operator, or what stands for it."""
+        call = partial(func, *args, **(kwargs or {}))
+        return self._routed(call) if str(getattr(func, "overloadpacket", "")) in ROUTING else call()
+
+    @abstractmethod
+    def _routed(self, call: Callable[[], Any]) -> Any: ...
+
+
+class _Keep(_RoutingMode):
+    def _routed(self, call: Callable[[], Any]) -> Any:
+        result = call()
+        # Autograd makes the result a part of the graph, which holds this cache.
+        self._results.append(_all_detached(result))
+        return result
+
+
+class _Return(_RoutingMode):
+    def _routed(self, call: Callable[[], Any]) -> Any:
+        self._calls += 1
+        return _all_detached(self._results[self._calls - 1])
+
+
+def _all_detached(result: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), result)
+
 
 Call = tuple[str, int]
 """Operator call: name with overload, and index among the block's calls of this operator."""

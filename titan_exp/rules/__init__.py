@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.extension import extensions, load
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
@@ -70,6 +71,8 @@ _MODULES += (
     replica_groups,
     semi_sync,
 )
+
+_MODULES += tuple(load(one.rules) for one in extensions().values() if one.rules)
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""

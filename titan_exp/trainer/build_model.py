@@ -23,8 +23,7 @@ from titan_exp.models.parametrization.lookup import scales_of
 from titan_exp.models.spec.lookup import block_count
 from titan_exp.optim.parameter_groups import freeze, named_parameters
 from titan_exp.parallel.apply import parallelize
-from titan_exp.parallel.fp32_modules import require_modules
-from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
+from titan_exp.parallel.fsdp import set_all_gather_format
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import (
     buffer_places,
@@ -34,11 +33,9 @@ from titan_exp.parallel.meta_init import (
     init_weights,
     materialize_parameters,
 )
-from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
-from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
-from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
+from titan_exp.parallel.module_requirements import require_modules
+from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PTransport, Pipeline, build_schedule
+from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers, prune_to_stage, shared_parameters
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.parameter_table import has_groups, parameter_table

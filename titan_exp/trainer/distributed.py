@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import COLLECTIVE_SECONDS, ClusterConfig
 from titan_exp.config.machine import cuda_support
-from titan_exp.parallel.process_groups import LOOPBACK, loopback_store
+from titan_exp.parallel.collectives import LOOPBACK, loopback_store
 
 TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 """Timeout of collectives without the hang watchdog."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
 from titan_exp.parallel.compute_weights import ComputeWeights
-from titan_exp.parallel.context_parallel.gather_sequence import gather_sequence
-from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
+from titan_exp.parallel.context_parallel.apply import gather_sequence
+from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.batch_placement import shard_batch

@@ -15,7 +15,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.extensions.diffusion import spec as diffusion
 from titan_exp.ops.attention.axial_rope import grid_positions
 from titan_exp.optim.grad_clip import global_grad_norm
-from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
+from titan_exp.parallel.fsdp import set_gradient_sync
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.distributed import joined_process_group

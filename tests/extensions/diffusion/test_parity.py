@@ -218,7 +218,7 @@ def test_mutations_are_noticed(mutate: Callable[[], None], words: str, on_one_de
 
 
 def positions_of_gathered_tokens_are_those_of_text_first() -> None:
-    from titan_exp.parallel.tensor_parallel.token_order import GatheredRopeOrder
+    from titan_exp.parallel.tensor_parallel.styles import GatheredRopeOrder
 
     patch(f"{GatheredRopeOrder.__module__}.GatheredRopeOrder.forward", lambda _: lambda self, rope, text_tokens: rope)
 
@@ -229,26 +229,26 @@ def gradients_of_replicated_linears_are_taken_for_whole_ones() -> None:
     def make(original: Callable[..., None]) -> object:
         return lambda module, *names: None if isinstance(module, Linear) else original(module, *names)
 
-    patch("titan_exp.parallel.partial_gradients.mark_partial", make)
+    patch("titan_exp.parallel.collectives.mark_partial", make)
 
 
 def every_tensor_rank_adds_its_gradient_of_the_result() -> None:
     patch(
-        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_result",
+        "titan_exp.parallel.tensor_parallel.layers.TensorParallelGroup.gather_result",
         lambda _: lambda self, x: self.gather_input(x),
     )
 
 
 def gradients_of_modulations_are_those_of_a_rank_s_own_tokens() -> None:
     patch(
-        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.gather_vector",
+        "titan_exp.parallel.tensor_parallel.layers.TensorParallelGroup.gather_vector",
         lambda _: lambda self, part: self.gather_outputs(part, part.shape[-1] * self.degree),
     )
 
 
 def the_conditioning_has_the_gradient_of_a_rank_s_own_outputs() -> None:
     patch(
-        "titan_exp.parallel.tensor_parallel.collectives.TensorParallelGroup.share_vector",
+        "titan_exp.parallel.tensor_parallel.layers.TensorParallelGroup.share_vector",
         lambda _: lambda self, x: x,
     )
 

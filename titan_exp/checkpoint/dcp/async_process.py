@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from titan_exp.parallel.process_groups import LOOPBACK, loopback_store
+from titan_exp.parallel.collectives import LOOPBACK, loopback_store
 
 JOIN_LIMIT = timedelta(minutes=5)
 """Timeout of the save processes' rendezvous."""

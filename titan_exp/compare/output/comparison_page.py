@@ -4,28 +4,88 @@ Tables need no scripts; the scripts in `page/` draw the plots from embedded numb
 """
 
 import base64
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import ABSENT, value_text
-from titan_exp.compare.findings import findings, remarks, stands_for, token_budget_text, verdict
-from titan_exp.compare.layout_check import layout_checks
-from titan_exp.compare.output.downsample import downsampled_curves
-from titan_exp.compare.output.formats import plain
-from titan_exp.compare.output.study_plots import study_plots
+from titan_exp.compare.efficiency import cost_metric, loss_metric, pareto, scaling
+from titan_exp.compare.findings import findings, layout_checks, remarks, stands_for, token_budget_text, verdict
+from titan_exp.compare.output.formats import MARKS, plain, text_table, title
+from titan_exp.compare.output.plots import study_plots
 from titan_exp.compare.output.study_sections import sections
-from titan_exp.compare.output.table import MARKS, text_table, title
-from titan_exp.compare.stats.pareto import cost_metric, loss_metric, pareto
-from titan_exp.compare.stats.scaling_efficiency import scaling
+from titan_exp.compare.runs import Run
 from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count
+from titan_exp.tracking.run_folder.final_value import last_fiftieth
+from titan_exp.tracking.run_folder.metric_rows import column_of
 from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+POINTS = 120_000
+"""Maximum number of points of a page, over all runs."""
+
+MIN_POINTS, MAX_POINTS = 60, 1_000
+"""Minimum and maximum number of points of one curve."""
+
+
+def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
+    """Curves of every run with rows: `loss` and `validation_loss` as [tokens, steps, values, rows of each point].
+
+    A non-finite value is None, which leaves a gap.
+    """
+    runs = comparison.runs
+    most = max(MIN_POINTS, min(MAX_POINTS, POINTS // max(1, len(runs))))
+    return [
+        {
+            "row": index,
+            "seed": run.seed,
+            "run": run.run_id,
+            "loss": downsample(run, "loss", most),
+            "validation_loss": downsample(run, "validation_loss", most),
+        }
+        for index, row in enumerate(comparison.rows)
+        for run in row.runs
+        if run.rows
+    ]
+
+
+def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
+    """Tokens, steps and values of a metric, averaged over neighbours to at most `most` points, and the rows of each.
+
+    A group with a non-finite value becomes None, so that a divergence stays visible. No group has rows of the last 2 %,
+    whose mean is the run's loss, and others.
+    """
+    known = [
+        (float(tokens), float(step or 0), float(value))
+        for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
+        if value is not None and tokens is not None
+    ]
+    size = math.ceil(len(known) / most) or 1
+    while len(groups := _groups(known, size)) > most:
+        size += 1
+    columns: list[list[float | None]] = [[], [], [], []]
+    for group in groups:
+        tokens, steps, values = zip(*group, strict=True)
+        mean = math.fsum(values) / len(group) if all(map(math.isfinite, values)) else None
+        columns[0].append(sum(tokens) / len(group))
+        columns[1].append(sum(steps) / len(group))
+        columns[2].append(None if mean is None else float(f"{mean:.6g}"))
+        columns[3].append(len(group))
+    return columns
+
+
+def _groups(rows: list[tuple[float, float, float]], size: int) -> list[list[tuple[float, float, float]]]:
+    """Groups of up to `size` rows, one of which begins with the last 2 %."""
+    tail = len(rows) - len(last_fiftieth(rows))
+    starts = [*range(0, tail, size), *range(tail, len(rows), size)]
+    return [rows[start:end] for start, end in pairwise([*starts, len(rows)])]
+
 
 PICTURES = 12
 """Maximum number of embedded pictures of a kind; one takes about 60 kB."""
@@ -67,7 +127,7 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
         recorded = (run for run in row.runs if RunFolder(run.source).expert_load.is_file())
         if (run := next(recorded, None)) is None:
             continue
-        from titan_exp.compare.output.expert_load_plot import expert_load_png
+        from titan_exp.compare.output.plots import expert_load_png
 
         if (picture := expert_load_png(Path(run.source))) is not None:
             seed = f", seed {run.seed}" if len(row.runs) > 1 else ""

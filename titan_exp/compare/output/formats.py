@@ -4,18 +4,151 @@ import csv
 import io
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.findings import findings, heading, remarks, stands_for, verdict
-from titan_exp.compare.layout_check import layout_checks
+from titan_exp.compare.differing_keys import value_text
+from titan_exp.compare.efficiency import pareto, scaling
+from titan_exp.compare.findings import (
+    change,
+    findings,
+    heading,
+    layout_checks,
+    remarks,
+    stands_for,
+    state_text,
+    verdict,
+    with_interval,
+)
+from titan_exp.compare.from_wandb import explain_wandb_errors
 from titan_exp.compare.output.study_sections import markdown, sections
-from titan_exp.compare.output.table import Cell, text_table, title
-from titan_exp.compare.row import Row
-from titan_exp.compare.run_record import Run
-from titan_exp.compare.stats.pareto import pareto
-from titan_exp.compare.stats.scaling_efficiency import scaling
+from titan_exp.compare.runs import Row, Run
+
+MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}
+"""Abbreviated significance labels; `better` and `worse` are not abbreviated."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One metric of one row."""
+
+    value: str
+    """Mean ± half-width of its interval."""
+    change: str
+    """Difference to the baseline; empty in the baseline's row."""
+    verdict: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """One row of the text table."""
+
+    keys: tuple[str, ...]
+    """Values of the differing keys."""
+    n: int
+    state: str
+    cells: tuple[Cell, ...]
+    """One per metric."""
+    is_baseline: bool
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Text of the comparison table."""
+
+    keys: tuple[str, ...]
+    """Short names of the differing keys."""
+    metrics: tuple[Metric, ...]
+    """Metrics of the other columns."""
+    rows: tuple[TextRow, ...]
+    has_seeds: bool
+    """True if a row has more than one run."""
+    has_states: bool
+    """True if a run is not done."""
+
+
+def text_table(comparison: Comparison) -> TextTable:
+    """Build the text table of a comparison."""
+    rows = tuple(_row(comparison, index, row) for index, row in enumerate(comparison.rows))
+    names = tuple(comparison.differing_keys.short[key] for key in comparison.differing_keys.keys)
+    return TextTable(
+        names or ("run",),
+        comparison.metrics,
+        rows,
+        any(row.n > 1 for row in rows),
+        any(row.state != "done" for row in rows),
+    )
+
+
+def title(metric: Metric) -> str:
+    """Column heading of a metric."""
+    unit = "" if metric.unit in ("", "h", "nats") or metric.unit in metric.title else f" ({metric.unit})"
+    return f"{metric.title}{unit}"
+
+
+def _row(comparison: Comparison, index: int, row: Row) -> TextRow:
+    keys = tuple(value_text(row.values[key]) for key in comparison.differing_keys.keys) or (row.runs[0].run_id,)
+    cells = tuple(_cell(comparison, metric, index, row) for metric in comparison.metrics)
+    return TextRow(keys, len(row.runs), state_text(row), cells, index == comparison.baseline)
+
+
+def _cell(comparison: Comparison, metric: Metric, index: int, row: Row) -> Cell:
+    number = with_interval(metric, row.estimates[metric.name])
+    if row.estimates[metric.name] is None and row.diverged(metric.name):
+        number = "diverged"
+    if index == comparison.baseline:
+        return Cell(number, "", "", "")
+    baseline = comparison.rows[comparison.baseline].estimates[metric.name]
+    delta = row.deltas[metric.name]
+    result = verdict(metric, delta)
+    text = change(metric, delta, baseline.mean if baseline else None) if delta else ""
+    return Cell(number, text, result, MARKS.get(result, result))
+
+
+def publish(comparison: Comparison, place: str) -> str:
+    """Create a Report in the project `place` (`ENTITY/PROJECT`), with panels of the runs in the same group; returns its
+    URL.
+
+    Existing reports stay unchanged. Raises UserError if wandb or wandb_workspaces is not installed, or the server is
+    unavailable.
+    """
+    with explain_wandb_errors(place):
+        report = report_of(comparison, place)
+        report.save()
+        return report.url
+
+
+def report_of(comparison: Comparison, place: str) -> Any:
+    """Build the Report without saving it; imports `wandb_workspaces`."""
+    import wandb_workspaces.reports.v2 as reports
+    from wandb_workspaces import expr
+
+    entity, _, project = place.partition("/")
+    study = comparison.runs[0].study
+    runs = reports.Runset(
+        entity=entity,
+        project=project,
+        name=study,
+        filters=[expr.Metric("group") == study],
+        groupby=[f"config.{key}" for key in comparison.differing_keys.all_keys],
+    )
+    # W&B has the keys of metrics.jsonl, but no derived metrics.
+    downsampled_curves = [
+        reports.LinePlot(title=title, x="tokens", y=[key], smoothing_type="none")
+        for key, title in (("loss", "training loss"), ("validation_loss", "validation loss"))
+    ]
+    blocks = [
+        reports.MarkdownBlock(to_markdown(comparison)),
+        reports.PanelGrid(runsets=[runs], panels=[*downsampled_curves, reports.RunComparer(diff_only=True)]),
+    ]
+    question = comparison.study.question if comparison.study else ""
+    return reports.Report(
+        entity=entity, project=project, title=f"{comparison.name}, compared", description=question, blocks=blocks
+    )
+
 
 RUN_FIELDS = (
     *("run_id", "experiment_id", "seed", "state", "reason", "step", "tokens", "world_size"),

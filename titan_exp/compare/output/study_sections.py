@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import value_text
-from titan_exp.compare.findings import verdict
+from titan_exp.compare.findings import interval, signed, verdict, with_interval
 from titan_exp.compare.learnt import Cost, Learnt, Marginal
-from titan_exp.compare.stats.format_numbers import interval, signed, with_interval
-from titan_exp.compare.stats.ttest import Estimate
+from titan_exp.compare.statistics import Estimate
 from titan_exp.compare.tuning import Group, Reached, Tuning
 from titan_exp.tracking.number_format import format_count, format_duration, format_items
 

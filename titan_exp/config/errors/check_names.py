@@ -166,7 +166,9 @@ class NameCheck:
         offer = f"did you mean {found[0]}? It comes with {homes}." if options else ""
         offer = offer or (f"did you mean {listed(found)}?" if found else "")
         inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
-        yield Violation(key, value, "unknown key", offer or inside or "titan-exp train --cfg job prints every key")
+        yield Violation(
+            key, value, lacking(key) or "unknown key", offer or inside or "titan-exp train --cfg job prints every key"
+        )
 
     def _swept_nodes(self, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Parent of a key under each option of a sweep, composed when asked for."""

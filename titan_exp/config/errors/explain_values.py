@@ -11,6 +11,7 @@ from annotated_types import Predicate
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.extension import is_default_of_missing, lacking
 from titan_exp.config.schema.component import one_value
 from titan_exp.config.schema.schema import (
     choices_of,
@@ -33,11 +34,12 @@ def unknown_keys(
     `fields` has the type of each key, `optional` the keys with a default, of the group with this prefix.
     """
     for name in values:
-        if name not in fields:
+        if name not in fields and not is_default_of_missing(f"{prefix}{name}", values[name]):
             group = isinstance(values[name], Mapping)
             offer = did_you_mean(f"{prefix}{name}", fields if group else _reachable(prefix, fields))
             known = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
-            yield Violation(f"{prefix}{name}", "" if group else values[name], "unknown key", offer or known)
+            reason = lacking(f"{prefix}{name}") or "unknown key"
+            yield Violation(f"{prefix}{name}", "" if group else values[name], reason, offer or known)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
 
 
+@extended("checkpoint")
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Distributed checkpoints of the whole training state."""

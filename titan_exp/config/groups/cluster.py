@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 
 LOCAL = "local"
@@ -12,6 +13,7 @@ COLLECTIVE_SECONDS = 1200
 """Seconds that a collective among the ranks of a run may take without the hang watchdog."""
 
 
+@extended("cluster")
 @dataclass(frozen=True)
 class ClusterConfig:
     """Machine of the processes, and the hang watchdog. The keys from `gpu_type` on are for SLURM."""
@@ -147,3 +149,9 @@ class ClusterConfig:
     def is_remote(self) -> bool:
         """True if processes run on other machines than the one that launches them."""
         return self.kind != LOCAL
+
+    @property
+    def worlds(self) -> int:
+        """Number of worlds, sets of processes in the layout of `parallelism`, that train a run together: each a share
+        of every step."""
+        return self.replica_groups

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt, Share
 from titan_exp.config.images.image_options import ImageKind
 
 
+@extended("data")
 @dataclass(frozen=True)
 class DataConfig:
     """A source of documents, a tokenizer, and a fixed order."""

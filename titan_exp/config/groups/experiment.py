@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.cluster import ClusterConfig
@@ -20,9 +21,10 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.groups.weight_average import WeightAverageConfig
 
 
+@extended()
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Configuration of a run: a field for each group, in the order of `conf/config.yaml`."""
+    """Configuration of a run: a field for each group, in the order of `conf/config.yaml`, then those of extensions."""
 
     experiment: RunConfig
     """Name, seed, tags and notes. E.g. `experiment.name=my_idea`."""

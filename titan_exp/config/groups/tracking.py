@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import Count, PositiveInt
 
 
+@extended("tracking")
 @dataclass(frozen=True)
 class TrackingConfig:
     """Metric sinks. `metrics.jsonl` is always written and complete; the others are best-effort copies."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_exp.config.extension import extended
 from titan_exp.config.groups.batch_ramp import RampStage, batch_size_at, sequences_after
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -17,6 +18,7 @@ class PartConfig:
     """Keyword arguments of the class."""
 
 
+@extended("training")
 @dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch size, precision and objective of training."""

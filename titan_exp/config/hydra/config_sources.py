@@ -11,6 +11,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import OmegaConf
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.extension import added_groups, added_keys
 from titan_exp.config.paths.foreign_file import read_file
 from titan_exp.config.paths.yaml_file import StrictLoader, load_node, switch_words
 
@@ -30,7 +31,10 @@ class _OwnLoader(ConfigSource):
         if node is not None:
             is_global = header.get("package") == "_global_" or "/" not in config_path
             _refuse_untyped(file, node, "" if is_global else config_path.rpartition("/")[0].replace("/", "."))
-        config: Any = OmegaConf.create({} if values is None else values)
+        values = {} if values is None else values
+        if isinstance(values, dict) and header.get("package") != "_global_":
+            values = _with_extensions(file, config_path, values)
+        config: Any = OmegaConf.create(values)
         return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
 
 
@@ -54,6 +58,23 @@ class ImportlibResourcesConfigSource(_OwnLoader, importlib_resources_config_sour
 def use_own_loader() -> None:
     """Make Hydra read files through these classes; idempotent. Hydra keeps a class that has the name of its own."""
     SourcesRegistry.instance().types.update(file=FileConfigSource, pkg=ImportlibResourcesConfigSource)
+
+
+def _with_extensions(file: Any, config_path: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values of an option with the keys that extensions add to its group, and the primary configuration with a line for
+    each group of theirs. An option that begins with another has those of that one."""
+    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, shipped_options
+
+    group = config_path.rpartition("/")[0]
+    if group or file != CONF_DIR / f"{CONFIG_NAME}.yaml":
+        return values if "defaults" in values else {**added_keys(group), **values}
+    lines = values["defaults"]
+    known = {*values, *(name for line in lines if isinstance(line, dict) for name in line)}
+    options = {name: shipped_options(name) for name in added_groups() if name not in known}
+    plain = {name: added_keys(name) for name, found in options.items() if not found}
+    chosen = [{name: "none" if "none" in found else "default"} for name, found in options.items() if found]
+    at = lines.index("_self_")
+    return {**values, **plain, "defaults": [*lines[:at], *chosen, *lines[at:]]}
 
 
 def _refuse_untyped(file: Any, node: yaml.Node, group: str) -> None:

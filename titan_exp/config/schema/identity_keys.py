@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from titan_exp.config.extension import extensions
 from titan_exp.config.schema.builtins import sources
 
 NOT_IN_RUN_ID = {
@@ -83,6 +84,9 @@ COUNTS_BESIDE: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 """Keys or groups without effect while another key has one of the given values. A new default of an idle key changes no
 id: a mode's own keys belong here, as `activation_checkpoint.budget` does."""
+
+
+COUNTS_BESIDE |= {key: beside for one in extensions().values() for key, beside in one.idle.items()}
 
 
 def idle_keys(values: Mapping[str, object]) -> list[str]:

@@ -93,11 +93,16 @@ def docstrings(kind: Any) -> dict[str, str]:
 
 @cache
 def texts(kind: Any) -> dict[str, KeyText]:
-    """Docstrings of the fields of a dataclass and its bases, read from source."""
+    """Docstrings of the fields of a dataclass and its bases, read from source; of a group of an extension, its
+    class's."""
     found = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
             found |= _own_texts(base)
+    for name, annotation in hints(kind).items():
+        if name not in found and dataclasses.is_dataclass(annotation):
+            meaning = " ".join(inspect.cleandoc(annotation.__doc__ or "").split())
+            found[name] = KeyText(meaning, meaning, "")
     return found
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.schema.identity_keys import is_among
 from titan_exp.config.secrets.names import is_secret_variable, secret_values
 
 Config = TypeVar("Config")
@@ -56,7 +55,7 @@ def require_variables(config: object, field: str = "") -> set[str]:
         (key, text, match)
         for key, text in _texts(config, field)
         for match in _matches(text)
-        if not is_among(key.partition("[")[0], LABELS)
+        if key.partition("[")[0] not in LABELS
     ]
     missing = [
         Violation(key, text, f"the environment variable {match['name']} is not set on {socket.gethostname()}", _SET)

@@ -27,11 +27,145 @@ from titan_exp.ops.attention.max_logits import MaxLogits, raise_to_logits
 from titan_exp.ops.attention.sdpa import segment_ids
 from titan_exp.ops.attention.sinks import additive, merge_sinks, sinks_grad
 from titan_exp.ops.is_recomputing import is_recomputing
-from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
-from titan_exp.parallel.context_parallel.latents import WholeKV
+from titan_exp.parallel.collectives import (
+    all_gather,
+    gather_documents,
+    gather_into,
+    group_named,
+    reduce_scatter,
+    scatter_sums,
+)
 from titan_exp.parallel.context_parallel.load_balance import Pieces, head_tail_pieces
-from titan_exp.parallel.context_parallel.ring import RingKV
-from titan_exp.parallel.process_groups import gather_documents, group_named
+
+
+class GatheredLatents(nn.Module):
+    """Replaces `LatentGather`: latents of all ranks, and their gradient summed over ranks in fp32."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.degree = group.group_name, group.size()
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """[batch, part, width] to [batch, degree · part, width], the ranks' parts in order."""
+        return _GatherLatents.apply(latents, self.degree, self.group)  # type: ignore[return-value]  # a Tensor
+
+
+class WholeKV:
+    """Keys and values of the whole sequence on every rank, in the blocks of `ring` and `all_gather`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.degree = group.rank(), group.size()
+        self._gradients: dict[int, Tensor] = {}
+
+    def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield every rank's block [batch, heads, part, width] with its rank, the own block first."""
+        keys, values = key.chunk(self.degree, dim=2), value.chunk(self.degree, dim=2)
+        for step in range(self.degree):
+            rank = (self.rank - step) % self.degree
+            yield rank, keys[rank], values[rank]
+
+    def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
+        """Store this rank's gradient of a block."""
+        self._gradients[rank] = gradient
+
+    def reduced_grad(self) -> Tensor:
+        """Gradient of all blocks, of this rank's queries alone: latents sum them."""
+        return torch.cat([self._gradients[rank] for rank in range(self.degree)], dim=2)
+
+
+class _GatherLatents(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, latents: Tensor, degree: int, group: str) -> Tensor:
+        ctx.degree, ctx.group = degree, group
+        return all_gather(latents, degree, group).unflatten(0, (degree, -1)).movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = gradients[0].float().unflatten(1, (ctx.degree, -1)).movedim(1, 0).flatten(0, 1)
+        return reduce_scatter(parts, ctx.degree, ctx.group).to(gradients[0].dtype), None, None
+
+
+class RingKV:
+    """Rotates the keys and values of all ranks once around the group; their gradients follow one step behind."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.degree = group, group.rank(), group.size()
+        self._gradient: _Transfer | None = None
+
+    def blocks(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (source rank, block), the local block first. Every rank must exhaust the iterator."""
+        block = local
+        for step in range(self.degree):
+            transfer = _Transfer(block, self.group) if step < self.degree - 1 else None
+            yield (self.rank - step) % self.degree, block
+            if transfer is not None:
+                block = transfer.wait()
+
+    def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
+        """Add to the gradient of the block that `blocks` yielded last, and send it to the next rank."""
+        if self._gradient is not None:
+            gradient = gradient + self._gradient.wait()
+        self._gradient = _Transfer(gradient, self.group)
+
+    def reduced_grad(self) -> Tensor:
+        """Gradient of the local block, summed over ranks; called after the last block."""
+        assert self._gradient is not None, "no block was processed"
+        return self._gradient.wait()
+
+
+class _Transfer:
+    """Send to the next rank of the group and receive from the previous one."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        rank, degree = group.rank(), group.size()
+        # Keeps the sent buffer alive until the transfer has finished.
+        self._sent, self._received = tensor, torch.empty_like(tensor)
+        next_rank, previous_rank = ((rank + step) % degree for step in (1, -1))
+        self._work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous_rank),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """Wait for the transfer; returns the buffer received from the previous rank."""
+        for work in self._work:
+            work.wait()
+        return self._received
+
+
+class AllGatherKV:
+    """Gathers all keys and values in one message, overlapped with attention to the own block."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.degree = group, group.rank(), group.size()
+        self._gradients: Tensor | None = None
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield every rank's block with its rank, the own block first."""
+        gathered = own.new_empty((self.degree * own.shape[0], *own.shape[1:]))
+        work = gather_into(gathered, own, group=self.group, async_op=True)
+        yield self.rank, own
+        assert work is not None, "every rank of the group takes part"
+        work.wait()
+        for step in range(1, self.degree):
+            rank = (self.rank - step) % self.degree
+            yield rank, gathered.unflatten(0, (self.degree, -1))[rank]
+
+    def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
+        """Store this rank's gradient of the block that `blocks` yielded last."""
+        if self._gradients is None:
+            self._gradients = gradient.new_empty((self.degree, *gradient.shape))
+        self._gradients[rank] = gradient
+
+    def reduced_grad(self) -> Tensor:
+        """Sum over ranks of the gradient of the own block, after all blocks."""
+        assert self._gradients is not None, "no block was processed"
+        own = torch.empty_like(self._gradients[0])
+        scatter_sums(own, self._gradients.flatten(0, 1), group=self.group)
+        return own
+
 
 ExchangeMethod = Literal["ring", "allgather", "whole"]
 """Exchange of keys and values; `whole` is none, since every rank has them."""

@@ -1,19 +1,247 @@
 """Pipeline runtime: runs this rank's stages through a schedule of actions and P2P operations."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 
-from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of, splits_backward
-from titan_exp.parallel.fsdp.gradient_sync import disable_gradient_sync, reduce_gradients
-from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, Step, forward_schedule, insert_p2p
+from titan_exp.config.layout.pipeline_schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    is_file,
+    microbatches_of,
+    read_schedule,
+    splits_backward,
+)
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.layout.schedule_timeline import timeline
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.fsdp import disable_gradient_sync, reduce_gradients
 from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage
-from titan_exp.parallel.pipeline_parallel.tied_weights import TiedWeights
-from titan_exp.parallel.pipeline_parallel.transport import P2PTransport
 from titan_exp.parallel.step_observer import StepObserver, step_observer
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Shape, dtype and device of the hidden states that stages send each other."""
+
+    shape: tuple[int, ...]
+    """[rows, tokens, dim] of one micro-batch on one rank."""
+    dtype: torch.dtype
+    """Dtype of hidden states and of their gradients."""
+    device: torch.device
+    """This rank's device."""
+
+    @staticmethod
+    def of(layout: ResolvedLayout, device: torch.device, extra_tokens: int = 0) -> "ActivationSpec":
+        """The spec of a layout; `extra_tokens` are sent beside those of the sequence."""
+        dtype = torch.bfloat16 if layout.training.mixed_precision == "bf16" else torch.float32
+        rows, tokens, width = layout.hidden_shape
+        return ActivationSpec((rows, tokens + extra_tokens, width), dtype, device)
+
+
+class P2PTransport:
+    """Sends and receives between the ranks of one pipeline."""
+
+    sees_completion = True
+    """True if sent tensors are freed as soon as their send is complete, else at the end of the pass."""
+
+    def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
+        self.rank = dist.get_rank(group)
+        """Pipeline rank of this process."""
+        self.rows = activation.shape[0]
+        """Rows of a micro-batch."""
+        self._group, self._activation = group, activation
+
+    def empty(self) -> Tensor:
+        """A buffer for a received activation, or for its gradient."""
+        return torch.empty(self._activation.shape, dtype=self._activation.dtype, device=self._activation.device)
+
+    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Start to send a tensor to another pipeline rank."""
+        work = dist.isend(tensor, group=self._group, group_dst=peer)
+        assert work is not None, "this rank belongs to the group"
+        return work
+
+    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Start to receive a tensor from another pipeline rank."""
+        work = dist.irecv(tensor, group=self._group, group_src=peer)
+        assert work is not None, "this rank belongs to the group"
+        return work
+
+    def broadcast(self, tensor: Tensor | None, source: int) -> Tensor:
+        """Tensor in fp32 of a pipeline rank on all of them; the others give None."""
+        shape = torch.zeros(3, dtype=torch.int64) if tensor is None else torch.tensor(tensor.shape)
+        shape = shape.to(self._activation.device)
+        dist.broadcast(shape, group=self._group, group_src=source)
+        sent = torch.empty(*shape.tolist(), device=self._activation.device) if tensor is None else tensor.contiguous()
+        dist.broadcast(sent, group=self._group, group_src=source)
+        return sent
+
+    def is_sent(self, work: dist.Work) -> bool:
+        """True if a send is complete, so that its tensor may be freed."""
+        if not self.sees_completion or not work.is_completed():
+            return False
+        # NCCL's work keeps the sent tensor alive until it is waited for or its watchdog runs.
+        work.wait()
+        return True
+
+
+class TiedWeights:
+    """The copies on this rank, if any."""
+
+    def __init__(self, stages: Sequence[Stage], placement: list[int], transport: P2PTransport) -> None:
+        self._transport = transport
+        self._first, self._last = placement[0], placement[-1]
+        copies = {name: stage.module.get_parameter(name) for stage in stages for name in stage.copied}
+        # All ranks split the same model, so the first stage knows which copies the last one has.
+        originals = {name: stage.module.get_parameter(name) for stage in stages for name in stage.shared}
+        self._local_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._remote: list[nn.Parameter] = []
+        if self._first == self._last:
+            self._local_pairs = [(originals[name], copies[name]) for name in copies]
+        else:
+            self._remote = list((originals or copies).values())
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients; called by all ranks of the pipeline."""
+        for original, copy in self._local_pairs:
+            total = _gradient(original).add_(_gradient(copy))
+            _gradient(copy).copy_(total)
+        for parameter in self._remote:
+            own = _gradient(parameter)
+            other = torch.empty_like(own)
+            send, receive, rank = self._transport.send, self._transport.receive, self._transport.rank
+            peer = self._last if rank == self._first else self._first
+            # Both ranks post send and receive in the same order.
+            calls = ((send, own), (receive, other))
+            for work in [call(tensor, peer) for call, tensor in (calls if rank < peer else calls[::-1])]:
+                work.wait()
+            own.add_(other)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None, "both stages use a tied weight"
+    return local_tensor(gradient)
+
+
+@dataclass(frozen=True)
+class P2POp:
+    """Transfer of one tensor between ranks: a stage's output forward, or its input's gradient backward."""
+
+    sending: bool
+    """True if this rank sends, False if it receives."""
+    peer: int
+    """Pipeline rank at the other end."""
+    action: Action
+    """Action that produces the tensor."""
+
+
+Step = Action | P2POp
+"""An action or a P2P operation of a rank."""
+
+
+def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Actions of each rank in one training pass; `schedule` is a key of `SCHEDULES` or the path of a CSV file."""
+    if is_file(schedule):
+        return read_schedule(schedule)
+    if schedule == "GPipe":
+        return [
+            [Action(rank, kind, number) for kind in "FB" for number in range(microbatches)] for rank in range(ranks)
+        ]
+    if schedule == "1F1B":
+        return [_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)]
+    return _by_torch(schedule, ranks, stages // ranks, microbatches)
+
+
+def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
+    """Actions of each rank in a forward-only pass: all micro-batches through its first stage, then through the next."""
+    return [
+        [
+            Action(stage, "F", number)
+            for stage, stage_rank in enumerate(placement)
+            if stage_rank == rank
+            for number in range(microbatches)
+        ]
+        for rank in range(max(placement) + 1)
+    ]
+
+
+def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step]:
+    """Steps of one rank: its actions, with the P2P operations between them.
+
+    All ranks derive their steps from one global order of actions, by their end with free communication, and a transfer
+    follows the action that produces its tensor on both sides. So any two ranks meet in the same order, as NCCL
+    requires, and cannot deadlock.
+    """
+    last = len(placement) - 1
+    steps: list[Step] = []
+    for action, _ in sorted(timeline(schedule).end.items(), key=lambda item: (item[1], item[0])):
+        source = placement[action.stage]
+        if source == rank:
+            steps.append(action)
+        if action.kind == "W":
+            continue
+        consumer = action.stage + (1 if action.kind == "F" else -1)
+        if not 0 <= consumer <= last:
+            continue
+        target = placement[consumer]
+        if source != target and rank in (source, target):
+            sending = rank == source
+            steps.append(P2POp(sending, target if sending else source, action))
+    return steps
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """1F1B: forward until the first gradient returns, then one forward for each backward."""
+    warmup = min(ranks - 1 - rank, microbatches)
+    actions = [Action(rank, "F", number) for number in range(warmup)]
+    for number in range(warmup, microbatches):
+        actions += [Action(rank, "F", number), Action(rank, "B", number - warmup)]
+    return actions + [Action(rank, "B", number) for number in range(microbatches - warmup, microbatches)]
+
+
+def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+    """Actions of torch's schedule of this name, built over stages without modules."""
+    assert SCHEDULES[name].takes(microbatches, ranks), "checked by the rules"
+    stages: list[Any] = [
+        SimpleNamespace(
+            stage_index=local * ranks,
+            num_stages=stages_per_rank * ranks,
+            group_rank=0,
+            group_size=ranks,
+            submod=None,
+            has_backward=True,
+            is_first=local == 0,
+            is_last=False,
+        )
+        for local in range(stages_per_rank)
+    ]
+    schedule: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=_no_loss)  # type: ignore[arg-type]
+    return [
+        [
+            Action(part.stage_index, part.computation_type.value, part.microbatch_index)
+            for action in schedule.pipeline_order[rank]
+            if action is not None
+            # Overlapped forward and backward actions run in sequence.
+            for part in (action.sub_actions or (action,))
+            if part.is_compute_op
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _no_loss() -> None:
+    """Never called: torch's schedules are read, not run."""
 
 
 class Pipeline:

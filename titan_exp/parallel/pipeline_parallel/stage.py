@@ -1,14 +1,177 @@
 """Pipeline stage: forward and backward passes of single micro-batches through its part of the model."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from titan_exp.parallel.fsdp.gradient_sync import accumulate_gradients, restart_forward_order
-from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.parallel.fsdp import accumulate_gradients, restart_forward_order
+from titan_exp.parallel.step_observer import step_observer
+
+
+def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:
+    """Keep the layers and children of one stage, in place; parameters keep their names in the whole model.
+
+    The model has `pp_plan()` and a `ModuleDict` named `blocks` whose keys are layer numbers.
+    """
+    plan = model.pp_plan()  # type: ignore[operator]  # a method, not a submodule; checked by the rules
+    assert isinstance(plan, PipelinePlan)
+    blocks = model.get_submodule("blocks")
+    assert isinstance(blocks, nn.ModuleDict), "checked by the rules"
+    for key in list(blocks):
+        if int(key) not in layers:
+            del blocks[key]
+    kept = {*(plan.first if first else ()), *((*plan.last, *plan.copied) if last else ())}
+    for child in {*plan.first, *plan.last} - kept:
+        setattr(model, child, None)
+
+
+def shared_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Names of the first stage's parameters that the last stage has a copy of; for the unpruned model."""
+    return tuple(
+        f"{child}.{name}"
+        for child in model.pp_plan().copied  # type: ignore[operator]  # a method, not a submodule
+        for name, _ in model.get_submodule(child).named_parameters()
+    )
+
+
+NODES_LIVE_ALONE = torch.__version__ >= "2.13"
+"""True if references keep nodes of Python operators alive; before torch 2.13 the graph had to be kept."""
+
+
+class BackwardSplit:
+    """Backward pass of one micro-batch through one stage, of which `parameters` are the names and weights."""
+
+    def __init__(self, output: Tensor, input: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        named = {get_gradient_edge(weight).node: (name, weight) for name, weight in parameters if weight.requires_grad}
+        self._weights = {node: weight for node, (_, weight) in named.items()}
+        self._names = {node: name for node, (name, _) in named.items()}
+        self._kept = deque[tuple[Node, tuple[Tensor | None, ...]]]()
+        branches = _branches(output, input, self._weights.keys())
+        early = _early_weights(branches)
+        # A weight of a compiled graph has its whole gradient early, also that of a use elsewhere.
+        self._branches = {
+            node: branch._replace(weights=branch.weights - early)
+            for node, branch in branches.items()
+            if branch.weights - early
+        }
+        self._early = [self._weights[node] for node in early]
+        self._ends: tuple[Tensor, Tensor] | None = output, input
+
+    @property
+    def added_early(self) -> bool:
+        """True if the first part adds gradients of some weights."""
+        return bool(self._early)
+
+    def compute_input_gradient(self, gradient: Tensor | None) -> Tensor:
+        """Gradient of the input, for one of the output, or None for the loss of the last stage; called once."""
+        assert self._ends is not None, "the first part runs once"
+        output, input = self._ends
+        hooks = [self._keep_gradients(node) for node in self._branches]
+        try:
+            gradients = None if gradient is None else (gradient,)
+            torch.autograd.backward(
+                (output,), gradients, retain_graph=bool(self._branches), inputs=(input, *self._early)
+            )
+            found, input.grad = input.grad, None
+            assert found is not None, "the output depends on the input"
+            return found
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if NODES_LIVE_ALONE or not self._branches:
+                self._ends = None
+
+    def add_weight_gradients(self) -> None:
+        """Accumulate the gradients of the weights, and free the graph from the output on; called once."""
+        while self._kept:
+            self._add_branch(*self._kept.popleft())
+        self._ends = None
+
+    def _keep_gradients(self, node: Node) -> Any:
+        return node.register_prehook(lambda gradients: self._kept.append((node, gradients)))
+
+    def _add_branch(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+        branch = self._branches.pop(node)
+        starts = [(GradientEdge(node, index), grad) for index, grad in enumerate(gradients) if grad is not None]
+        if not starts:
+            return
+        step_observer().weight_gradients_begin(sorted(self._names[weight] for weight in branch.weights))
+        edges, grads = zip(*starts, strict=True)
+        if branch.begins:
+            # Without the path itself, on which the weights' other uses follow, which may read the same nodes.
+            edges, grads = branch.begins, torch.autograd.grad(edges, branch.begins, grads)
+        weights = tuple(self._weights[weight] for weight in branch.weights)
+        torch.autograd.backward(edges, grads, retain_graph=bool(branch.begins), inputs=weights)
+
+
+class _Branch(NamedTuple):
+    """Weights that branch off the path at one node."""
+
+    weights: set[Node]
+    """Nodes that accumulate their gradients."""
+    begins: tuple[GradientEdge, ...] = ()
+    """Edges off the path, if a weight is used further down the path as well; else empty, for all edges."""
+
+
+def _early_weights(branches: Mapping[Node, _Branch]) -> set[Node]:
+    """Weights whose gradients the first part computes; `branches` are in order, the deepest first."""
+    compiled = [node.name().startswith("CompiledFunction") for node in branches]
+    # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive for it.
+    above = any(compiled) and all(compiled[: sum(compiled)])
+    found = (branch.weights for branch, early in zip(branches.values(), compiled, strict=True) if early or above)
+    return set().union(*found)
+
+
+def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:
+    """Nodes on paths from output to input where weights branch off, with those weights."""
+    target, ends = get_gradient_edge(input).node, set(weights)
+    # Weights that branch off at a node of the path or below it.
+    on_path: dict[Node, set[Node]] = {target: set()}
+    reached: dict[Node, set[Node]] = {}
+    branches: dict[Node, _Branch] = {}
+    for node in _deepest_first(get_gradient_edge(output).node):
+        successors = [(successor, index) for successor, index in node.next_functions if successor is not None]
+        found = {node} & ends
+        below: set[Node] = set()
+        for successor, _ in successors:
+            found |= reached.get(successor, set())
+            below |= on_path.get(successor, set())
+        if node is target or not any(successor in on_path for successor, _ in successors):
+            reached[node] = found
+            continue
+        on_path[node] = found | below
+        if found:
+            begins = [(successor, index) for successor, index in successors if found & reached.get(successor, set())]
+            repeated = bool(found & below)
+            assert not repeated or ends.isdisjoint(successor for successor, _ in begins), (
+                "a weight that an operator reads, and that is used below it, would be counted too often"
+            )
+            branches[node] = _Branch(found, tuple(GradientEdge(*begin) for begin in begins) if repeated else ())
+    return branches
+
+
+def _deepest_first(root: Node) -> Iterable[Node]:
+    """Nodes of the backward graph, each after its successors."""
+    seen = {root}
+    stack = [(root, iter(root.next_functions))]
+    while stack:
+        node, rest = stack[-1]
+        for successor, _ in rest:
+            if successor is not None and successor not in seen:
+                seen.add(successor)
+                stack.append((successor, iter(successor.next_functions)))
+                break
+        else:
+            stack.pop()
+            yield node
+
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
 """Computes a stage's output, or the last stage's loss, from a micro-batch's number and the hidden states of the

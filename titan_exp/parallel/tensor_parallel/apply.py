@@ -10,11 +10,9 @@ from torch import nn
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.vocab_parallel import VocabShard
-from titan_exp.parallel.functional_collectives import all_reduce
+from titan_exp.parallel.collectives import all_reduce, partial_parameters
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.partial_gradients import partial_parameters
-from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
-from titan_exp.parallel.tensor_parallel.layers import ColumnParallelLinear
+from titan_exp.parallel.tensor_parallel.layers import ColumnParallelLinear, TensorParallelGroup
 from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES, Part, Ranks
 
 

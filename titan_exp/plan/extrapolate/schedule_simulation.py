@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from titan_exp.config.layout.pipeline_schedules import Action, microbatches_of
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.pipeline_parallel.backward_split import NODES_LIVE_ALONE
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
+from titan_exp.parallel.pipeline_parallel.stage import NODES_LIVE_ALONE
 from titan_exp.plan.extrapolate.stages import backward_ways
 from titan_exp.plan.time.roofline import schedule_and_bubble
 

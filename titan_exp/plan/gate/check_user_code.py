@@ -32,8 +32,7 @@ from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.optim.parameter_groups import named_parameters
 from titan_exp.optim.torch_optimizer import Config as TorchOptimizerConfig
 from titan_exp.optim.torch_optimizer import optimizer_class
-from titan_exp.parallel.fp32_modules import require_modules
-from titan_exp.parallel.module_requirements import module_violations
+from titan_exp.parallel.module_requirements import module_violations, require_modules
 from titan_exp.plan.gate.check_optimizer_state import optimizer_violations
 from titan_exp.quantization.quantize import require_quantized_linears
 from titan_exp.trainer.module_metrics.metric import chosen_metrics

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.ops.matmul_flops import GROUPED
+from titan_exp.parallel.collectives import group_named
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.process_groups import group_named
 from titan_exp.plan.cuda.caching_allocator import GRAPH
 from titan_exp.plan.cuda.cpu_offload import AXIS, TO_GPU, TO_HOST, WAITED_FOR
 from titan_exp.plan.trace.kernel_classes import MEASURES, kernel_class, kernel_kind

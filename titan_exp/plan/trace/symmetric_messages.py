@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from titan_exp.parallel.process_groups import group_named
+from titan_exp.parallel.collectives import group_named
 from titan_exp.plan.trace.received_rows import SYMMETRIC_EXCHANGES
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 

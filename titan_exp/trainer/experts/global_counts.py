@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.router import Router
-from titan_exp.parallel.functional_collectives import all_reduce
+from titan_exp.parallel.collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
 
 

@@ -12,7 +12,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import MicroBatch
 from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.outer.outer_optimizer import OuterOptimizer
-from titan_exp.parallel.fsdp.apply import free_gathered
+from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.group_events import record_event
 from titan_exp.trainer.commit import Commit, Flags

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.torchft import torchft_extension
 from titan_exp.config.paths.group_history import GroupHistory
+from titan_exp.parallel.collectives import LOOPBACK, served_store
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.process_groups import LOOPBACK, served_store
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.replica_group import ReplicaGroup, group_number, replica_id

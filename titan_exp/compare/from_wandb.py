@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.compare.run_record import Run
-from titan_exp.compare.select_runs import Selection
+from titan_exp.compare.runs import Run, Selection
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.lineage import Lineage
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
@@ -20,6 +19,7 @@ from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 
 if TYPE_CHECKING:
     from wandb.apis.public import Run as ApiRun
+
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
 """Run state by W&B state; `pending` is unchanged, any other is `failed`."""

@@ -1,0 +1,407 @@
+"""Plots of runs and studies."""
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from titan_exp.compare.comparison import Comparison
+from titan_exp.compare.learnt import Learnt, Parameter
+from titan_exp.compare.statistics import moving_average
+from titan_exp.compare.tuning import Tuning
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.expert_load import layer_counts, load_statistics
+from titan_exp.tracking.number_format import format_count, format_items
+from titan_exp.tracking.run_folder.final_value import last_fiftieth
+from titan_exp.tracking.run_folder.lineage import ancestors, read_history
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
+
+
+INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
+
+Series = tuple[list[float], list[float]]
+
+
+def draw(run_folder: Path) -> Path:
+    """Plot the run's curves to `loss.png` in its folder; returns the path. Raises UserError if no step is logged."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = _rows(run_folder)
+    figure = Figure(figsize=(9, 7), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
+    _draw_loss(loss, rows)
+    _draw_small(grad_norm, rows, "grad_norm", "gradient norm")
+    _draw_small(lr, rows, "lr", "learning rate")
+    lr.set_xlabel("step")
+    lr.locator_params(axis="x", integer=True)
+    begins = [ancestor.lineage.step for ancestor in ancestors(run_folder)]
+    _mark((loss, grad_norm, lr), _resumes(rows), ":", "resumed")
+    _mark((loss, grad_norm, lr), begins, "--", "continued")
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(frameon=False, loc="upper right")
+    figure.align_ylabels()
+    _add_tokens(loss, rows)
+    _add_title(figure, run_folder, rows, begins)
+    return save_figure(figure, run_folder / "loss.png")
+
+
+def _rows(run_folder: Path) -> MetricRows:
+    path = RunFolder(run_folder).metrics
+    rows = read_history(path.parent)
+    if not rows:
+        raise UserError(
+            f"{run_folder}: {path.name} is missing or empty. Name a run folder (runs/<name>/<run id>) whose run has "
+            "logged a step (tracking.log_every)."
+        )
+    return rows
+
+
+def _draw_loss(axes: "Axes", rows: MetricRows) -> None:
+    steps, losses = _series(rows, "loss")
+    if len(losses) < 20:
+        axes.plot(steps, losses, color=TRAIN, marker="o", markersize=4, label="train")
+    else:
+        axes.plot(steps, losses, color=TRAIN, linewidth=0.8, alpha=0.3)
+        axes.plot(steps, moving_average(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
+    steps, losses = _series(rows, "validation_loss")
+    if losses:
+        axes.plot(
+            steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
+        )
+    pairs = zip(rows.column("step"), rows.column("loss"), strict=True)
+    diverged = [float(step) for step, loss in pairs if not math.isfinite(loss or 0.0)]
+    for step in diverged:
+        axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == diverged[0] else None)
+    axes.set_ylabel("loss (nats per token)")
+    style_axes(axes)
+
+
+def _draw_small(axes: "Axes", rows: MetricRows, key: str, label: str) -> None:
+    steps, values = _series(rows, key)
+    few = {"marker": "o", "markersize": 3} if len(values) < 20 else {}
+    axes.plot(steps, values, color=QUIET, linewidth=1.2, **few)
+    axes.set_ylabel(label, fontsize=9)
+    if any(value > 0 for value in values):
+        axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", nbins=4)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    style_axes(axes)
+
+
+def style_axes(axes: "Axes") -> None:
+    """Set grid, spines and ticks as in every plot."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#000000", alpha=0.08)
+    axes.tick_params(labelsize=9, color=QUIET)
+    axes.margins(x=0.02)
+
+
+def _resumes(rows: MetricRows) -> list[float]:
+    """First steps of later attempts."""
+    attempts = pairwise(attempt or 0 for attempt in rows.column("attempt"))
+    steps = list(rows.column("step"))
+    return [float(step) for step, (before, after) in zip(steps[1:], attempts, strict=True) if before < after]
+
+
+def _mark(panels: tuple["Axes", ...], steps: Sequence[float], style: str, label: str) -> None:
+    for axes in panels:
+        for step in steps:
+            axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=style, label=label if step == steps[0] else None)
+
+
+def _add_tokens(axes: "Axes", rows: MetricRows) -> None:
+    """Add a secondary x axis in tokens."""
+    last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
+    if last is None:
+        return
+    per_step = float(last["tokens"] or 0) / float(last["step"] or 1)
+    top = axes.secondary_xaxis("top", functions=(_scaled(per_step), _scaled(1 / per_step)))
+    top.set_xlabel("tokens", fontsize=9)
+    top.tick_params(labelsize=9, color=QUIET)
+    top.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
+    top.spines["top"].set_color("#cccccc")
+
+
+def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
+    return lambda places: np.asarray(places) * factor
+
+
+def _add_title(figure: "Figure", run_folder: Path, rows: MetricRows, begins: Sequence[int]) -> None:
+    folder = run_folder.resolve()
+    losses, validation = (_series(rows, key)[1] for key in ("loss", "validation_loss"))
+    begin = max(begins, default=-1)
+    speeds = [speed for step, speed in zip(*_series(rows, "tokens_per_second"), strict=True) if step > begin]
+    parts = [f"step {rows[-1]['step']}"]
+    if tokens := rows[-1].get("tokens"):
+        parts.append(f"{format_count(tokens)} tokens")
+    if losses:
+        parts.append(f"train loss {fmean(last_fiftieth(losses)):.4g}")
+    if validation:
+        parts.append(f"validation loss {validation[-1]:.4g}")
+    if speeds:
+        parts.append(f"{format_count(sorted(speeds)[len(speeds) // 2])} tokens/s")
+    figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
+    figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
+
+
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Replace the PNG file at `path`; returns it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+    return path
+
+
+def _series(rows: MetricRows, key: str) -> Series:
+    """Steps and values of a metric; infinity becomes NaN, which leaves a gap."""
+    steps, values = rows.series(key, "step", above=-1, up_to=math.inf)
+    return steps, [value if math.isfinite(value) else math.nan for value in values]
+
+
+COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9f", "#b7791f", "#2c7a7b", "#718096", "#c53030", "#553c9a", "#1a202c")
+SPREAD = 5.0
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
+
+
+def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
+    """Title and PNG of each plot."""
+    found = []
+    if (tuning := comparison.tuning) is not None and any(len(group.points) > 1 for group in tuning.groups):
+        title = f"{tuning.metric} against {tuning.short}"
+        found.append((title, _png(lambda figure: draw_tuning(figure.subplots(), comparison, tuning), 8, 5)))
+    if (learnt := comparison.learnt) is not None and learnt.parameters:
+        count = len(learnt.parameters)
+        title = f"{learnt.metric.replace('_', ' ')} against each parameter"
+        found.append((title, _png(lambda figure: draw_parameters(figure, learnt), max(8, 4 * min(3, count)), 3.6)))
+    return found
+
+
+def draw_tuning(axes: "Axes", comparison: Comparison, tuning: Tuning) -> None:
+    """Draw a curve for each group, with intervals over seeds and its best value as a filled dot."""
+    values = [point.value for group in tuning.groups for point in group.points]
+    place = _scale(axes, values)
+    for number, group in enumerate(tuning.groups):
+        color = COLORS[number % len(COLORS)]
+        known = [(place(point.value), point, point.estimate) for point in group.points if point.estimate is not None]
+        means = [found.mean for *_, found in known]
+        axes.plot([x for x, *_ in known], means, color=color, linewidth=1.6, label=group.label)
+        for x, point, found in known:
+            if found.low is not None and found.high is not None:
+                axes.plot([x, x], [found.low, found.high], color=color, linewidth=1, alpha=0.6)
+            filled = point is group.best
+            axes.plot([x], [found.mean], "o", color=color, markersize=7, markerfacecolor=color if filled else "white")
+        for point in group.points:
+            if point.diverged:
+                axes.axvline(place(point.value), color=color, linewidth=0.8, linestyle=":")
+    axes.set_xlabel(tuning.short)
+    axes.set_ylabel(comparison.main.title)
+    axes.legend(frameon=False, fontsize=9)
+    style_axes(axes)
+
+
+def draw_parameters(figure: "Figure", learnt: Learnt) -> None:
+    """Draw every point against each parameter; the best point is filled, diverged ones are marks at the top."""
+    count = len(learnt.parameters)
+    panels = figure.subplots(-(-count // 3), min(3, count), squeeze=False).flat
+    for parameter, axes in zip(learnt.parameters, panels, strict=False):
+        _draw_parameter(axes, learnt, parameter)
+    for axes in list(panels):
+        axes.set_visible(False)
+
+
+def _draw_parameter(axes: "Axes", learnt: Learnt, parameter: Parameter) -> None:
+    place = _scale(axes, [value for value, _ in parameter.points], logarithmic=parameter.kind == "log_uniform")
+    for number, (value, metric) in enumerate(parameter.points):
+        if metric is None:
+            continue
+        if math.isfinite(metric):
+            face = TRAIN if number == 0 else "white"
+            axes.plot([place(value)], [metric], "o", color=TRAIN, markersize=6, markerfacecolor=face)
+        else:
+            axes.plot([place(value)], [0.98], "x", color=ALARM, transform=axes.get_xaxis_transform())
+    axes.set_xlabel(parameter.short)
+    where = ", first rung" if learnt.rungs else ""
+    axes.set_ylabel(f"{learnt.metric.replace('_', ' ')}{where}", fontsize=9, color=QUIET)
+    style_axes(axes)
+    axes.margins(x=0.08)
+
+
+def _scale(axes: "Axes", values: Sequence[Any], *, logarithmic: bool | None = None) -> Callable[[Any], float]:
+    """Set the x axis, and return the place of a value: numbers as they are, other values side by side."""
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < len(values):
+        names = list(dict.fromkeys(map(str, values)))
+        axes.set_xticks(range(len(names)), names)
+        return lambda value: float(names.index(str(value)))
+    spread = min(numbers) > 0 and max(numbers) / min(numbers) > SPREAD
+    if (spread if logarithmic is None else logarithmic) and min(numbers) > 0:
+        axes.set_xscale("log")
+    return float
+
+
+def _png(draw: "Callable[[Figure], None]", width: float, height: float) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    return data.getvalue()
+
+
+MAX_ROWS = 512
+"""Rows of the heat map; above, neighbours in the order of load are averaged."""
+
+OCTAVES = 2.0
+"""Range of the colours: from a quarter of the mean load to four times of it."""
+
+
+class LoadHistory(NamedTuple):
+    """Token counts of a run's record."""
+
+    steps: np.ndarray
+    """Steps [steps]."""
+    counts: dict[str, np.ndarray]
+    """Tokens by layer, [steps, experts]."""
+
+
+def draw_expert_load(run_folder: Path) -> Path | None:
+    """Plot the load to `experts.png` in the run folder; returns the path, or None without a record of load."""
+    history = read_load(run_folder)
+    return None if history is None else save_figure(_figure(run_folder, history), run_folder / "experts.png")
+
+
+def expert_load_png(run_folder: Path) -> bytes | None:
+    """The same plot as the bytes of a PNG file, for a page."""
+    history = read_load(run_folder)
+    if history is None:
+        return None
+    data = io.BytesIO()
+    _figure(run_folder, history).savefig(data, format="png", dpi=80)
+    return data.getvalue()
+
+
+def read_load(run_folder: Path) -> LoadHistory | None:
+    """Token counts of a run and of those it was continued from, on the layers of the last; None without any."""
+    rows = [row for row in read_history(run_folder, RunFolder(run_folder).expert_load.name) if layer_counts(row)]
+    if not rows:
+        return None
+    sizes = {layer: len(counts) for layer, counts in layer_counts(rows[-1]).items()}
+    alike = [row for row in rows if {layer: len(counts) for layer, counts in layer_counts(row).items()} == sizes]
+    steps = np.array([row["step"] for row in alike], dtype=float)
+    return LoadHistory(steps, {layer: np.array([row[layer] for row in alike], dtype=float) for layer in sizes})
+
+
+def heat_map(history: LoadHistory) -> tuple[np.ndarray, list[int]]:
+    """Load over the mean, [rows, steps], and the row at which each layer ends.
+
+    In each layer experts are ordered by their load over the whole run, the busiest first.
+    """
+    most = max(4, MAX_ROWS // len(history.counts))
+    layers = []
+    for counts in history.counts.values():
+        load = counts / np.maximum(counts.mean(1, keepdims=True), 1e-9)
+        load = load[:, np.argsort(-load.mean(0), kind="stable")]
+        groups = np.array_split(np.arange(load.shape[1]), min(load.shape[1], most))
+        layers.append(np.stack([load[:, group].mean(1) for group in groups]))
+    return np.concatenate(layers), np.cumsum([len(layer) for layer in layers]).tolist()
+
+
+def _figure(run_folder: Path, history: LoadHistory) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
+    _draw_imbalance(top, history)
+    _draw_heat_map(figure, below, history)
+    folder = run_folder.resolve()
+    figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
+    figure.text(0.5, 0.95, "   ·   ".join(_facts(history)), ha="center", fontsize=10, color=QUIET)
+    return figure
+
+
+def _draw_imbalance(axes: "Axes", history: LoadHistory) -> None:
+    """Busiest expert over the mean: of the worst layer, and the median over layers."""
+    layers = [counts.max(1) * counts.shape[1] / np.maximum(counts.sum(1), 1e-9) for counts in history.counts.values()]
+    few = {"marker": "o", "markersize": 3} if len(history.steps) < 20 else {}
+    axes.plot(history.steps, np.max(layers, 0), color=TRAIN, linewidth=1.4, label="worst layer", **few)
+    axes.plot(history.steps, np.median(layers, 0), color=QUIET, linewidth=1.2, label="median layer", **few)
+    axes.axhline(1, color=INK, linewidth=0.6)
+    axes.set_ylabel("busiest expert ÷ mean", fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    style_axes(axes)
+
+
+def _draw_heat_map(figure: "Figure", axes: "Axes", history: LoadHistory) -> None:
+    from matplotlib import colormaps
+
+    loads, ends = heat_map(history)
+    # An expert without a token has no logarithm: black.
+    with np.errstate(divide="ignore"):
+        colours = np.ma.masked_invalid(np.log2(loads))
+    colormap = colormaps["RdBu_r"].with_extremes(bad="black")
+    edges = _edges(history.steps)
+    mesh = axes.pcolormesh(
+        edges, np.arange(len(loads) + 1), colours, cmap=colormap, vmin=-OCTAVES, vmax=OCTAVES, rasterized=True
+    )
+    axes.invert_yaxis()
+    for end in ends[:-1]:
+        axes.axhline(end, color=INK, linewidth=1.2 if len(ends) < 40 else 0.4)
+    begins, names = [0, *ends[:-1]], [layer.removeprefix("layer_") for layer in history.counts]
+    shown = range(0, len(names), -(-len(names) // 32))
+    axes.set_yticks([(begins[place] + ends[place]) / 2 for place in shown], [names[place] for place in shown])
+    axes.tick_params(labelsize=9, color=QUIET)
+    axes.set_ylabel("experts by layer, busiest first")
+    axes.set_xlabel("step")
+    bar = figure.colorbar(mesh, ax=axes, location="bottom", shrink=0.5, aspect=40, extend="both")
+    bar.set_ticks([-2, -1, 0, 1, 2], labels=["¼", "½", "mean load", "2", "4"])
+    bar.ax.tick_params(labelsize=9)
+
+
+def _edges(steps: np.ndarray) -> np.ndarray:
+    """Borders of the columns, half-way between steps."""
+    if len(steps) == 1:
+        return np.array([steps[0] - 0.5, steps[0] + 0.5])
+    middle = (steps[1:] + steps[:-1]) / 2
+    return np.concatenate(([2 * steps[0] - middle[0]], middle, [2 * steps[-1] - middle[-1]]))
+
+
+def _facts(history: LoadHistory) -> Sequence[str]:
+    last = {layer: load_statistics(counts[-1].astype(int).tolist()) for layer, counts in history.counts.items()}
+    worst = max(last, key=lambda layer: last[layer].load_max)
+    experts = sorted({counts.shape[1] for counts in history.counts.values()})
+    return [
+        f"{format_items(len(last), 'layer')} of {' or '.join(map(str, experts))} experts",
+        f"at step {history.steps[-1]:.0f}: busiest {last[worst].load_max:.2f} × mean ({worst.replace('_', ' ')})",
+        f"entropy {sum(load.entropy for load in last.values()) / len(last):.3f}",
+        f"{sum(load.dead for load in last.values())} dead (black)",
+    ]
+
+
+def draw_run(run_folder: Path) -> Iterator[str]:
+    """Draw the loss curve and, of a model with experts, their load; yields a line for each.
+
+    Raises UserError if no step is logged.
+    """
+    yield f"loss curve: {draw(run_folder)}"
+    if (path := draw_expert_load(run_folder)) is not None:
+        yield f"load of experts: {path}"

@@ -1,1 +1,0 @@
-"""Run sources other than run folders."""

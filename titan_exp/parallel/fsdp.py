@@ -1,0 +1,472 @@
+"""Data parallelism by FSDP2's `fully_shard`; HSDP and DDP are the same call on other meshes.
+
+Gradients are summed over data ranks, never averaged: the loss is already divided by the tokens of the global batch. DDP
+is HSDP with unsharded parameters.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+
+from titan_exp.models.blocks.iter_blocks import iter_blocks
+from titan_exp.models.blocks.mtp import MTPModule
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.expert_parallel.apply import mixtures
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.module_requirements import matching_modules
+from titan_exp.parallel.step_observer import step_observer
+
+
+class _One(float):
+    """Divide factor of 1 that leaves tensors as they are: FSDP2 on one shard (DDP) divides even by 1, into a copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__truediv__ or func is Tensor.div or func is Tensor.true_divide:
+            return args[0]
+        return func(*(float(arg) if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum gradients over data ranks instead of averaging them, without a division."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(_One(1))
+            # Else the factor becomes part of the reduction op, which gloo does not support.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def accumulate_in_compute_dtype(model: nn.Module) -> None:
+    """Let autograd sum unreduced gradients in the dtype in which they are computed, without a cast."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(fsdp_state(module)):
+                if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+                    group._set_unsharded_grad_dtypes = partial(_keep_compute_dtype, group)
+                for parameter in group.fsdp_params:
+                    parameter.to_accumulated_grad_if_needed = lambda: None
+
+
+def _keep_compute_dtype(group: Any, **_: Any) -> None:
+    """Let autograd keep gradients in the dtype of gathered parameters, where torch 2.15 has that of the reduction."""
+    for parameter in group.fsdp_params:
+        if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+            gathered.grad_dtype = gathered.dtype
+
+
+def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
+    """Reduce gradients in the next backward pass only if it is the last of the optimizer step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
+    """Accumulate unreduced gradients, and keep parameters gathered until `reduce_gradients` if `keep_gathered`."""
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(False)
+        module.set_requires_gradient_sync(False)
+        module.set_reshard_after_backward(not keep_gathered)
+
+
+def restart_forward_order(module: nn.Module) -> None:
+    """Let backward passes prefetch by the order of one forward pass.
+
+    FSDP2 appends the orders of all micro-batches of a step: the first group's backward pass would gather the last group
+    of another micro-batch.
+    """
+    if isinstance(module, FSDPModule):
+        # Absent before the first pass.
+        getattr(fsdp_state(module)._comm_ctx, "post_forward_order", []).clear()
+
+
+def accumulate_gradients(module: nn.Module) -> None:
+    """Add gradients that autograd accumulated outside FSDP's hooks to the unreduced sum, in the reduction dtype."""
+    if isinstance(module, FSDPModule):
+        observer = step_observer()
+        for groups in _groups_by_block(module):
+            observer.gradient_group_begin()
+            for group in groups:
+                _accumulate_group(group)
+
+
+def _accumulate_group(group: Any) -> None:
+    if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        return
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce a stage's gradients over its data ranks, and free its gathered parameters."""
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(True)
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
+        observer = step_observer()
+        for groups in _groups_by_block(module):
+            observer.group_reduction_begin()
+            for group in groups:
+                group.post_backward()
+        observer.stage_reduction_end()
+        fsdp_state(module)._root_post_backward_final_callback()
+
+
+def move_forward_hooks(unit: FSDPModule, module: nn.Module) -> None:
+    """Gather and free the parameters of a unit around the calls of a module that contains it, not its own."""
+    state = fsdp_state(unit)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
+
+
+def fsdp_state(module: FSDPModule) -> Any:
+    """FSDP2's private state of a module."""
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """FSDP2's private parameter groups of a module's state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
+def _parameter_groups(module: FSDPModule) -> Iterator[Any]:
+    # Modules that share a group share a state, which torch 2.11 lists once for each.
+    for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states):
+        yield from parameter_groups(state)
+
+
+def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
+    """Parameter groups outside of blocks, if any, then those of each block."""
+    assert isinstance(module, nn.Module)
+    states = [
+        [fsdp_state(part) for part in block.modules() if isinstance(part, FSDPModule)] for block in iter_blocks(module)
+    ]
+    by_block = [[group for state in of_block for group in parameter_groups(state)] for of_block in states]
+    in_blocks = {id(group) for groups in by_block for group in groups}
+    if others := [group for group in _parameter_groups(module) if id(group) not in in_blocks]:
+        yield others
+    yield from by_block
+
+
+Gathering = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, torch.dtype], Tensor]]
+"""Encoding and decoding of a weight. The first function maps a shard and the compute dtype to the sent tensor of the
+same shape; the second, called once, maps the gathered tensor to the weight, sharing its memory."""
+
+
+def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gathering | None]) -> None:
+    """Gather each module's `weight` in the format that `choose` returns for the module; None keeps FSDP2's.
+
+    Call it on a materialized model. Skips unsharded weights, and weights sharded unevenly or by columns.
+    """
+    for parameter in _fsdp_parameters(model):
+        info = parameter._module_info
+        # Every rank must choose the same format, so this depends on the whole shape.
+        even = parameter._orig_size[0] % parameter.mesh_info.shard_mesh_size == 0
+        even = even and parameter.fsdp_placement.dim == 0
+        gathering = choose(info.module) if info.param_name == "weight" and even else None
+        if gathering is None:
+            continue
+        _attach(parameter._sharded_local_tensor, gathering)
+        parameter._init_extensions()
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    # Modules of one group share a state.
+    states = dict.fromkeys(fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule))
+    for state in states:
+        for group in parameter_groups(state):
+            yield from group.fsdp_params
+
+
+def _attach(shard: Any, gathering: Gathering) -> None:
+    encode, decode = gathering
+
+    def pre_all_gather(
+        mesh: Any, size: Any, stride: Any, module: nn.Module, policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[Tensor, ...], None]:
+        return (encode(shard.detach(), policy.param_dtype or shard.dtype),), None
+
+    def post_all_gather(gathered: tuple[Tensor, ...], _: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        # Later gathers refill the memory that the weight is a view of, and pass `out`.
+        return None if out is not None else (decode(gathered[0], dtype), gathered)
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = pre_all_gather, post_all_gather
+
+
+class ShardModules(Protocol):
+    """Function that makes an FSDP group."""
+
+    def __call__(self, modules: Sequence[nn.Module], *, reshard: bool) -> None:
+        """Group the modules' parameters, freed after forward if `reshard`."""
+
+
+def shard_ends(model: nn.Module, shard: ShardModules, *, free: bool) -> list[nn.Module]:
+    """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered.
+
+    The first children (embedding) are freed after their forward. The last (norm, head) share a group and are kept from
+    forward to backward, between which nothing is computed. A tied weight is kept from the embedding's forward to the
+    head's backward. Autograd holds its gradient, of the same size, from there to the embedding's backward, so that
+    freeing it between its two uses would lower no peak. Returns the modules that are kept.
+    """
+    plan = pipeline_plan(model)
+    if plan is None:
+        return []
+    kept: list[nn.Module] = []
+    for name, child in _unshared_children(model, plan.first):
+        tied = name in plan.shared
+        shard([child], reshard=free and not tied)
+        assert isinstance(child, FSDPModule)
+        if tied:
+            _gather_in_backward_of_head(child)
+            kept.append(child)
+        elif not getattr(child, "reads_weight_in_backward", True):
+            child.set_unshard_in_backward(False)
+            # Not the default, which is what ran before it: the head in the micro-batch or evaluation before.
+            child.set_modules_to_backward_prefetch([child])
+    # The norm before a tied head stays with the root: between head and last block it would end FSDP2's prefetching.
+    last = [] if plan.shared else [child for _, child in _unshared_children(model, plan.last)]
+    if last:
+        shard(last, reshard=False)
+    return [*kept, *last]
+
+
+def lookup_tables(model: nn.Module) -> list[nn.Module]:
+    """Embeddings of a model or pipeline stage whose weights nothing on this rank uses but lookups."""
+    plan = pipeline_plan(model)
+    if plan is None:
+        return []
+    head = bool(_children(model, plan.last))
+    return [
+        child
+        for name, child in _unshared_children(model, plan.first)
+        if hasattr(child, "row_dtype") and not (head and name in plan.shared)
+    ]
+
+
+def pipeline_plan(model: nn.Module) -> PipelinePlan | None:
+    """Plan that names a model's ends; None if it has none."""
+    plan = model.pp_plan() if hasattr(model, "pp_plan") else None  # type: ignore[operator]  # a method
+    return plan if isinstance(plan, PipelinePlan) else None
+
+
+def _gather_in_backward_of_head(embedding: FSDPModule) -> None:
+    """Gather a tied weight for the head's backward if it was freed, and not for a lookup's, which reads no weight.
+
+    FSDP2 knows one policy per module, so hooks tell its calls apart: the head's begin with hidden states.
+    """
+    assert isinstance(embedding, nn.Module)
+
+    def gather(_: Tensor) -> None:
+        embedding.set_unshard_in_backward(True)
+        embedding.unshard()  # FSDP2 does so only if no lookup's backward came before, of another micro-batch
+
+    def register(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not inputs[0].requires_grad:
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(gather)
+        inputs[0].register_hook(lambda _: embedding.set_unshard_in_backward(False))
+
+    embedding.set_unshard_in_backward(False)
+    embedding.register_forward_hook(register)
+
+
+def _children(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Children of this stage by name; other stages hold the rest."""
+    return {name: child for name in names if isinstance(child := getattr(model, name, None), nn.Module)}
+
+
+def _unshared_children(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Children with parameters, none of which another child has too."""
+    owners = Counter(parameter for child in model.children() for parameter in child.parameters())
+    return [
+        (name, child)
+        for name, child in _children(model, names).items()
+        if any(True for _ in child.parameters()) and all(owners[parameter] == 1 for parameter in child.parameters())
+    ]
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """Options of FSDP."""
+
+    bf16: bool
+    """Compute in bf16 with fp32 parameters and fp32 gradient reduction."""
+    reshard_after_forward: Literal["always", "never", "all_but_last"] = "all_but_last"
+    """Blocks that free their all-gathered parameters after forward."""
+    bf16_sums: bool = False
+    """Sum gradients of micro-batches in bf16 under `bf16`, and reduce the sum in fp32."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in CPU memory."""
+    prefetch_blocks: int = 1
+    """Number of blocks all-gathered ahead of the one being computed."""
+    fp32_modules: tuple[str, ...] = ()
+    """Names or patterns of modules that compute in fp32 under `bf16`; those without a match are ignored here,
+    because a pipeline stage may not hold the module (`require_modules` checks the whole model)."""
+
+
+def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
+    """Shard the model block by block, in place; no-op if `uses_fsdp` is false."""
+    if not uses_fsdp(mesh, cpu_offload=options.cpu_offload):
+        return
+    units = _Units(model, mesh, options)
+    shard, blocks = units.shard, list(iter_blocks(model))
+    free = options.reshard_after_forward != "never"
+    for index, block in enumerate(blocks):
+        # The last block's parameters are needed first in backward. Freeing them would lower the bytes allocated at the
+        # loss, but not those reserved, for a gather that nothing hides where the loss is computed in chunks.
+        last = options.reshard_after_forward == "all_but_last" and index == len(blocks) - 1
+        shard([block], reshard=free and not last)
+        units.gather_with(block)
+    kept = shard_ends(model, shard, free=free)
+    shard([model], reshard=False)
+    if free:
+        _free_after_inference(model, [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)])
+    _prefetch(blocks, options.prefetch_blocks)
+    sum_gradients(model)
+    if options.bf16_sums:
+        accumulate_in_compute_dtype(model)
+
+
+def uses_fsdp(mesh: Mesh, *, cpu_offload: bool) -> bool:
+    """True if there are several data ranks, or parameters lie in CPU memory; else `ComputeWeights` does the rest."""
+    return max(mesh.fsdp_mesh.size(), mesh.expert_fsdp_mesh.size()) > 1 or cpu_offload
+
+
+def free_gathered(parts: Iterable[nn.Module]) -> None:
+    """Free gathered parameters of all units, so that the next pass gathers their current values."""
+    for part in parts:
+        for unit in _groups(part):
+            unit.reshard()
+
+
+class _Units:
+    """FSDP units of a model: blocks and ends, and nested in them modules in fp32, and experts on a mesh of their own.
+
+    Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
+        dtype = torch.bfloat16 if options.bf16 else None
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+        self._mesh, self._offload = mesh, offload
+        self._policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self._fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        self._to_fp32 = replace(self._fp32, output_dtype=dtype)
+        outermost = matching_modules(model, options.fp32_modules)
+        experts = [] if mesh.experts is None else [mixture.experts for mixture in mixtures(model)]
+        self._in_fp32 = {part: part in outermost for module in outermost for part in module.modules()}
+        """Modules in fp32; True for those that cast their inputs and outputs."""
+        self._of_experts = {part for module in experts for part in module.modules()}
+        self._nested = {*outermost, *experts}
+
+    def shard(self, modules: Sequence[nn.Module], *, reshard: bool) -> None:
+        """Make one unit of the modules, and units of the parts nested in them."""
+        nested = [part for module in modules for part in module.modules() if part in self._nested]
+        for part in reversed(nested):  # the inner ones first
+            if not isinstance(part, FSDPModule):
+                self._shard(part, part, reshard=reshard)
+        if rest := [module for module in modules if module not in nested]:
+            self._shard(rest, rest[0], reshard=reshard)
+
+    def gather_with(self, block: nn.Module) -> None:
+        """Gather the experts of a block when it is called, outside of what is compiled or recomputed."""
+        for part in block.modules():
+            if isinstance(part, FSDPModule) and part in self._of_experts and part not in self._in_fp32:
+                move_forward_hooks(part, block)
+
+    def freed(self, module: nn.Module) -> list[FSDPModule]:
+        """Units of a module whose gathered parameters can be freed, since they are sharded."""
+        return [part for part in _groups(module) if self._shards(part) > 1]
+
+    def _shard(self, unit: Any, first: nn.Module, *, reshard: bool) -> None:
+        policy = self._policy
+        if first in self._in_fp32:
+            policy = self._to_fp32 if self._in_fp32[first] else self._fp32
+        choose = _sharded_dim_of_experts if first in self._of_experts else _sharded_dim
+        fully_shard(
+            unit,
+            mesh=self._mesh_of(first),
+            mp_policy=policy,
+            shard_placement_fn=partial(choose, degree=self._shards(first)),
+            reshard_after_forward=reshard and self._shards(first) > 1,
+            offload_policy=self._offload,
+        )
+
+    def _mesh_of(self, module: object) -> DeviceMesh:
+        return self._mesh.expert_fsdp_mesh if module in self._of_experts else self._mesh.fsdp_mesh
+
+    def _shards(self, module: object) -> int:
+        mesh = self._mesh_of(module)
+        return mesh.size(mesh.ndim - 1)
+
+
+def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | None:
+    """First dim that the degree divides, experts before channels: torch takes an uneven dim 0 of plain tensors only."""
+    sizes = local_tensor(parameter.detach()).shape
+    dims = [dim for dim, size in enumerate(sizes) if size % degree == 0]
+    assert dims or not isinstance(parameter, DTensor), "checked by the rules"
+    return Shard(dims[0]) if dims else None
+
+
+def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
+    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and does not divide evenly.
+
+    torch assigns wrong rows to shards of a dim that is sharded twice unevenly.
+    """
+    if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
+        return None
+    return None if parameter.shape[0] % (parameter.device_mesh.size() * degree) == 0 else Shard(1)
+
+
+def _free_after_inference(model: nn.Module, kept: Sequence[FSDPModule]) -> None:
+    """Free parameters that are kept for backward after a forward pass that has none."""
+
+    def free(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for group in kept:
+                group.reshard()
+
+    model.register_forward_hook(free)
+
+
+def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Prefetch several blocks in forward and backward.
+
+    FSDP2's default is the group before, which is a module of the same block where a block has `fp32_modules`.
+    """
+    groups = [_groups(block) for block in blocks]
+    if ahead == 1 and all(len(of_block) == 1 for of_block in groups):
+        return
+    # An evaluation would gather modules of multi-token prediction and not run them.
+    layers = sum(not isinstance(block, MTPModule) for block in blocks)
+    for index, (block, *parts) in enumerate(groups):
+        later, earlier = groups[index + 1 : min(index + 1 + ahead, layers)], groups[max(0, index - ahead) : index][::-1]
+        block.set_modules_to_forward_prefetch([*parts, *itertools.chain(*later)])
+        block.set_modules_to_backward_prefetch([*parts[::-1], *itertools.chain(*earlier)])
+
+
+def _groups(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

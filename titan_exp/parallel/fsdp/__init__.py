@@ -1,1 +1,0 @@
-"""Fully sharded data parallelism (FSDP2) and its gradient synchronization."""

@@ -8,6 +8,7 @@ from tests.extensions.replica_groups.own_parts import Call, journal
 from tests.parity.runs import LINES
 from tests.trainer.fleet import Dies, Fleet, Mutation
 from titan_exp.config.machine.torchft import TORCHFT, torchft_version
+from titan_exp.tracking.run_folder.metric_rows import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
@@ -24,7 +25,7 @@ def parts(**options: int) -> list[str]:
     return [f"+training.parts.{label}={{name:{where}.{name},options:{{{words}}}}}" for label, name in own.items()]
 
 
-def run(path: Path, words: list[str], mutate: Mutation | None = None) -> list[dict[str, float]]:
+def run(path: Path, words: list[str], mutate: Mutation | None = None) -> MetricRows:
     """Rows of a run whose groups agree on the weights."""
     fleet = Fleet(path, *words)
     try:

@@ -77,7 +77,7 @@ def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[Module
     """Metrics of a run.
 
     Raises:
-        UserError: one cannot be imported, is no `ModuleMetric`, observes no module of the model, may not be compiled, or
+        UserError: one cannot be imported, is no `ModuleMetric`, observes no module of the model, cannot be compiled, or
             has the name of another.
     """
     kinds, found = {path: _class(path) for path in experiment.tracking.metrics}, list[Violation]()

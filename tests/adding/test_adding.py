@@ -15,7 +15,8 @@ from tests.journeys.command import REPOSITORY, run
 
 PAGE = REPOSITORY / "docs" / "guides" / "adding.md"
 FILES = Path(__file__).parent
-NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where", "part": "update_size"}
+NAMES = {"optimizer": "adamax", "family": "flat_llama", "source": "sums", "verb": "where", "executor": "ssh"}
+NAMES |= {"part": "update_size", "metric": "embedding_peak"}
 """Names of the additions whose own files are in folders here."""
 EDITS = {
     "key": {
@@ -48,7 +49,7 @@ EDITS = {
     },
 }
 """Additions to files that exist: by file a text that is in it, and what is written before its first place."""
-THINGS = ("key", "rule", "verb", "optimizer", "family", "source", "part")
+THINGS = ("key", "rule", "verb", "optimizer", "family", "source", "executor", "part", "metric")
 
 
 @cache
@@ -147,12 +148,14 @@ def test_the_other_files_are_golden_texts(added: dict[str, tuple[set[str], set[s
 def test_the_additions_work_together(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
     words = ["+experiment=smoke", "model=flat_llama_debug", "optimizer=adamax", "data=sums", "training.steps=2"]
     words += ["training.evaluate_every=0", "checkpoint=none", "plan.gate=off", "lr_schedule.lowest=1e-5"]
+    words += ["tracking.metrics=[embedding_peak]"]
     done = python(tree, "titan_exp", "train", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = tree.glob("runs/smoke/*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert rows[-1]["lr"] == 1e-5
     assert rows[-1]["update_size"] > 0
+    assert rows[-1]["model/embedding_peak"] > 0
 
 
 def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
@@ -164,3 +167,9 @@ def test_the_rule_refuses_and_its_remedy_is_accepted(tree: Path, added: dict[str
 def test_the_verb_runs_and_is_listed(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
     assert python(tree, "titan_exp", "where", "paths.runs=/scratch").stdout == "/scratch\n"
     assert "  where      Print the folder that holds every run." in python(tree, "titan_exp", "--help").stdout
+
+
+def test_the_executor_starts_a_command_on_each_host(tree: Path, added: dict[str, tuple[set[str], set[str]]]):
+    words = ["cluster=ssh", "cluster.device=cpu", "+cluster.processes_per_node=1", "parallelism.dp_shard=2"]
+    done = python(tree, "titan_exp", "train", "--dry-run", "model=llama_debug", *words)
+    assert re.findall(r"^# (\w+)$", done.stdout, re.MULTILINE) == ["node1", "node2"], done.stdout + done.stderr

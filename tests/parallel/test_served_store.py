@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from titan_exp.launch.slurm.rendezvous import _free_port
+from titan_exp.launch.rank.rendezvous import free_port
 from titan_exp.parallel.collectives import served_store
 from titan_exp.trainer.distributed import joined_process_group
 
@@ -41,4 +41,4 @@ def _meet(port: int) -> list[str]:
 
 
 def test_ranks_of_one_node_meet_on_the_loopback_interface():
-    assert run_ranks(2, _meet, _free_port(1)) == [["127.0.0.1"]] * 2
+    assert run_ranks(2, _meet, free_port(1)) == [["127.0.0.1"]] * 2

@@ -6,20 +6,24 @@ or the import path of the class.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.cluster import LOCAL
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.cluster import LOCAL, ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.builtins import executor_names
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.config.schema.typed_config import read_values
+from titan_exp.config.schema.typed_options import typed_options
+from titan_exp.config.secrets.variables import revealed
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -72,18 +76,29 @@ class JobStatus:
     """`queued` or `running` by job id, if each of several worlds has a job."""
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of an executor that has none."""
+
+
 class Executor(ABC):
     """Launches runs and identifies their ranks.
 
     Submitter and ranks are separate processes, so an executor holds no state between calls.
     """
 
+    Options: ClassVar[type[Any]] = NoOptions
+    """Dataclass of `cluster.options`, which are recorded and not part of the run's id."""
     waits = False
     """True if `submit` blocks until the runs have ended."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         """`cluster.kind`, recorded as `launched_by` of its attempts."""
+
+    def options(self, cluster: ClusterConfig) -> Any:
+        """`Options` of a run. Raises UserError if a name or a value in `cluster.options` does not fit."""
+        return typed_options(self.Options, revealed(cluster.options, "cluster.options"), "cluster.options")
 
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -110,11 +125,14 @@ class Executor(ABC):
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
         """Dequeue waiting runs and request save-and-stop of active ones; returns a message per folder path."""
         lines: dict[Path, str] = {}
+        statuses = self.status(folders)  # a network disk may not show the locks of other machines
         for folder in folders:
-            holder = folder.holder()
-            if holder is not None:
+            status, who = statuses.get(folder.path), folder.holder()
+            if who is None and status is not None and status.state in ("queued", "running"):
+                who = f"job {status.job_id}"
+            if who is not None:
                 folder.request_stop(reason)
-            lines[folder.path] = "not running" if holder is None else f"asked to save and stop ({holder})"
+            lines[folder.path] = "not running" if who is None else f"asked to save and stop ({who})"
         return lines
 
     @abstractmethod
@@ -134,13 +152,39 @@ class Executor(ABC):
 
 
 def executor_for(kind: str) -> Executor:
-    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if unknown."""
+    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if unknown, or if a class
+    of the user's is none."""
     if is_dotted(kind):
-        return import_dotted(kind, "cluster.kind")(kind)
+        return _own_executor(kind)(kind)
     kind = LOCAL if kind == BY_HAND else kind
     if kind not in executor_names():
         raise UserError(f"cluster.kind={kind}: unknown executor. Built in: {', '.join(executor_names())}.")
     return import_dotted(f"titan_exp.launch.{kind}.executor.{kind.capitalize()}Executor", "cluster.kind")(kind)
+
+
+def check_executor(cluster: ClusterConfig) -> None:
+    """Raise UserError if `cluster.kind` is a class of the user's that is no executor, or an executor takes other
+    options."""
+    if is_dotted(cluster.kind) or cluster.options:
+        executor_for(cluster.kind).options(cluster)
+
+
+def _own_executor(kind: str) -> type[Executor]:
+    found, key, own = import_dotted(kind, "cluster.kind"), "cluster.kind", kind.rpartition(".")[2]
+    reason = remedy = ""
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        reason = "it is no Executor"
+        remedy = f"from titan_exp.launch.executor import Executor; class {own}(Executor): ..."
+    elif missing := sorted(found.__abstractmethods__):
+        reason, remedy = (
+            f"the class defines no {listed(missing, 'and no')}",
+            f"define {listed(missing, 'and')} in {own}",
+        )
+    elif not dataclasses.is_dataclass(found.Options):
+        reason, remedy = f"{own}.Options is no dataclass", "@dataclass(frozen=True) class Options: ..."
+    if reason:
+        raise UserError("This run cannot be started.", [Violation(key, kind, reason, remedy)])
+    return found
 
 
 def worst_exit_code(submissions: Sequence[Submission]) -> int:

@@ -31,6 +31,7 @@ from titan_exp.config.paths.remote_url import is_url
 from titan_exp.config.schema.import_path_keys import import_paths
 from titan_exp.config.schema.run_signature import signed
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
+from titan_exp.launch.executor import check_executor
 from titan_exp.launch.provenance.changes import refuse_other_data
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
@@ -83,6 +84,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
         return saved_state(str(path_of(resolved))) is not None
 
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
+    check_executor(resolved.cluster)
     run_folder = RunFolder(path_of(resolved))
     refuse_other_data(resolved, run_folder)
     ids = run_id(resolved), experiment_id(resolved)

@@ -46,7 +46,7 @@ class QKClip:
 
     def __init__(self, model: nn.Module, parts: list[nn.Module], limit: float, mesh: Mesh) -> None:
         self._limit, self._device = limit, mesh.device
-        self._heads = {name: _track(name, module, mesh) for name, module in _attentions(model)}
+        self._heads = {name: track_logits(name, module, mesh) for name, module in _attentions(model)}
         if not self._heads:
             raise UserError(
                 f"optimizer.qk_clip={limit:g}: no attention of {type(model).__name__} has `spec`, `core` and "
@@ -55,7 +55,7 @@ class QKClip:
             )
         self._own = dict(attention for part in parts for attention in _attentions(part))
         for name, module in self._own.items():
-            _track(name, module, mesh)
+            track_logits(name, module, mesh)
         axes = [mesh.world["tp"], mesh.world["cp_within"]]
         # Ulysses shares out the heads of a tensor-parallel rank.
         self._rank, self._degree = 0, 1
@@ -88,7 +88,7 @@ class QKClip:
 
     @staticmethod
     def _tracked(module: ClippableAttention) -> MaxLogits:
-        tracked = _scoring(module).max_logits
+        tracked = scoring_module(module).max_logits
         assert tracked is not None, "tracked from the start"
         return tracked
 
@@ -102,16 +102,22 @@ def _is_clippable(module: nn.Module) -> TypeGuard[ClippableAttention]:
     return all(hasattr(module, name) for name in ("spec", "core", "clip_factors"))
 
 
-def _track(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
+def is_scoring(module: nn.Module) -> bool:
+    """True for an attention whose scores are computed by a module that can track them."""
+    core = getattr(module, "core", None)
+    return hasattr(module, "spec") and isinstance(core, CausalAttention | ContextAttention | UlyssesAttention)
+
+
+def track_logits(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
     """Let a layer track its logits; returns its heads on all ranks."""
     heads = attention.spec.heads
     layer = name.removesuffix(".attention").rpartition(".")[2]
     shards = mesh.world["tp"].size() * mesh.world["cp_within"].size()
-    _scoring(attention).max_logits = MaxLogits(heads // shards, layer, mesh.device)
+    scoring_module(attention).max_logits = MaxLogits(heads // shards, layer, mesh.device)
     return heads
 
 
-def _scoring(attention: ClippableAttention) -> CausalAttention | ContextAttention:
+def scoring_module(attention: ClippableAttention) -> CausalAttention | ContextAttention:
     """Module that computes the scores."""
     return attention.core.core if isinstance(attention.core, UlyssesAttention) else attention.core
 

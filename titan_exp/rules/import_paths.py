@@ -11,12 +11,14 @@ from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
+from titan_exp.config.groups.tracking import TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.builtins import (
     COMPILE_BACKENDS,
     LANGUAGE_MODELING,
     decay_names,
     executor_names,
+    metric_names,
     objective_names,
     sources,
 )
@@ -62,6 +64,12 @@ def parts_are_known(training: TrainingConfig) -> Iterator[Violation]:
             yield violation
 
 
+def metrics_are_known(tracking: TrackingConfig) -> Iterator[Violation]:
+    """Metrics of modules are built in or can be imported."""
+    for name in tracking.metrics:
+        yield from _known("tracking.metrics", name, metric_names(), {}, "[my_package.metrics.BlockSquares]")
+
+
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, field = compile.backend, "compile.backend"
@@ -94,4 +102,4 @@ def _known(
         yield unknown_name(field, name, builtin, example)
 
 
-RULES = rules(components_are_known, source_is_known, parts_are_known, compiler_exists)
+RULES = rules(components_are_known, source_is_known, parts_are_known, metrics_are_known, compiler_exists)

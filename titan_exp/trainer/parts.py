@@ -16,6 +16,7 @@ from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.qk_clip import QKClip
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.gc import GarbageCollection
+from titan_exp.trainer.module_metrics.metric import observe_modules
 from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
@@ -27,6 +28,8 @@ from titan_exp.trainer.validate import Evaluation
 
 def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
     """Parts that follow the optimizer's update, which the planner runs, too."""
+    # They are no parts: the report, which is built later, finds modules that report.
+    observe_modules(experiment, state)
     # First, so that all others see the scaled weights.
     if (limit := experiment.optimizer.max_logit) is not None:
         yield LogitClipping(QKClip(state.built.module, [*state.model.parts], limit, state.mesh))

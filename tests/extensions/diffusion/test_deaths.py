@@ -8,10 +8,9 @@ import pytest
 from tests.extensions.diffusion.test_latent_store import SIZES, write
 from tests.extensions.replica_groups.fleet import Dies
 from tests.extensions.replica_groups.test_replica_groups import SETTINGS, assert_exact, run_with_death
-from tests.extensions.replica_groups.test_semi_sync import DILOCO, reference, train_groups
+from tests.extensions.replica_groups.test_semi_sync import DILOCO, assert_same, reference, train_groups
 from tests.parity.runs import LINES, train
 from tests.trainer.test_death import assert_same_run, committed_run, finished, kill_thrice
-from tests.trainer.test_graphed_model import assert_same
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
 
 pytestmark = pytest.mark.night

@@ -1,7 +1,7 @@
 """Group `cluster`: machines and scheduler. It does not change what is computed."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from titan_exp.config.extension import extended
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
@@ -45,6 +45,9 @@ class ClusterConfig:
     """Let CUDA's allocator grow its segments instead of reserving new ones, which wastes less memory. Not with
     `compile.cuda_graphs`, nor where PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is set.
     E.g. `cluster.expandable_segments=false`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of an executor that has some, the fields of its `Options`; `local` and `slurm` have none.
+    E.g. `+cluster.options.hosts='[node1,node2]'`."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process.
     E.g. `cluster=slurm cluster.processes_per_node=8`."""

@@ -1,6 +1,6 @@
 """Groups `tracking` and `profiling`: metric sinks and profiler traces. Neither affects the result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from titan_exp.config.extension import extended
@@ -24,6 +24,10 @@ class TrackingConfig:
     """W&B project. E.g. `tracking.wandb_project=ablations`."""
     wandb_entity: str | None
     """W&B team or user; null is the account's default. E.g. `tracking.wandb_entity=my-team`."""
+    metrics: list[str] = field(default_factory=list)
+    """Metrics of modules that join the rows: `max_logit` (the largest attention logit) and other files of
+    `titan_exp/trainer/module_metrics`, or import paths of your own classes. They change no result.
+    E.g. `tracking.metrics=[max_logit]`."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,13 @@ def executor_names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in (Path(__file__).parents[2] / "launch").glob("*/executor.py")))
 
 
+@cache
+def metric_names() -> tuple[str, ...]:
+    """Built-in values of `tracking.metrics`: the files of `titan_exp/trainer/module_metrics`."""
+    files = (Path(__file__).parents[2] / "trainer" / "module_metrics").glob("*.py")
+    return tuple(sorted(file.stem for file in files if file.stem not in ("__init__", "metric")))
+
+
 @dataclass(frozen=True)
 class SourceDescription:
     """Facts about a built-in source, which its module states in literals as `DESCRIPTION`."""

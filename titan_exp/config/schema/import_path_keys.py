@@ -17,9 +17,11 @@ IMPORT_PATH_KEYS = (
     "parametrization.name",
     "lr_schedule.decay",
     "data.source",
+    "tracking.metrics",
     "cluster.kind",
 )
-"""Keys that take an import path instead of a built-in name; `training.parts` takes one for each name below it."""
+"""Keys that take an import path instead of a built-in name; `training.parts` takes one for each name below it,
+`tracking.metrics` a list."""
 
 
 def import_paths(experiment: Experiment, keys: Collection[str] = IMPORT_PATH_KEYS) -> dict[str, str]:
@@ -41,6 +43,11 @@ def import_paths_in(values: Mapping[str, Any], keys: Collection[str] = IMPORT_PA
         value = parts.get(name) if isinstance(parts, Mapping) else None
         if isinstance(value, Mapping):
             found |= {f"{key}.{label}.name": path for label, part in value.items() if (path := _path_of(part))}
+            continue
+        if isinstance(value, list | tuple):
+            found |= {
+                f"{key}[{index}]": path for index, path in enumerate(value) if isinstance(path, str) and is_dotted(path)
+            }
             continue
         is_module = group in KINDS and KINDS[group].key == name
         if isinstance(value, str) and (not is_builtin(group, value) if is_module else is_dotted(value)):

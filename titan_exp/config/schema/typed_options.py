@@ -1,4 +1,4 @@
-"""Options of a built-in component as a typed dataclass, with the violations of those that do not fit."""
+"""Options of a component as a typed dataclass, with the violations of those that do not fit."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -22,7 +22,10 @@ def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> O
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     found = [
         Violation(
-            f"{key}.{name}", value, "there is no such option", did_you_mean(name, names) or f"it has {listed(names)}"
+            f"{key}.{name}",
+            value,
+            "there is no such option",
+            did_you_mean(name, names) or (f"it has {listed(names)}" if names else "leave it out"),
         )
         for name, value in values.items()
         if name not in names
@@ -33,6 +36,9 @@ def typed_options(kind: type[Options], values: Mapping[str, Any], key: str) -> O
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             name = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                found.append(Violation(f"{key}.{name}", "", "this option has no value", f"+{key}.{name}=VALUE"))
+                continue
             found.append(from_pydantic(detail, f"{key}.{name}", hints[name], ""))
         raise UserError("The options cannot be read.", found) from error
     if found:

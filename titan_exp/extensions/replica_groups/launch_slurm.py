@@ -20,8 +20,9 @@ from titan_exp.extensions.replica_groups.config import cluster_of
 from titan_exp.extensions.replica_groups.events import ReplicaGroup, read_events, record_event
 from titan_exp.launch.rank.join_attempt import check_world_size
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo
+from titan_exp.launch.rank.rendezvous import join_rendezvous
 from titan_exp.launch.slurm.epilogue import ENDED_BY_HAND, attempt_result, own_attempt, requeue
-from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous
+from titan_exp.launch.slurm.rendezvous import publish_rendezvous
 from titan_exp.launch.slurm.squeue import UnreachableError, ask, listed_jobs
 from titan_exp.launch.state.close_attempt import close_attempt, newest_checkpoint, requeues_after
 from titan_exp.launch.state.exit_status import AttemptResult

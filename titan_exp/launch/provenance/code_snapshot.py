@@ -6,6 +6,7 @@ Snapshots are content-addressed: all runs of a sweep share one.
 import hashlib
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class CodeSnapshot:
         left_out = "is missing in the job's copy of your code: git ignores it, or it is too large."
         found = [(self.loose, loose), (self.left_out, left_out)]
         return [f"{_named(names)} {text}" for names, text in found if names]
+
+    def import_path(self) -> list[str]:
+        """sys.path without the Python installation; the copy of the user's repository replaces the current folder."""
+        here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
+        places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])
+        added = [place for place in places if not place.startswith(own)]
+        return [self.own if place == here and self.own is not None else place for place in added]
 
 
 def _named(names: Sequence[str]) -> str:

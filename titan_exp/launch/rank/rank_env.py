@@ -20,9 +20,11 @@ TOKEN = "TITAN_EXP_TOKEN"
 """Environment variable: identifies the submission. Ranks started by hand have none."""
 GROUP = "TITAN_EXP_GROUP"
 """Environment variable: number of the world to which a job belongs; unset if the run has one."""
+HOSTS = "TITAN_EXP_HOSTS"
+"""Environment variable: names of a run's hosts, separated by commas, for ranks that a host agent starts."""
 TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)")
 """Environment variables by which torchrun tells a rank who it is; images of containers set some of them, too."""
-OURS = re.compile(r"TITAN_EXP_(ATTEMPT|GROUP|IMPORT_PATH|LAUNCHER|RENDEZVOUS|SPARE|TOKEN|VISIBLE_GPUS|WORLD)")
+OURS = re.compile(r"TITAN_EXP_(ATTEMPT|GROUP|HOSTS|IMPORT_PATH|LAUNCHER|RENDEZVOUS|SPARE|TOKEN|VISIBLE_GPUS|WORLD)")
 """Environment variables by which a launch tells its ranks who they are."""
 
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submission, SubmitOptions
+from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions
 from titan_exp.launch.provenance.changes import report_changes, report_large_patch
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
-from titan_exp.launch.provenance.provenance import Provenance, read_provenance
+from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.rank.rank_env import GROUP, RankInfo, forget_torchrun
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
+from titan_exp.launch.remote import RemoteExecutor, make_ready, runs_of
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors
 from titan_exp.launch.slurm.epilogue import CANCELLED
-from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous, srun_rank
+from titan_exp.launch.slurm.rendezvous import publish_rendezvous, srun_rank
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
     Batch,
@@ -28,7 +29,6 @@ from titan_exp.launch.slurm.submit import (
     is_being_submitted,
     submissions_folder,
 )
-from titan_exp.launch.state.close_attempt import close_dead_attempts
 from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.launch.worlds import several_worlds
 from titan_exp.tracking.run_folder.attempts import Attempt
@@ -43,7 +43,7 @@ SUBMITTER_LIMIT = 120.0
 """Seconds to wait for another submission to the same folder of runs."""
 
 
-class SlurmExecutor(Executor):
+class SlurmExecutor(RemoteExecutor):
     """Submits runs as SLURM jobs; runs with equal resources form a job array."""
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -51,8 +51,8 @@ class SlurmExecutor(Executor):
         inside a job, or if the folder of runs cannot be written."""
         _require_slurm(plans)
         found: dict[Path, Submission] = {}
-        for runs in dict.fromkeys(map(_runs, plans)):
-            here = [plan for plan in plans if _runs(plan) == runs]
+        for runs in dict.fromkeys(map(runs_of, plans)):
+            here = [plan for plan in plans if runs_of(plan) == runs]
             with explain_write_errors(runs), _submitting(runs):
                 for submission in _submit(self, runs, here, options.echo):
                     found[submission.plan.folder.path] = submission
@@ -60,15 +60,15 @@ class SlurmExecutor(Executor):
 
     def script(self, plan: RunPlan) -> str:
         """Batch script of a run, with TOKEN in the place of the submission's token."""
-        snapshot = take_code_snapshot(_runs(plan), [plan.experiment], write=False)
-        return Batch(_runs(plan), [plan], snapshot, token="TOKEN").text
+        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
+        return Batch(runs_of(plan), [plan], snapshot, token="TOKEN").text
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query.
 
         `gone` if another executor submitted the last attempt, `unknown` if SLURM does not respond.
         """
-        rows = {folder.path: self._attempt(folder) for folder in folders}
+        rows = {folder.path: self.attempt(folder) for folder in folders}
         known = {path: row for path, row in rows.items() if row is not None}
         statuses = {path: JobStatus("gone", reason="never submitted to SLURM") for path in rows if path not in known}
         if not known:
@@ -112,7 +112,7 @@ class SlurmExecutor(Executor):
         # Signal the batch script, not the ranks: it enforces cluster.stop_limit while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
         thread_map(
-            lambda job: _record_dequeued(queued[job], self._attempt(queued[job]), reason),
+            lambda job: _record_dequeued(queued[job], self.attempt(queued[job]), reason),
             [job for job in queued if job not in failures and queued[job].path not in active],
         )
         for job, folder in (queued | running).items():
@@ -126,10 +126,10 @@ class SlurmExecutor(Executor):
 
     def missing_worlds(self, plan: RunPlan, status: JobStatus) -> MissingWorlds | None:
         """Worlds without a job, of a run with jobs of others; None without any."""
-        row = self._attempt(plan.folder)
+        row = self.attempt(plan.folder)
         if not status.jobs or row is None or row.token is None or row.end is not None:
             return None
-        if is_being_submitted(_runs(plan), row.token):
+        if is_being_submitted(runs_of(plan), row.token):
             return None
         present = {int(job.rpartition("_")[2]) for job in status.jobs}
         numbers = tuple(number for number in range(plan.layout.cluster.worlds) if number not in present)
@@ -151,18 +151,9 @@ class SlurmExecutor(Executor):
         """Write rank 0's address into the attempt's log folder."""
         publish_rendezvous(folder, rank)
 
-    def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Set MASTER_ADDR and MASTER_PORT to rank 0's address."""
-        join_rendezvous(folder, rank)
-
-    def _attempt(self, folder: RunFolder) -> Attempt | None:
-        """Last attempt of a run if this executor submitted it, else None."""
-        rows = folder.read_attempts()
-        return rows[-1] if rows and rows[-1].launched_by == self.kind else None
-
     def existing(self, plan: RunPlan, status: JobStatus | None) -> Submission | None:
         """Result of a run that needs no submission; None if it needs one."""
-        state, row = plan.folder.read_state(), self._attempt(plan.folder)
+        state, row = plan.folder.read_state(), self.attempt(plan.folder)
         if state is not None and state.state == "done":
             return Submission(plan, "done", row and row.job_id)
         if status is None or row is None:
@@ -173,7 +164,7 @@ class SlurmExecutor(Executor):
             return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
         if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
             return _refused(plan, f"{CANNOT_ASK}, and it may be queued: {status.reason}", row.job_id)
-        if row.end is None and row.token is not None and is_being_submitted(_runs(plan), row.token):
+        if row.end is None and row.token is not None and is_being_submitted(runs_of(plan), row.token):
             return _refused(plan, "an earlier submission of it still waits for SLURM: try again soon")
         return None
 
@@ -198,7 +189,7 @@ def _submit(
         if missing is not None:
             yield _submit_missing(plan, Batch(runs, [plan], snapshot, missing), missing)
             continue
-        if submission is None and (busy := _make_ready(plan, provenance, renew=plan.folder.path in old)) is not None:
+        if submission is None and (busy := make_ready(plan, provenance, renew=plan.folder.path in old)) is not None:
             submission = busy
         if submission is None:
             ready.append(plan)
@@ -207,23 +198,6 @@ def _submit(
     report_changes(ready, echo)
     for group in group_by_resources(ready):
         yield from _submit_group(slurm, Batch(runs, group, snapshot))
-
-
-def _make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
-    """Close unrecorded attempts and refresh the snapshot; returns a result if another process holds the run."""
-    folder = plan.folder
-    try:
-        lock = folder.claim("submission")
-    except LockedError as error:
-        return Submission(plan, "running", None, f"held by {error.holder or 'another process'}")
-    with lock:
-        if folder.ranks_alive():
-            return Submission(plan, "running", None, f"held by {folder.holder() or 'its ranks'}")
-        if renew:
-            rows = folder.read_attempts()
-            close_dead_attempts(folder)
-            refresh_snapshot(plan, rows[-1].attempt if rows else 0, provenance)
-    return None
 
 
 def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
@@ -350,10 +324,6 @@ def _require_slurm(plans: Sequence[RunPlan]) -> None:
             f"This process is inside SLURM job {inside}; jobs that submit jobs are usually a mistake. Submit from a "
             "login node, run here with cluster=local, or set cluster.submit_from_job=true."
         )
-
-
-def _runs(plan: RunPlan) -> Path:
-    return plan.folder.path.parents[1]
 
 
 def _submitting(runs: Path) -> FileLock:

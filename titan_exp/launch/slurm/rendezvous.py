@@ -2,17 +2,11 @@
 
 import os
 import socket
-import time
 from pathlib import Path
 
-from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_env import TOKEN, RankInfo
-from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
-
-FIRST_PORT, LAST_PORT = 20000, 32000
-"""Port range of the rendezvous, below the ephemeral ports."""
-RENDEZVOUS_TIMEOUT = 60.0
-"""Seconds to wait for rank 0's address: network disks may show new files late."""
+from titan_exp.launch.rank.rendezvous import LOOPBACK, publish_address
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def srun_rank() -> RankInfo | None:
@@ -52,9 +46,9 @@ def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = Non
     Without `host` the address is the loopback interface on one node, else the node's name.
     """
     assert rank.attempt is not None
-    address = host or ("127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname())
-    logs = folder.make_attempt_logs(rank.attempt)
-    write_atomically(logs / "meeting", f"{address} {_free_port(int(os.environ['SLURM_JOB_ID']))}\n", durable=False)
+    address = host or (LOOPBACK if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname())
+    publish_address(folder, rank, address, int(os.environ["SLURM_JOB_ID"]))
+    logs = folder.attempt_logs(rank.attempt)
     for number in range(rank.world_size):
         link = logs / f"rank-{number:05d}.log"
         if rank.token is not None and not link.is_symlink():
@@ -62,35 +56,8 @@ def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = Non
             link.symlink_to(up / f"slurm-{rank.job_id}-{rank.restarts}-rank-{number:05d}.log")
 
 
-def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
-    """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
-    assert rank.attempt is not None
-    path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise UserError(f"{path} did not appear in {RENDEZVOUS_TIMEOUT:.0f} s. Is this folder shared by all nodes?")
-        time.sleep(0.1)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text(encoding="utf-8").split()
-    if os.environ["MASTER_ADDR"] == "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
 def _local_rank() -> int:
     number = int(os.environ.get("SLURM_LOCALID", "0"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     # With GPU binding per task, a task sees one GPU, as device 0.
     return 0 if visible and "," not in visible else number
-
-
-def _free_port(job: int) -> int:
-    """Find a free port, starting at an offset derived from the job id."""
-    count = LAST_PORT - FIRST_PORT
-    for offset in range(count):
-        port = FIRST_PORT + (job * 7 + offset) % count
-        with socket.socket() as candidate:
-            try:
-                candidate.bind(("", port))
-            except OSError:
-                continue
-        return port
-    raise UserError(f"No free port between {FIRST_PORT} and {LAST_PORT} on {socket.gethostname()}.")

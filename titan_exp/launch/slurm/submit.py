@@ -113,7 +113,7 @@ class Batch:
             resources=resources_of(first),
             snapshot=snapshot,
             python=sys.executable,
-            import_path=_import_path(snapshot),
+            import_path=snapshot.import_path(),
             folder=str(first.folder.path if single else self.folder),
             submission=str(self.folder),
             runs=str(runs),
@@ -219,14 +219,6 @@ def is_being_submitted(runs: Path, token: str) -> bool:
 
 def _job_name(plan: RunPlan) -> str:
     return f"{plan.experiment.experiment.name}-{plan.run_id}"
-
-
-def _import_path(snapshot: CodeSnapshot) -> list[str]:
-    """sys.path without the Python installation; the code snapshot replaces the current folder."""
-    here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
-    places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])
-    added = [place for place in places if not place.startswith(own)]
-    return [snapshot.own if place == here and snapshot.own is not None else place for place in added]
 
 
 def _without_outer_jobs(script: Script) -> dict[str, str | None]:

@@ -34,6 +34,7 @@ from titan_exp.optim.torch_optimizer import optimizer_class
 from titan_exp.parallel.module_requirements import module_violations, require_modules
 from titan_exp.plan.gate.check_optimizer_state import optimizer_violations
 from titan_exp.quantization.quantize import require_quantized_linears
+from titan_exp.trainer.module_metrics.metric import chosen_metrics
 from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.parts import build_part
 
@@ -173,6 +174,11 @@ def _parts(experiment: Experiment) -> Iterator[Violation]:
             yield from error.violations
 
 
+def _metrics(experiment: Experiment) -> tuple[()]:
+    chosen_metrics(experiment, _build(experiment))
+    return ()
+
+
 def _decay(experiment: Experiment) -> Iterator[Violation]:
     schedule = LRSchedule(experiment.lr_schedule, peak=1.0, steps=experiment.training.steps)
     steps, decayed = experiment.training.steps, experiment.lr_schedule.decay_steps
@@ -197,6 +203,7 @@ _CHECKS: dict[str, Callable[[Experiment], Iterable[Violation]]] = {
     "parametrization.name": _parametrization,
     "training.objective": _objective,
     "training.parts": _parts,
+    "tracking.metrics": _metrics,
     "lr_schedule.decay": _decay,
     "data.source": _source,
 }

@@ -1,0 +1,1 @@
+"""Executor over ssh: hosts without a scheduler."""

@@ -1,0 +1,233 @@
+"""Host agent: starts the ranks of one host of a run and ends them together, where no scheduler does.
+
+`python -m titan_exp.launch.rank.host_agent RUN_FOLDER ATTEMPT HOST` runs the agent of host number HOST of an attempt.
+Agents of several hosts know each other by files in the attempt's logs: each touches its own while it lives.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from titan_exp.config.machine.devices import process_threads
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
+from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo, extend_import_path, outer_launch
+from titan_exp.launch.rank.rank_status import RankRecord, read_record
+from titan_exp.launch.state import exit_status
+from titan_exp.launch.state.close_attempt import close_attempt
+from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
+from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import DONE, FAILED, STOPPED
+
+AGENT = "titan_exp.launch.rank.host_agent"
+"""Module of an agent."""
+POLL_INTERVAL = 0.5
+"""Seconds between looks at the ranks and the attempt."""
+GRACE = 5.0
+"""Seconds after the end of an attempt for its other ranks to record theirs."""
+SILENCE = 60.0
+"""Seconds without a sign of an agent after which its host counts as lost."""
+START_LIMIT = 300.0
+"""Seconds for the agents of all hosts to appear."""
+ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class HostFile:
+    """Sign of life of one agent."""
+
+    folder: RunFolder
+    attempt: int
+    host: int
+
+    @property
+    def path(self) -> Path:
+        """File in the attempt's logs."""
+        return self.folder.attempt_logs(self.attempt) / f"host-{self.host:05d}"
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last sign; None before the first, 0 once the agent has ended its ranks."""
+        with contextlib.suppress(FileNotFoundError):
+            return 0.0 if self.ended else time.time() - self.path.stat().st_mtime
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """True if the agent has ended and says so."""
+        return self.path.read_text(encoding="utf-8") == ENDED
+
+    @property
+    def alive(self) -> bool:
+        """True if the agent runs."""
+        age = self.age
+        return age is not None and age < SILENCE and not self.ended
+
+    def awaited(self, since: float) -> bool:
+        """True if the agent may still appear, having been started at a Unix time."""
+        return self.age is None and time.time() - since < START_LIMIT
+
+
+def hosts_rank() -> RankInfo | None:
+    """Rank of this process from an agent's environment; None without one."""
+    env = os.environ
+    if HOSTS not in env:
+        return None
+    rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return RankInfo(rank, size, local, env[TOKEN], tuple(env[HOSTS].split(",")), token=env[TOKEN])
+
+
+class HostAgent:
+    """Agent of one host. `row` is the attempt as it was recorded before its submission."""
+
+    def __init__(self, folder: RunFolder, row: Attempt, host: int) -> None:
+        self.folder, self.row, self.host = folder, row, host
+        self.sign = HostFile(folder, row.attempt, host)
+        self.cluster = load_experiment(folder.config, trust=True).cluster
+        size = row.world_size // len(row.hosts)
+        self.ranks = range(host * size, (host + 1) * size)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._began = time.monotonic()
+        self._stop_seen: float | None = None
+
+    def run(self) -> None:
+        """Start the ranks, and return once they have ended."""
+        signal.signal(signal.SIGTERM, lambda *_: self.folder.request_stop(f"{self._name(self.host)} received SIGTERM"))
+        try:
+            for rank in self.ranks:
+                self._processes[rank] = self._start(rank)
+            while any(process.poll() is None for process in self._processes.values()):
+                self._give_sign()
+                result = self._failure() or self._overdue()
+                if result is not None:
+                    self._close(result)
+                if result is not None or self._is_over():
+                    self._end_ranks()
+                    return
+                time.sleep(POLL_INTERVAL)
+            if (result := self._failure()) is not None:
+                self._close(result)
+        finally:
+            self._kill()
+            self._give_sign(ENDED)
+
+    def log(self, rank: int) -> Path:
+        """Path of a rank's log."""
+        return self.folder.attempt_logs(self.row.attempt) / f"rank-{rank:05d}.log"
+
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+        numbers = {"RANK": rank, "WORLD_SIZE": self.row.world_size, "LOCAL_RANK": rank - self.ranks.start}
+        environment = {name: value for name, value in os.environ.items() if name not in outer_launch()}
+        environment |= {name: str(number) for name, number in numbers.items()}
+        environment |= {TOKEN: self.row.token or "", HOSTS: ",".join(self.row.hosts)}
+        environment[IMPORT_PATH] = os.environ.get(IMPORT_PATH, "")
+        environment.setdefault("OMP_NUM_THREADS", str(process_threads(self.cluster, len(self.ranks))))
+        command = [sys.executable, "-m", "titan_exp.launch.rank.main", str(self.folder.path)]
+        with self.log(rank).open("ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, preexec_fn=_stop_with_agent)  # noqa: PLW1509  # it has no threads
+
+    def _failure(self) -> AttemptResult | None:
+        """Result of the attempt if a rank of this host ended without a record, with the failures of all hosts."""
+        own: list[RankFailure] = []
+        for rank, process in self._processes.items():
+            record = self._record(rank)
+            if not process.poll() or (record is not None and record.end is not None):
+                continue
+            failure = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
+            own.append(failure(rank, time.time(), self.log(rank)))
+        if not own:
+            return None
+        records = [self._record(rank) for rank in range(self.row.world_size)]
+        recorded = [exit_status.failure_from_error(record) for record in records if record and record.failed]
+        return exit_status.failed([*own, *recorded])
+
+    def _overdue(self) -> AttemptResult | None:
+        """Result of the attempt if ranks do not save in time, or another host is lost."""
+        now = time.monotonic()
+        if self._stop_seen is None and self.folder.stop_requested():
+            self._stop_seen = now
+        if self._stop_seen is not None and now - self._stop_seen > self.cluster.stop_limit:
+            return AttemptResult(
+                "preempted", STOPPED, f"{self.folder.stop_reason()}; killed before all ranks had saved"
+            )
+        for host in range(len(self.row.hosts)):
+            age = HostFile(self.folder, self.row.attempt, host).age
+            if age is None and now - self._began > START_LIMIT:
+                log = self.sign.path.with_name(f"host-{host:05d}.log")
+                return AttemptResult(
+                    "failed", FAILED, f"{self._name(host)} did not start in {START_LIMIT:.0f} s: {log}"
+                )
+            if age is not None and age > SILENCE:
+                reason = f"{self._name(host)} has given no sign of life for {SILENCE:.0f} s"
+                return AttemptResult("failed", FAILED, reason)
+        return None
+
+    def _is_over(self) -> bool:
+        """True if the attempt has failed, or another one has begun."""
+        rows = self.folder.read_attempts()
+        return bool(rows) and (rows[-1].attempt != self.row.attempt or rows[-1].exit not in (None, DONE, STOPPED))
+
+    def _close(self, result: AttemptResult) -> None:
+        """Record the end of the attempt, over what other ranks have recorded as its consequence."""
+        code, reason = result.exit_code, result.reason
+        close_attempt(self.folder, self.row.attempt, result.state, exit_code=code, reason=reason, overrule=True)
+
+    def _end_ranks(self) -> None:
+        """Give ranks time to record their own end, and stacks of a hang, then kill them."""
+        pending = HangFiles(self.folder.attempt_logs(self.row.attempt), self.row.world_size).report_pending()
+        deadline = time.monotonic() + (2 * REPORT_TIMEOUT if pending else GRACE)
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
+            self._give_sign()
+            time.sleep(0.1)
+
+    def _kill(self) -> None:
+        """Kill the ranks that are left, with all their descendants."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    parent = psutil.Process(process.pid)
+                    for victim in [*parent.children(recursive=True), parent]:
+                        victim.kill()
+                process.wait()
+
+    def _give_sign(self, text: str = "") -> None:
+        with contextlib.suppress(OSError):  # a network disk may fail for a while, and ranks leave a lost folder alone
+            self.sign.path.write_text(text, encoding="utf-8")
+
+    def _record(self, rank: int) -> RankRecord | None:
+        return read_record(self.folder, self.row.attempt, rank)
+
+    def _name(self, host: int) -> str:
+        return f"host {self.row.hosts[host]}"
+
+
+def _stop_with_agent() -> None:
+    """Make the kernel send SIGTERM, which saves and stops, to this rank when its agent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the agent of a host; returns 0 once its ranks have ended, whatever their end."""
+    path, attempt, host = arguments
+    folder = RunFolder(path)
+    extend_import_path()
+    rows = folder.read_attempts()
+    if not rows or rows[-1].attempt != int(attempt) or rows[-1].exit is not None:
+        print(f"{path}: attempt {attempt} is over, so this host starts nothing.")
+        return DONE
+    HostAgent(folder, rows[-1], int(host)).run()
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,29 @@
+"""Largest attention logit of each layer, as QK-clip reports it, without clipping."""
+
+from typing import cast
+
+from torch import nn
+
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.qk_clip import ClippableAttention, is_scoring, scoring_module, track_logits
+from titan_exp.trainer.module_metrics.metric import ModuleMetric
+
+
+class MaxLogit(ModuleMetric):
+    """Largest logit over the visible keys. It costs the first of attention's two forward matmuls once more."""
+
+    name = "max_logit"
+    compiles = True
+    needs = "attention with scores that are not FlexAttention's (model.attention_backend=flex)"
+
+    @classmethod
+    def observes(cls, path: str, module: nn.Module) -> bool:
+        """True for an attention whose scores are computed here."""
+        return is_scoring(module) and getattr(scoring_module(cast(ClippableAttention, module)), "backend", "") != "flex"
+
+    @classmethod
+    def attach(cls, path: str, module: nn.Module, mesh: Mesh) -> None:
+        """Let the module that computes scores track them, unless QK-clip does."""
+        attention = cast(ClippableAttention, module)
+        if scoring_module(attention).max_logits is None:
+            track_logits(path, attention, mesh)

@@ -1,0 +1,120 @@
+"""Metric of modules: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model.
+
+A built-in one is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`), one of the user's a
+class by its import path. It reports as any module does (`trainer/metric_reduction.py`), so rows, sinks, `status` and
+`compare` know its numbers.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.builtins import metric_names
+from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.ops.autograd import is_recomputing
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.trainer.objective.base import Reduction
+from titan_exp.trainer.train_state import TrainState
+
+KEY = "tracking.metrics"
+
+
+class ModuleMetric(nn.Module):
+    """Metric of one module over the tokens of a step, logged as `model/NAME/PATH` and, over all its modules, as
+    `model/NAME`. It sees forward passes in training, recomputation excluded, and keeps no gradient."""
+
+    name: ClassVar[str]
+    """Name in rows."""
+    reduction: ClassVar[Reduction] = "max"
+    """Reduction over micro-batches, ranks and modules."""
+    compiles: ClassVar[bool] = False
+    """True if it may be part of compiled code, without a change of other operators."""
+    needs: ClassVar[str] = ""
+    """What a model must have, for the message of one that has no module for it."""
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        super().__init__()
+        self.metric_reductions = dict.fromkeys((self.name, f"{self.name}/{path}"), self.reduction)
+        start = {"max": -math.inf, "sum": 0.0, "mean": [0.0, 0.0]}[self.reduction]
+        self._start = self._found = torch.tensor(start, device=device)  # no buffers, which a checkpoint would hold
+
+    @classmethod
+    def observes(cls, path: str, module: nn.Module) -> bool:
+        """True for a module of the model that it is about; `path` is its name in the whole model."""
+        raise NotImplementedError
+
+    @classmethod
+    def attach(cls, path: str, module: nn.Module, mesh: Mesh) -> None:
+        """Let a module report."""
+        metric = cls(path, mesh.device)
+        module.add_module(f"metric_{cls.name}", metric)
+        module.register_forward_hook(metric._see)
+
+    def value(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        """Number of one micro-batch on this rank, a scalar; of a `mean` a tensor [2], sum and count."""
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Number of the step so far, by name."""
+        return dict.fromkeys(self.metric_reductions, self._found)
+
+    def reset_metrics(self) -> None:
+        """Begin a step."""
+        self._found = self._start
+
+    def _see(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled() and not is_recomputing():
+            with torch.no_grad():
+                value = self.value(module, inputs, output).to(self._start)
+                self._found = torch.maximum(self._found, value) if self.reduction == "max" else self._found + value
+
+
+def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[ModuleMetric]]:
+    """Metrics of a run.
+
+    Raises:
+        UserError: one cannot be imported, is no `ModuleMetric`, observes no module of the model, cannot be compiled, or
+            has the name of another.
+    """
+    kinds, found = {path: _class(path) for path in experiment.tracking.metrics}, list[Violation]()
+    config = experiment.compile
+    for path, kind in kinds.items():
+        if not (isinstance(kind, type) and issubclass(kind, ModuleMetric)):
+            own = path.rpartition(".")[2]
+            remedy = f"from titan_exp.trainer.module_metrics.metric import ModuleMetric; class {own}(ModuleMetric): ..."
+            found.append(Violation(KEY, path, "it is no ModuleMetric", remedy))
+        elif config.cuda_graphs:
+            found.append(Violation(KEY, path, "a captured pass calls no metric", "compile.cuda_graphs=false"))
+        elif config.enabled and not kind.compiles:
+            reason = f"{kind.__name__} would become part of compiled code, which may round differently then"
+            found.append(Violation(KEY, path, reason, "compile=none"))
+        elif not any(kind.observes(name, module) for name, module in model.named_modules()):
+            others = [other for other in experiment.tracking.metrics if other != path]
+            reason = f"it observes no module of {experiment.model.name}{kind.needs and f': {kind.needs}'}"
+            found.append(Violation(KEY, path, reason, f"{KEY}=[{','.join(others)}]"))
+    names = [kind.name for kind in kinds.values() if isinstance(kind, type) and issubclass(kind, ModuleMetric)]
+    if len({*names}) < len(names):
+        found.append(Violation(KEY, ", ".join(names), "two metrics have one name", "give one another `name`"))
+    if found:
+        raise UserError("This run cannot be started.", found)
+    return list(kinds.values())
+
+
+def observe_modules(experiment: Experiment, state: TrainState) -> None:
+    """Attach the metrics of a run to the modules of this rank, and to the whole model, whose names all ranks know."""
+    for kind in chosen_metrics(experiment, state.built.module):
+        modules = [named for model in (state.built.module, *state.model.parts) for named in model.named_modules()]
+        for path, module in {id(module): (path, module) for path, module in modules}.values():
+            if kind.observes(path, module):
+                kind.attach(path, module, state.mesh)
+
+
+def _class(path: str) -> Any:
+    if path not in metric_names():
+        return import_dotted(path, KEY)
+    own = "".join(word.capitalize() for word in path.split("_"))
+    return import_dotted(f"titan_exp.trainer.module_metrics.{path}.{own}", KEY)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.extension import added_keys, extension_folders
+from titan_exp.config.extension import added_groups, added_keys, extension_folders
 from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.schema.schema import keys
 from titan_exp.rules import violations
@@ -29,16 +29,31 @@ SINGLE = [(folder, file) for folder, file in FILES if len(file.parts) == 2]
 GROUPS = sorted({file.parts[0] for _, file in SINGLE})
 OPTIONS = {f"{file.parent}={file.stem}": FOLDERS[folder] / file for folder, file in SINGLE}
 """Golden text of every option."""
+OF_EXTENSIONS = [group for group in added_groups() if not (CONF_DIR / group).is_dir()]
 OVERLAYS = [option for option in OPTIONS if option.startswith("experiment=")]
 
 
 def text_of(overrides: list[str], group: str | None = None) -> str:
     cfg = compose(overrides)
+    if group not in OF_EXTENSIONS:
+        cfg = without_added_keys(cfg)
     shown = cfg[group] if group else cfg
     try:
         return OmegaConf.to_yaml(shown, resolve=True)
     except InterpolationToMissingValueError:  # values that follow from a key without a default
         return OmegaConf.to_yaml(shown)
+
+
+def without_added_keys(cfg: DictConfig) -> DictConfig:
+    """A configuration without the keys of extensions at their defaults, as the core alone composes it."""
+    OmegaConf.set_struct(cfg, False)
+    for group in added_groups():
+        for key, value in added_keys(group).items():
+            if cfg[group].get(key) == value:
+                cfg[group].pop(key)
+        if not cfg[group]:
+            cfg.pop(group)
+    return cfg
 
 
 def test_the_default_configuration(golden: Callable[[Path, str], None]):

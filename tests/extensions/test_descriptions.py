@@ -24,7 +24,8 @@ def test_every_folder_is_an_extension():
 def test_a_description_is_true(name: str):
     found = OWN[name]
     assert (found.name, found.summary[-1]) == (found.folder.name, ".")
-    for path in (*found.families.values(), *found.resolvers.values(), *found.reports.values()):
+    alone = (path for path in (found.rules, found.commit, found.updates, found.exchange, found.worlds) if path)
+    for path in (*found.families.values(), *found.resolvers.values(), *found.reports.values(), *alone):
         assert load(path) is not None
     for path in (*found.verbs.values(), *found.observations.values()):
         assert load(path) is not None

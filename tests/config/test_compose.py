@@ -29,11 +29,14 @@ SINGLE = [(folder, file) for folder, file in FILES if len(file.parts) == 2]
 GROUPS = sorted({file.parts[0] for _, file in SINGLE})
 OPTIONS = {f"{file.parent}={file.stem}": FOLDERS[folder] / file for folder, file in SINGLE}
 """Golden text of every option."""
+OF_EXTENSIONS = [group for group in added_groups() if not (CONF_DIR / group).is_dir()]
 OVERLAYS = [option for option in OPTIONS if option.startswith("experiment=")]
 
 
 def text_of(overrides: list[str], group: str | None = None) -> str:
-    cfg = without_added_keys(compose(overrides))
+    cfg = compose(overrides)
+    if group not in OF_EXTENSIONS:
+        cfg = without_added_keys(cfg)
     shown = cfg[group] if group else cfg
     try:
         return OmegaConf.to_yaml(shown, resolve=True)

@@ -100,10 +100,8 @@ def test_remedies_name_what_would_work():
             "data.paths=notes.txt",
             "optimizer.lr=-1",
             "+model.layer=3",
-            "data.images=foldr",
         )
     }
-    assert "did you mean folder?" in by_field["data.images"].remedy
     assert "training.steps=3" in by_field["training.steps"].remedy
     assert "bf16" in by_field["training.mixed_precision"].remedy
     assert by_field["parallelism.dp_shard"].reason == "must be -1 or at least 1"

@@ -24,6 +24,7 @@ from titan_exp.models.spec.lookup import model_spec
         ),
         ("train data.image=glyphs", "did you mean data.images?"),
         ("train data=latens", "latents"),
+        ("train data=images data.images=foldr", "did you mean folder?"),
         ("train training.objective=rectified_flo", "did you mean rectified_flow?"),
         ("train data.source=latens", "did you mean latents?"),
         (
